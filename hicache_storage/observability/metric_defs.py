@@ -402,8 +402,8 @@ STORE_FAILING: Final = _gauge(
 )
 STORE_BYTES: Final = _gauge(
     "hicache_metadata_store_bytes",
-    "Size of a SQLite store's files, by part: database, wal (SQLite's own log) or log; in Redis, "
-    "log alone: that of the scopes that this server owns.",
+    "Size of a SQLite store's files, by part: database or wal (SQLite's own log); in Redis, log: "
+    "that of the scopes that this server owns.",
     "part",
     unit="bytes",
 )

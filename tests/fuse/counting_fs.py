@@ -24,7 +24,9 @@ import sys
 import tempfile
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import msgspec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +55,27 @@ _COUNTS = struct.Struct(f"<{len(OPERATIONS)}Q")
 _STAT_FIELDS = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
 
 
+class FileChange(NamedTuple):
+    """A request that changes a file, or syncs it."""
+
+    operation: str
+    path: str
+    offset: int
+    """For `truncate` the new length."""
+    data: bytes
+    """For `rename` the new path."""
+
+
+def file_changes(journal: Path) -> list[FileChange]:
+    """Read the journal of a mount."""
+    content, place, found = journal.read_bytes(), 0, list[FileChange]()
+    while place < len(content):
+        end = place + 4 + int.from_bytes(content[place : place + 4], "little")
+        found.append(msgspec.msgpack.decode(content[place + 4 : end], type=FileChange))
+        place = end
+    return found
+
+
 class CountingMount:
     """The file system, mounted by a process of its own.
 
@@ -64,6 +87,7 @@ class CountingMount:
             not depend on the time.
         max_name_bytes: longer names cannot be made.
         subtype: the mount's kind is `fuse.` and this.
+        journal: file to which each change of a file is appended, for `file_changes`.
     """
 
     def __init__(
@@ -75,6 +99,7 @@ class CountingMount:
         cache_seconds: float = 3600.0,
         max_name_bytes: int = 255,
         subtype: str = "",
+        journal: Path | None = None,
     ) -> None:
         self.backing, self.point = backing, point
         self._options = [
@@ -82,6 +107,7 @@ class CountingMount:
             f"--cache-seconds={cache_seconds}",
             f"--max-name-bytes={max_name_bytes}",
             f"--subtype={subtype}",
+            *([f"--journal={journal}"] if journal else []),
         ]
         descriptor, self._shared = tempfile.mkstemp(prefix="counting-fs-")
         os.truncate(descriptor, _COUNTS.size)
@@ -154,8 +180,14 @@ class _Passthrough:
     use_ns = True
 
     def __init__(
-        self, root: str, counts: mmap.mmap, delay_seconds: float, max_name_bytes: int
+        self,
+        root: str,
+        counts: mmap.mmap,
+        delay_seconds: float,
+        max_name_bytes: int,
+        journal: str,
     ) -> None:
+        self._journal = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if journal else -1
         self._max_name_bytes = max_name_bytes
         self._root = root
         self._counts = (ctypes.c_uint64 * len(OPERATIONS)).from_buffer(counts)
@@ -168,6 +200,11 @@ class _Passthrough:
         if self._delay:
             time.sleep(self._delay)
         return self._root + path
+
+    def _record(self, operation: str, path: str, offset: int = 0, data: bytes = b"") -> None:
+        if self._journal >= 0:
+            record = msgspec.msgpack.encode(FileChange(operation, path, offset, data))
+            os.write(self._journal, len(record).to_bytes(4, "little") + record)
 
     def _check_name(self, path: str) -> None:
         if len(os.path.basename(path)) > self._max_name_bytes:
@@ -192,6 +229,7 @@ class _Passthrough:
 
     def create(self, path: str, mode: int, flags: int) -> int:
         self._check_name(path)
+        self._record("create", path)
         return os.open(self._path("create", path), flags & ~os.O_DIRECT | os.O_CREAT, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
@@ -200,6 +238,7 @@ class _Passthrough:
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
         self._path("write", path)
+        self._record("write", path, offset, data)
         return os.pwrite(fh, data, offset)
 
     def flush(self, path: str, fh: int) -> int:
@@ -211,15 +250,18 @@ class _Passthrough:
         return 0
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        self._record("truncate", path, length)
         os.truncate(self._path("truncate", path), length)
         return 0
 
     def unlink(self, path: str) -> int:
+        self._record("unlink", path)
         os.unlink(self._path("unlink", path))
         return 0
 
     def rename(self, old: str, new: str) -> int:
         self._check_name(new)
+        self._record("rename", old, data=new.encode())
         os.rename(self._path("rename", old), self._root + new)
         return 0
 
@@ -241,6 +283,7 @@ class _Passthrough:
 
     def fsync(self, path: str, datasync: int, fh: int) -> int:
         self._path("fsync", path)
+        self._record("fsync", path)
         os.fsync(fh)
         return 0
 
@@ -276,13 +319,18 @@ def _serve() -> None:
     parser.add_argument("--cache-seconds", type=float, default=3600.0)
     parser.add_argument("--max-name-bytes", type=int, default=255)
     parser.add_argument("--subtype", default="")
+    parser.add_argument("--journal", default="")
     options = parser.parse_args()
     # The default slack of 50 us would make a delay of 200 us one of 250 us; threads inherit it.
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     with open(options.counts, "r+b") as shared:
         counts = mmap.mmap(shared.fileno(), _COUNTS.size)
     operations = type("Operations", (_Passthrough, mfusepy.Operations), {})(
-        os.path.abspath(options.backing), counts, options.delay_us / 1e6, options.max_name_bytes
+        os.path.abspath(options.backing),
+        counts,
+        options.delay_us / 1e6,
+        options.max_name_bytes,
+        options.journal,
     )
     mfusepy.log.setLevel("CRITICAL")
     seconds = options.cache_seconds

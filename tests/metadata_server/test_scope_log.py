@@ -24,7 +24,7 @@ from hicache_metadata_server.shared.scope_log import (
     scope_keys,
     take,
 )
-from hicache_metadata_server.storage import compaction, replay
+from hicache_metadata_server.storage import compaction
 from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.test_stores import STRANGE, commit, initialize, reserve, state
 
@@ -333,7 +333,7 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
     monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
-    monkeypatch.setattr(replay, "BYTES", 3000)
+    monkeypatch.setattr(compaction, "REPLAY_BYTES", 3000)
     chance, scopes = random.Random(5), ("0:kv", "0:mamba")
     one = owner("one")
     for scope in scopes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 import threading
 import time
 from contextlib import closing
@@ -21,7 +20,6 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Caller, Quota, Quotas, Tenants, TenantUsage
 from hicache_metadata_server.storage.factory import open_store
-from hicache_metadata_server.storage.schema import VERSION
 from tests.metadata_server.http_calls import running
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.test_refusals import bearer, guarded
@@ -363,29 +361,3 @@ def test_a_store_keeps_whose_a_scope_is(tmp_path, compacted):
     store, service = restored(tmp_path)
     assert service.tenants.of_scope == {"0:a": "acme", "0:b": ""}
     store.close()
-
-
-def test_a_store_of_schema_3_is_brought_up_to_date(tmp_path):
-    store, service = restored(tmp_path)
-    initialize(service, geometry("0:a", 8), caller=Caller())
-    service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:a", keys=["k"])]), 1.0)
-    store.write(service.take_changes())
-    while store.wants_compaction(idle=True):
-        store.compact(store.collect(service.scope_of), 1.0)
-    store.close()
-    with closing(sqlite3.connect(tmp_path / "m.db")) as database:
-        database.executescript(
-            "ALTER TABLE scopes DROP COLUMN model; ALTER TABLE scopes DROP COLUMN tenant; PRAGMA "
-            "user_version = 3;"
-        )
-    store, service = restored(tmp_path)
-    assert service.tenants.of_scope == {"0:a": ""}
-    assert service.list_scopes().scopes[0].leased == 1
-    assert initialize(service, geometry("0:b")) == "done"
-    store.write(service.take_changes())
-    store.close()
-    store, service = restored(tmp_path)
-    assert service.tenants.of_scope == {"0:a": "", "0:b": "acme"}
-    store.close()
-    with closing(sqlite3.connect(tmp_path / "m.db")) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (VERSION,)

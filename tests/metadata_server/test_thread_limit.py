@@ -25,18 +25,14 @@ def refuse(thread: threading.Thread) -> None:
 
 @pytest.mark.parametrize("durability", [StoreDurability.PROCESS, StoreDurability.MACHINE])
 async def test_changes_are_written_and_checkpoints_are_made(tmp_path, monkeypatch, durability):
-    made = list[int]()
-    checkpoint = sqlite.SqliteStore.checkpoint
-    monkeypatch.setattr(sqlite, "IDLE_CHECKPOINT_BLOCKS", -1)
-    monkeypatch.setattr(
-        sqlite.SqliteStore, "checkpoint", lambda self: (made.append(1), checkpoint(self))
-    )
+    monkeypatch.setattr(sqlite, "CHECKPOINT_BYTES", 1000)
     store = open_store(f"sqlite:///{tmp_path}/m.db", durability)
     async with running(store, restored_service(store, ServerSettings(), time.time())) as caller:
+        before = store.sizes()["database"]
         with monkeypatch.context() as limit:
             limit.setattr(threading.Thread, "start", refuse)
             async with asyncio.timeout(20):
                 assert (await caller.post("/v2/initialize", SCOPE)).status == 200
                 assert (await caller.store("0:kv", KEYS)).status == 200
-                while not made:
+                while store.sizes()["database"] == before:
                     await asyncio.sleep(0.01)

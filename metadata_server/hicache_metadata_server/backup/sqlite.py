@@ -51,8 +51,7 @@ class StoreStamp(NamedTuple):
         return cls(
             found.st_ino,
             found.st_mtime_ns,
-            # A server writes to the log first; the database may stay as it was.
-            sum(path.stat().st_size for path in (file, *_logs(file))),
+            found.st_size,
         )
 
 
@@ -107,7 +106,7 @@ class SqliteTarget:
         old = self._file.with_name(f"{self._file.name}{REPLACED}")
         try:
             # Only the database is renamed, so that all content has to be in it.
-            if any(_logs(self._incoming)) or Path(f"{self._incoming}-wal").exists():
+            if Path(f"{self._incoming}-wal").exists():
                 raise StoreError(f"not all of {self._incoming} is in the database")
             with contextlib.suppress(FileNotFoundError):
                 self._file.rename(old)
@@ -211,20 +210,17 @@ def _holds_scopes(file: Path) -> bool:
             ) as database:
                 if database.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
                     raise StoreError(f"{file} is a database of something else")
-                if database.execute("SELECT count(*) FROM scopes").fetchone()[0]:
-                    return True
+                for table in ("scopes", "log"):
+                    # Scopes of the log may not be in their table yet.
+                    if database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]:
+                        return True
         except sqlite3.Error as error:
             raise StoreError(f"{file} is no store: {error}") from error
-    # Scopes in a log may not be in the database yet.
-    return any(log.stat().st_size for log in _logs(file))
-
-
-def _logs(file: Path) -> Iterable[Path]:
-    return file.parent.glob(f"{file.name}.log-*")
+    return False
 
 
 def _remove(file: Path) -> None:
     """Remove a database and the files that belong to it, except its lock."""
     # The lock file stays: a server that waits for it would lock a file without a name.
-    for path in (file, Path(f"{file}-wal"), Path(f"{file}-shm"), *_logs(file)):
+    for path in (file, Path(f"{file}-wal"), Path(f"{file}-shm")):
         path.unlink(missing_ok=True)

@@ -27,7 +27,7 @@ class ScopeRecord:
 
 
 # A Struct, because the field has another name in the log than here: `once` is also a column of the
-# SQLite schema, and logs of earlier versions are replayed.
+# SQLite schema.
 class AnswerRecord(msgspec.Struct, frozen=True):
     """The answer to a request with an idempotency key."""
 

@@ -23,8 +23,12 @@ from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.shared.connection import Script, ScriptCall, new_script
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
-from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
-from hicache_metadata_server.storage.replay import replayed
+from hicache_metadata_server.storage.compaction import (
+    BATCH_BLOCKS,
+    CompactionBatch,
+    DirtyBlocks,
+    replayed,
+)
 from hicache_metadata_server.storage.schema import BLOCK_MASK
 
 if TYPE_CHECKING:
@@ -596,13 +600,6 @@ class ScopeLogStore:
         """Queue the blocks of a batch again."""
         if log := self._logs.get(batch.scope):
             log.dirty.put_back(batch)
-
-    def wants_checkpoint(self, *, idle: bool) -> bool:
-        """False: Redis has no step after a compaction."""
-        return False
-
-    def checkpoint(self) -> None:
-        """Do nothing."""
 
     def sizes(self) -> dict[str, int]:
         """Bytes of all logs that are not compacted."""

@@ -1,7 +1,6 @@
-"""Durability: a write-ahead log with group commit, and its compaction into SQLite.
+"""Durability: groups of changes are appended to a log, and compacted into blocks of slots.
 
-A crash before the append leaves nothing of a group; after it the whole group, which the next start
-replays. A crash during a compaction or a checkpoint loses nothing, because a log file is deleted
-only after a checkpoint has synced everything that was compacted from it.
-docs/design/metadata-storage.md has the steps, and what survives which crash at each of them.
+With SQLite both are tables of one file. A group is one row of the log, written by one transaction;
+a compaction writes blocks and deletes their groups in one transaction. A crash leaves all or
+nothing of a transaction, and so of a group. docs/design/metadata-storage.md has the steps.
 """

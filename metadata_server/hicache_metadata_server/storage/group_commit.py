@@ -1,4 +1,4 @@
-"""Group commit: the changes of several requests are written with one record of the log.
+"""Group commit: the changes of several requests are written as one group of the log.
 
 A response is sent after its group is written, so a crash before that loses only changes that no
 client was told of. docs/design/metadata-storage.md has every step.
@@ -34,17 +34,16 @@ the reason. Less than clients wait in one attempt, which would take the server f
 RETRY_SECONDS: Final = 1.0
 """Interval at which a failing store is tried again, whether or not changes arrive."""
 
-_Step = Literal["write", "compact", "checkpoint"]
+_Step = Literal["write", "compact"]
 """A step of the store that can fail."""
 
 
 class GroupCommit:
-    """Writes the changes of a service to its store, and schedules compaction and checkpoints.
+    """Writes the changes of a service to its store, and schedules compactions.
 
     All methods run in one event loop. A quick store, which writes to the page cache, is written in
     the loop itself: that takes less time than waking a thread. A store that waits for the network
-    has a writer of coroutines. A store that waits for the disk is written in a thread. Checkpoints
-    run in a thread of their own.
+    has a writer of coroutines. A store that waits for the disk is written in a thread.
 
     The store is failing from the first step that fails until each step has succeeded again.
     Meanwhile no change is acknowledged, because a growing log would take the space that the
@@ -66,10 +65,8 @@ class GroupCommit:
         """Called with the names of scopes that this server has lost, before the next group."""
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="group-commit")
-        self._checkpoint_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        for executor in (self._thread, self._checkpoint_thread):
-            # Starts the thread: where a later step cannot, its requests wait for ever.
-            executor.submit(time.monotonic)
+        # Starts the thread: where a later step cannot, its requests wait for ever.
+        self._thread.submit(time.monotonic)
         self._open: list[asyncio.Future[None]] = []
         """Requests that wait for the next group."""
         self._busy = False
@@ -80,7 +77,6 @@ class GroupCommit:
         """Start of the last step by the writer."""
         self._writing: list[asyncio.Future[None]] = []
         """Requests of the group that is being written."""
-        self._checkpointing = False
         self._closed = False
         self._last_write = 0.0
         self._batch: CompactionBatch | None = None
@@ -148,8 +144,6 @@ class GroupCommit:
             while self._busy and self._running is not None:
                 # A compaction, which no request waits for.
                 await asyncio.wait([self._running])
-            # A checkpoint competes with the compaction for the disk.
-            await asyncio.to_thread(self._checkpoint_thread.shutdown)
             await _try_writer("compaction_failed", self._compact_all())
             await asyncio.to_thread(self._thread.shutdown)
 
@@ -176,7 +170,7 @@ class GroupCommit:
             _resolve(group, None)
 
     def _write_group(self, group: list[asyncio.Future[None]], changes: Changes) -> None:
-        if self._failed.keys() - {"write"} and self._loop.time() < self._next_try:
+        if "compact" in self._failed and self._loop.time() < self._next_try:
             self._service.put_back(changes)
             _resolve(group, self.error)
             return
@@ -250,7 +244,6 @@ class GroupCommit:
         _resolve(group, error or self.error)
         if isinstance(error, FencedError):
             self._on_fenced(error.scopes)
-        self._checkpoint_if_due(idle=False)
         if self._store.is_quick:
             # In a later turn of the loop: responses are sent first.
             self._loop.call_soon(self._compact)
@@ -270,14 +263,13 @@ class GroupCommit:
         elif was is not None and self.error is None:
             _log.info("store_serving")
 
-    # Compaction and checkpoints.
+    # Compaction.
 
     def _collect(self, *, idle: bool) -> None:
         """Collect blocks to compact; called when all changes were taken for a group."""
-        # Not beside a checkpoint, which competes for the disk and for SQLite's log. A failing
-        # compaction is tried again in a busy server, too.
-        may = self._batch is None and not self._checkpointing
-        if may and self._store.wants_compaction(idle=idle or "compact" in self._failed):
+        # A failing compaction is tried again in a busy server, too.
+        idle = idle or "compact" in self._failed
+        if self._batch is None and self._store.wants_compaction(idle=idle):
             self._batch = self._store.collect(self._service.scope_of)
 
     def _compact(self) -> None:
@@ -311,16 +303,14 @@ class GroupCommit:
             error = StoreError(f"the store has not answered within {PATIENCE_SECONDS} s")
             _resolve([*self._writing, *self._open], error)
         if self.error is not None:
-            if not self._busy and not self._checkpointing and self._loop.time() >= self._next_try:
-                # First a checkpoint: it deletes log files, which makes room for the write and the
-                # compaction after it.
-                self._begin_checkpoint()
+            if not self._busy and self._loop.time() >= self._next_try:
+                # A group without changes tries write and compaction as well.
+                self._write_group([], self._service.take_changes())
         elif self._is_idle():
-            self._checkpoint_if_due(idle=True)
             self._compact_while_idle()
 
     def _compact_while_idle(self) -> None:
-        in_use = self._busy or self._checkpointing or self._open or not self._is_idle()
+        in_use = self._busy or self._open or not self._is_idle()
         if (
             self._closed
             or in_use
@@ -340,26 +330,6 @@ class GroupCommit:
 
     def _is_idle(self) -> bool:
         return self._loop.time() - self._last_write >= IDLE_SECONDS
-
-    def _checkpoint_if_due(self, *, idle: bool) -> None:
-        if not self._closed and not self._checkpointing and self._store.wants_checkpoint(idle=idle):
-            self._begin_checkpoint()
-
-    def _begin_checkpoint(self) -> None:
-        self._checkpointing = True
-        checkpoint = self._loop.run_in_executor(
-            self._checkpoint_thread, _try_step, "checkpoint_failed", self._store.checkpoint
-        )
-        checkpoint.add_done_callback(self._checkpointed)
-
-    def _checkpointed(self, done: asyncio.Future[StoreError | None]) -> None:
-        self._checkpointing = False
-        self._note("checkpoint", done.result())
-        if self.error is None:
-            self._compact_while_idle()
-        elif not self._closed and not self._busy:
-            # A group without changes tries write and compaction as well.
-            self._write_group([], self._service.take_changes())
 
 
 def _try_step(event: str, step: Callable[[], None]) -> StoreError | None:

@@ -1,7 +1,7 @@
-"""The SQLite store: a write-ahead log, compacted into blocks of a SQLite file.
+"""The SQLite store: a table of groups, compacted into a table of blocks.
 
-A compaction is one transaction, so a crash leaves all or none of it, and the log has its changes
-until a checkpoint has synced them. docs/design/metadata-storage.md has every step.
+Each write and each compaction is one transaction, so a crash leaves all or none of it.
+docs/design/metadata-storage.md has every step.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ import fcntl
 import os
 import sqlite3
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import structlog
 
 from hicache_metadata_server.core.changes import AnswerRecord, Recovered, ScopeRecord
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.pins import PinRecord
 from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
-from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
-from hicache_metadata_server.storage.replay import replayed
+from hicache_metadata_server.storage.compaction import (
+    BATCH_BLOCKS,
+    CompactionBatch,
+    DirtyBlocks,
+    replayed,
+)
 from hicache_metadata_server.storage.schema import (
     APPLICATION,
     BLOCK_MASK,
-    CHANGES,
-    COMPACTED,
-    LINEAGE,
-    OLDEST,
     SCOPE_BITS,
     TABLES,
     VERSION,
 )
-from hicache_metadata_server.storage.wal import WriteAheadLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -47,19 +48,18 @@ if TYPE_CHECKING:
 MAX_LOG_BYTES: Final = 64 << 20
 """Length of the log from which each write also compacts: about 5,000 batches of 128 pages, reserved
 and committed."""
-CHECKPOINT_BLOCKS: Final = 6000
-"""Blocks between checkpoints, about 50 MiB."""
-IDLE_CHECKPOINT_BLOCKS: Final = 500
-"""The same in an idle server whose log is compacted."""
+CHECKPOINT_BYTES: Final = 16 << 20
+"""Bytes of groups and blocks between checkpoints of SQLite's own log."""
 CHECKPOINT_PASSES: Final = 3
 """Passes of one checkpoint, each of which moves what was written during the one before."""
-MAX_WAL_PAGES: Final = 200_000
-"""Length of SQLite's log at which a compaction does a checkpoint, if the thread cannot keep up."""
+MAX_WAL_PAGES: Final = 65_536
+"""Length of SQLite's own log at which a write does a checkpoint, if the thread cannot keep up."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
+_LOG: Final = structlog.get_logger()
 
 
 class SqliteStore:
-    """A SQLite file, its write-ahead log, SQLite's own files, and a lock file.
+    """A SQLite file, and a lock file beside it.
 
     With `StoreDurability.PROCESS` a written group survives kill -9; after a loss of power the last
     groups may be missing. With `MACHINE` the group is on the disk when `write` returns.
@@ -71,37 +71,31 @@ class SqliteStore:
     def __init__(self, file: str, durability: StoreDurability = StoreDurability.PROCESS) -> None:
         self.durability = durability
         self._file = file
-        _check_directory(file)
-        self._lock = StoreLock(f"{file}.lock")
         self._dirty = DirtyBlocks()
         self._last_group = 0
-        self._compacted_group = 0
         self._log_bytes = 0
-        """Bytes of groups in the log that are not compacted."""
+        """Bytes of groups that are not compacted."""
         self._since_checkpoint = 0
-        """Blocks compacted since the last checkpoint."""
-        self._is_replayed = False
-        try:
-            self._database = _open(file)
-            # Of their own: a connection runs one statement at a time.
-            self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-            lineage = _scalar(
-                self._database, f"SELECT ceiling FROM counters WHERE name = '{LINEAGE}'"
-            )
-            self._log = WriteAheadLog(
-                file, lineage, synchronous=durability is StoreDurability.MACHINE
-            )
-        except (sqlite3.Error, StoreError, OSError, ValueError) as error:
-            self._lock.release()
-            raise StoreError(f"cannot open {file}: {error}{_hint(error, file)}") from error
+        """Bytes written since the last checkpoint."""
+        _check_directory(file)
+        with contextlib.ExitStack() as undo:
+            # SQLite's own locks would keep backups out together with the second server.
+            self._lock = StoreLock(f"{file}.lock")
+            undo.callback(self._lock.release)
+            try:
+                self._database = _open(file, durability)
+            except (sqlite3.Error, StoreError) as error:
+                raise StoreError(f"cannot open {file}: {error}{_hint(error, file)}") from error
+            undo.callback(self._database.close)
+            self._checkpoints = _CheckpointThread(file)
+            undo.pop_all()
 
     def recover(self, now: float) -> Recovered:
-        """Replay the log, then read everything but slots."""
+        """Compact the log, then read everything but slots."""
         database = self._database
         with self._store_errors("read"):
-            self._replay(now)
-            database.execute("DELETE FROM pins WHERE until <= ?", (now,))
-            database.execute("DELETE FROM answers WHERE until <= ?", (now,))
+            for batch in replayed(self._groups(), self._read):
+                self._compact(batch, now)
             return Recovered(
                 scopes=[
                     ScopeRecord(
@@ -121,15 +115,15 @@ class SqliteStore:
                 ],
                 pins=[
                     PinRecord(pin, until, msgspec.msgpack.decode(slots, type=dict[int, list[int]]))
-                    for pin, until, slots in database.execute("SELECT * FROM pins")
-                ],
-                answers=[AnswerRecord(*row) for row in database.execute("SELECT * FROM answers")],
-                counters=dict(
-                    database.execute(
-                        "SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)",
-                        (COMPACTED, LINEAGE),
+                    for pin, until, slots in database.execute(
+                        "SELECT * FROM pins WHERE until > ?", (now,)
                     )
-                ),
+                ],
+                answers=[
+                    AnswerRecord(*row)
+                    for row in database.execute("SELECT * FROM answers WHERE until > ?", (now,))
+                ],
+                counters=dict(database.execute("SELECT name, ceiling FROM counters")),
             )
 
     def rows(self, scope: int) -> Iterator[SlotRows]:
@@ -146,19 +140,19 @@ class SqliteStore:
                     yield rows
 
     def write(self, changes: Changes) -> None:
-        """Append one record to the log."""
-        # The number of a failed record is not used again: a torn record of it may be in the file.
-        self._last_group += 1
-        payload = _ENCODER.encode(changes)
+        """Add a row to the log."""
+        group, payload = self._last_group + 1, _ENCODER.encode(changes)
         with self._store_errors("written"):
-            self._log.append(self._last_group, payload)
+            self._database.execute("INSERT INTO log VALUES (?, ?)", (group, payload))
+        self._last_group = group
         self._log_bytes += len(payload)
         places = [
             (scope << SCOPE_BITS) + block
             for scope, slots in changes.slots.items()
             for block in changed_blocks(slots)
         ]
-        self._dirty.mark(places, self._last_group, len(payload), changes)
+        self._dirty.mark(places, group, len(payload), changes)
+        self._count(len(payload))
 
     writer = None
 
@@ -190,83 +184,37 @@ class SqliteStore:
             self._dirty.put_back(batch)
             raise
         self._log_bytes -= batch.log_bytes
-        self._since_checkpoint += len(batch.blocks)
+        self._count(sum(len(blob) for _, blob in batch.blocks))
 
     def put_back(self, batch: CompactionBatch) -> None:
         """Queue the blocks of a batch again."""
         self._dirty.put_back(batch)
 
-    def wants_checkpoint(self, *, idle: bool) -> bool:
-        """True if SQLite's own log is long; in an idle server earlier."""
-        return self._since_checkpoint > (
-            IDLE_CHECKPOINT_BLOCKS if idle and not self._log_bytes else CHECKPOINT_BLOCKS
-        )
-
-    def checkpoint(self) -> None:
-        """Move SQLite's own log into the file, then delete the compacted part of the log."""
-        self._since_checkpoint = 0
-        # Read before the checkpoint begins: later compactions may not be part of it.
-        compacted = self._compacted_group
-        with self._store_errors("written"):
-            # Compactions go on meanwhile. The first pass moves nearly everything, and a later one
-            # catches up with them, so that SQLite can begin its log anew.
-            for _ in range(CHECKPOINT_PASSES):
-                _, pages, moved = self._checkpoints.execute(
-                    "PRAGMA wal_checkpoint(PASSIVE)"
-                ).fetchone()
-                if pages == moved:
-                    # Only now are the compacted blocks on the disk.
-                    self._log.delete_through(compacted)
-                    compacted = 0
-
     def sizes(self) -> dict[str, int]:
-        """Bytes of the database, of SQLite's log (`wal`), and of the write-ahead log (`log`)."""
-        return {
-            "database": _size(self._file),
-            "wal": _size(f"{self._file}-wal"),
-            "log": self._log.size(),
-        }
+        """Bytes of the database, and of SQLite's own log (`wal`)."""
+        return {"database": _size(self._file), "wal": _size(f"{self._file}-wal")}
 
     def close(self) -> None:
-        """Close the files. If everything is compacted, only the database remains."""
+        """Close the file: SQLite moves its own log into it, unless another program reads it."""
         try:
-            # On an error the log stays, and the next start replays it. So does a log that was never
-            # replayed.
-            with contextlib.suppress(StoreError, OSError, sqlite3.Error):
-                if self._is_replayed and not self._log_bytes:
-                    self._settle_log()
-            self._log.close()
             self._checkpoints.close()
             self._database.close()
         finally:
             self._lock.release()
 
-    def _replay(self, now: float) -> None:
-        found = self._database.execute(
-            "SELECT ceiling FROM counters WHERE name = ?", (COMPACTED,)
-        ).fetchone()
-        self._compacted_group = found[0] if found else 0
-        self._last_group = self._compacted_group
-        for batch in replayed(self._log.groups(self._last_group), self._read):
-            self._compact(batch, now)
-            self._last_group = batch.last_group
-        self._is_replayed = True
-        self._settle_log()
+    def _count(self, size: int) -> None:
+        self._since_checkpoint += size
+        if self._since_checkpoint > CHECKPOINT_BYTES:
+            self._since_checkpoint = 0
+            self._checkpoints.begin()
 
-    def _settle_log(self) -> None:
-        """Checkpoint, then delete the log, all of which is compacted.
-
-        Raises:
-            StoreError: another program reads the database, so the checkpoint is incomplete. The log
-                must not be appended to: after a loss of power its old part may have lost groups,
-                and the new ones would follow the gap.
-        """
-        if self._log.is_empty:
-            return
-        blocked, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if blocked:
-            raise StoreError("another program is reading the database; end that, and start again")
-        self._log.delete_all()
+    def _groups(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the groups of the log, which may be deleted meanwhile."""
+        query = "SELECT id, payload FROM log WHERE id > ? ORDER BY id LIMIT 1"
+        group = 0
+        while (row := self._database.execute(query, (group,)).fetchone()) is not None:
+            group, payload = row
+            yield group, payload
 
     @contextlib.contextmanager
     def _store_errors(self, done: str) -> Generator[None]:
@@ -290,13 +238,12 @@ class SqliteStore:
             self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", batch.blocks)
             if batch.last_group:
                 self._compact_rest(batch.rest, now)
-                run("INSERT OR REPLACE INTO counters VALUES (?, ?)", (COMPACTED, batch.last_group))
+                run("DELETE FROM log WHERE id <= ?", (batch.last_group,))
             run("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 run("ROLLBACK")
             raise
-        self._compacted_group = batch.last_group or self._compacted_group
 
     def _compact_rest(self, changes: Changes, now: float) -> None:
         run, run_each = self._database.execute, self._database.executemany
@@ -376,13 +323,13 @@ def _check_directory(file: str) -> None:
         )
 
 
-def _open(file: str) -> sqlite3.Connection:
+def _open(file: str, durability: StoreDurability) -> sqlite3.Connection:
     # Used by one thread at a time, but not always by the same: the loop, or the group commit's.
     database = sqlite3.connect(
         file, isolation_level=None, check_same_thread=False, cached_statements=64
     )
     try:
-        _prepare(database)
+        _prepare(database, durability)
     except BaseException:
         database.close()
         raise
@@ -410,17 +357,18 @@ def check_database(file: str) -> None:
         raise StoreError(f"cannot open {file}: {error}") from error
 
 
-def _check_schema(database: sqlite3.Connection) -> tuple[int, int]:
-    """Check that the database is ours; returns its version and the number of tables."""
+def _check_schema(database: sqlite3.Connection) -> bool:
+    """Check that the database is ours; returns whether it has tables."""
     version = _scalar(database, "PRAGMA user_version")
     application = _scalar(database, "PRAGMA application_id")
     tables = _scalar(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
-    if tables and version < OLDEST:
+    if tables and version < VERSION:
         raise StoreError(
             f"it was written by an earlier version of this server (schema {version}; this one "
-            f"needs {OLDEST})"
+            f"needs {VERSION}): delete it, and the files whose names begin with its name; the "
+            f"cache then begins empty"
         )
     if version > VERSION:
         raise StoreError(
@@ -429,35 +377,74 @@ def _check_schema(database: sqlite3.Connection) -> tuple[int, int]:
         )
     if sys.byteorder != "little":
         raise StoreError("a store's columns are those of little-endian machines")
-    return version, tables
+    return bool(tables)
 
 
-def _prepare(database: sqlite3.Connection) -> None:
-    version, tables = _check_schema(database)
+def _prepare(database: sqlite3.Connection, durability: StoreDurability) -> None:
+    is_made = _check_schema(database)
     database.execute("PRAGMA journal_mode = WAL")
-    # No sync at a commit: acknowledged changes are in the write-ahead log, which is deleted only
-    # after a checkpoint has synced their blocks.
-    database.execute("PRAGMA synchronous = NORMAL")
+    # FULL syncs SQLite's own log at each commit, NORMAL before a checkpoint. Without a sync, a loss
+    # of power takes whole transactions from its end.
+    level = "FULL" if durability is StoreDurability.MACHINE else "NORMAL"
+    database.execute(f"PRAGMA synchronous = {level}")
     database.execute(f"PRAGMA wal_autocheckpoint = {MAX_WAL_PAGES}")
+    database.execute(f"PRAGMA journal_size_limit = {4 * CHECKPOINT_BYTES}")
     database.execute("PRAGMA cache_size = -16384")
-    # Some builds turn it on, and then overwrite every replaced block with zeros first.
+    # Some builds turn it on, and then overwrite every deleted group and block with zeros first.
     database.execute("PRAGMA secure_delete = OFF")
-    if tables and version < VERSION:
-        steps = "; ".join(CHANGES[number] for number in range(version, VERSION))
-        database.executescript(
-            f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT;"
-        )
-    if not tables:
+    if not is_made:
         database.executescript(
             f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = "
-            f"{VERSION};"
-            f" INSERT INTO counters VALUES ('{LINEAGE}', random() & 0x7fffffffffffffff); COMMIT;"
+            f"{VERSION}; COMMIT;"
         )
 
 
 def _scalar(database: sqlite3.Connection, query: str) -> int:
     found: Sequence[int] = database.execute(query).fetchone()
     return found[0]
+
+
+class _CheckpointThread:
+    """Moves SQLite's own log into the file, so that no request waits for the disk.
+
+    Nothing depends on it but the length of that log. It has a connection of its own: a connection
+    runs one statement at a time.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._due = threading.Semaphore(0)
+        self._ends = False
+        # Started here, because later the process may be able to start no more threads.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Begin a checkpoint."""
+        self._due.release()
+
+    def close(self) -> None:
+        """End the thread, after a checkpoint that has begun."""
+        self._ends = True
+        self._due.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._due.acquire() and not self._ends:
+            try:
+                self._checkpoint()
+            except sqlite3.Error as error:
+                # The changes are in SQLite's own log; if it finds no room any more, writes fail.
+                _LOG.warning("checkpoint_failed", error=str(error))
+
+    def _checkpoint(self) -> None:
+        with contextlib.closing(sqlite3.connect(self._file, isolation_level=None)) as database:
+            # Writes go on meanwhile. The first pass moves nearly everything, and a later one
+            # catches up with them, so that SQLite can begin its log anew.
+            for _ in range(CHECKPOINT_PASSES):
+                _, pages, moved = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                if pages == moved:
+                    break
 
 
 class StoreLock:

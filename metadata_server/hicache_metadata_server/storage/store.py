@@ -31,7 +31,7 @@ class StoreWriter(Protocol):
 class MetadataStore(Protocol):
     """A durable store of changes.
 
-    All methods block. No two of them run at the same time, except for `checkpoint` and `sizes`.
+    All methods block. No two of them run at the same time, except for `sizes`.
     """
 
     @property
@@ -97,18 +97,6 @@ class MetadataStore(Protocol):
         """Return collected blocks that must not be compacted: their group is not written."""
         ...
 
-    def wants_checkpoint(self, *, idle: bool) -> bool:
-        """True if `checkpoint` is due; an idle server does it earlier."""
-        ...
-
-    def checkpoint(self) -> None:
-        """Sync compacted blocks and delete their part of the log. May run beside other methods.
-
-        Raises:
-            StoreError: it has failed; nothing that was written is lost.
-        """
-        ...
-
     def sizes(self) -> dict[str, int]:
         """Bytes of files by part. May run beside other methods."""
         ...
@@ -147,12 +135,6 @@ class MemoryStore:
         pass
 
     def put_back(self, batch: CompactionBatch) -> None:
-        pass
-
-    def wants_checkpoint(self, *, idle: bool) -> bool:
-        return False
-
-    def checkpoint(self) -> None:
         pass
 
     def sizes(self) -> dict[str, int]:
