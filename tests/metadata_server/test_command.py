@@ -125,8 +125,8 @@ def test_refusals_are_sentences(place):
         (("status", "--url", "http://127.0.0.1:9"), "does not answer"),
         (("status", "--wait", "0.2", "--url", "http://127.0.0.1:9"), "does not answer"),
         (("status", "--url", "ftp://x"), "no http or https address"),
-        (("fsck", "--store", "memory:"), "nothing is kept"),
-        (("fsck", "--store", "nowhere"), "is not the address of a store"),
+        (("fsck", "--store", "memory:"), "is no sqlite:///FILE"),
+        (("fsck", "--store", "nowhere"), "is no sqlite:///FILE"),
         (("status", "--url", url, "--token-file", "/nonexistent"), "No such file"),
     ):
         done = run_metadata(*arguments)

@@ -24,7 +24,6 @@ from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.address import parse_address
 from tests.metadata_server.servers import SERVE, served
-from tests.metadata_server.token_files import write_tokens
 from tests.support.commands import run_program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -94,9 +93,7 @@ def manifests(name="kubernetes.yaml"):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize(
-    "name", [*MANIFESTS, "kubernetes-backup.yaml", "kubernetes-servicemonitor.yaml"]
-)
+@pytest.mark.parametrize("name", [*MANIFESTS, "kubernetes-servicemonitor.yaml"])
 def test_manifests_are_what_kubernetes_takes(name, version):
     for part in manifests(name):
         if part["kind"] == "ServiceMonitor":
@@ -174,54 +171,28 @@ def test_metrics_are_collected_with_a_token():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["kubernetes", "systemd"])
-def test_scheduled_backups_are_made(tmp_path, kind):
+def test_scheduled_backups_are_made(tmp_path):
     """The command as it stands there, with the paths of this test."""
-    write_tokens(tmp_path / "tokens.json", backup="admin all")
-    (tmp_path / "token").write_text("all\n")
-    if kind == "kubernetes":
-        _, job = manifests("kubernetes-backup.yaml")
-        spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-        [container] = spec["containers"]
-        assert {mount["name"] for mount in container["volumeMounts"]} == {
-            volume["name"] for volume in spec["volumes"]
-        }
-        labels = job["spec"]["jobTemplate"]["spec"]["template"]["metadata"]["labels"]
-        assert (
-            manifests()[1]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].items()
-            <= labels.items()
-        )
-        command = [*container["command"], *container["args"]]
-        url = f"http://{manifests()[0]['metadata']['name']}:18000"
-    else:
-        unit = DEPLOY / "hicache-metadata-backup.service"
-        assert (
-            complaints_about(unit)
-            == complaints_about(DEPLOY / "hicache-metadata-backup.timer")
-            == []
-        )
-        [line] = re.findall("^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
-        command, url = (
-            shlex.split(line.replace("$$", "$").replace("%%", "%")),
-            "http://127.0.0.1:18000",
-        )
+    unit = DEPLOY / "hicache-metadata-backup.service"
+    assert (
+        complaints_about(unit) == complaints_about(DEPLOY / "hicache-metadata-backup.timer") == []
+    )
+    [line] = re.findall("^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
+    command = shlex.split(line.replace("$$", "$").replace("%%", "%"))
     main = f"{sys.executable} -c 'from hicache_storage.cli.main import main; main()'"
-    with served(f"{SERVE} --token-file {tmp_path}/tokens.json", "all") as (place, client):
+    for there, here in {
+        "/var/lib/hicache-metadata": str(tmp_path),
+        "/opt/hicache/bin/hicache": main,
+    }.items():
+        command[-1] = command[-1].replace(there, here)
+    (tmp_path / "backups").mkdir()
+    with served(f"{SERVE} --store sqlite:///{tmp_path}/metadata.db") as (_, client):
         client.http.post("/0/initialize", {"num_pages": 50})
-        for there, here in {
-            url: place.url,
-            "/backups/": f"{tmp_path}/",
-            "/secrets/token": f"{tmp_path}/token",
-            "/opt/hicache/bin/python": sys.executable,
-            "/etc/hicache-metadata/backup.token": f"{tmp_path}/token",
-            "/opt/hicache/bin/hicache": main,
-        }.items():
-            command[-1] = command[-1].replace(there, here)
         # The second week takes the place of the first.
         for _ in range(2):
-            done = run_program(*command, STATE_DIRECTORY=str(tmp_path))
+            done = run_program(*command, STATE_DIRECTORY=str(tmp_path / "backups"))
             assert done.returncode == 0, done.stderr
-    assert [file.stem for file in tmp_path.glob("*.backup")] == [
+    assert [file.stem for file in (tmp_path / "backups").iterdir()] == [
         f"metadata-{datetime.now().astimezone().isoweekday()}"
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 from redis.exceptions import ClusterDownError
@@ -237,52 +236,35 @@ async def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(t
 # Commands.
 
 
-def test_fsck_of_a_store_that_nobody_serves(empty):
-    done = run_metadata("fsck", "--store", empty.url)
-    assert (done.exit_code, done.output.strip()) == (0, "0 slots checked, no problems")
-    done = run_metadata("fsck", "0:kv", "--store", empty.url)
-    assert done.exit_code == 2
-    assert "scope '0:kv' is not initialized" in done.output
-
-
 def test_a_port_that_is_not_known_needs_an_address(empty):
     done = run_metadata("serve", "--port", "0", "--store", empty.url, "--durability", "none")
     assert done.exit_code == 2
     assert "advertised_url: needed with port 0" in done.output
 
 
-@pytest.mark.parametrize("where", ["redis", "cluster"])
-async def test_import_of_sglangs_file(where, request, tmp_path):
-    store = request.getfixturevalue(where)
-    stored_pages = {f"k{i}": (7 * i) % 1000 for i in range(700)}
-    free = [page for page in range(1000) if page not in stored_pages.values()]
-    file = tmp_path / "m.json"
-    file.write_text(
-        json.dumps(
-            {
-                "3:kv": {
-                    "num_pages": 1000,
-                    "free_pages": free,
-                    "key_to_index": list(stored_pages.items()),
-                }
-            }
-        )
-    )
-    arguments = ["import", str(file), "--store", store.url]
-    done = await asyncio.to_thread(run_metadata, *arguments)
-    assert done.exit_code == 0, done.output
-    assert "3:kv: 700 pages in 1,000 slots" in done.output
-    again = await asyncio.to_thread(run_metadata, *arguments)
-    assert again.exit_code == 2
-    assert "the store has 3:kv already" in again.output
+async def test_fsck_of_a_redis_that_no_server_uses(empty):
+    url = empty.url
 
-    async with running_shared(store.url, DEFAULTS) as caller:
-        keys = [*stored_pages, "none"]
-        found = await caller.post("/3/get_page_indices", {"keys": keys})
-        assert found.json == {"indices": [*stored_pages.values(), None]}
-        new = await caller.post(
-            "/v2/reserve",
-            {"scopes": [{"scope": "3:kv", "keys": [f"n{i}" for i in range(300)]}]},
-        )
-        assert sorted(new.json["scopes"][0]["slots"]) == free
-        assert (await caller.post("/v2/fsck", {})).json["problems"] == []
+    def fsck():
+        done = run_metadata("fsck", "--store", url)
+        return done.exit_code, " ".join(done.output.split())
+
+    async with running_shared(url, DEFAULTS) as caller:
+        scopes = [{"scope": name, "slots": 8} for name in ("0:kv", "1:kv")]
+        assert (await caller.post("/v2/initialize", {"scopes": scopes})).status == 200
+        assert (await caller.store("0:kv", ["a"])).status == 200
+        status, said = await asyncio.to_thread(fsck)
+        assert (status, "the server http://server uses" in said) == (2, True)
+    assert await asyncio.to_thread(fsck) == (0, "16 slots checked, no problems")
+    with empty.client() as client:
+        client.hset("hm:{0:kv}:rest", "scope", b"\xc1")
+        status, said = await asyncio.to_thread(fsck)
+        assert (status, "scope 0:kv cannot be read" in said) == (2, True)
+        # As the page of the server says.
+        client.delete(*(f"hm:{{0:kv}}:{part}" for part in ("head", "log", "blocks", "rest")))
+        client.hdel("hm:{map}:scopes", "0:kv")
+        client.incr("hm:{map}:version")
+        assert await asyncio.to_thread(fsck) == (0, "8 slots checked, no problems")
+        client.hset("hm:{scopes}", "0:kv", "")
+    status, said = await asyncio.to_thread(fsck)
+    assert (status, "earlier version" in said, "FLUSHDB" in said) == (2, True, True)

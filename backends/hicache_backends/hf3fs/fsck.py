@@ -1,6 +1,6 @@
 """Page checker of `hicache metadata fsck --files`: compares listed pages with the slot files.
 
-The metadata server finds this module by its name (`hicache_metadata_server.backup.page_checks`),
+The metadata server finds this module by its name (`hicache_metadata_server.cli.page_checks`),
 so that only a command that reads data files needs the driver.
 """
 
@@ -26,7 +26,7 @@ THREADS: Final = 8
 class SlotFilePageChecker:
     """Compares pages with slot files, at most `THREADS` of them at once.
 
-    Implements `hicache_metadata_server.backup.page_checks.PageChecker`.
+    Implements `hicache_metadata_server.cli.page_checks.PageChecker`.
 
     Raises:
         OSError: the path is no directory of the driver.

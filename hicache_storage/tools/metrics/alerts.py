@@ -128,7 +128,7 @@ ALERTS: Final = (
         "If HiCacheStoreFailing fires too, or a log has a line `store_failing`, repair Redis: the "
         "servers go on by themselves, and nothing is deleted. Otherwise a line `scope_unreadable` "
         "names a scope that cannot be read; only that one may be removed: stop all servers, and "
-        "`hicache metadata scopes delete SCOPE --force --store URL`.",
+        "delete its keys as docs/metadata-server.md#what-is-in-it says.",
     ),
     Alert(
         "HiCacheServerDraining",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -17,16 +17,22 @@ from hicache_metadata_server.cli.options import (
     exit_on_error,
     fail,
     open_client,
+    opened_store,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
-    from hicache_metadata_server.backup.page_checks import PageChecker, PageCheckReport, PageDefect
     from hicache_metadata_server.cli.admin_client import AdminClient
+    from hicache_metadata_server.cli.page_checks import (
+        PageChecker,
+        PageCheckReport,
+        PageDefect,
+        ScopePages,
+    )
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
-    from hicache_metadata_server.protocol import FsckReport
+    from hicache_metadata_server.protocol import FsckReport, ScopeStatus
+    from hicache_metadata_server.storage.sqlite import SqliteStore
 
 Files = Annotated[
     Path | None,
@@ -70,7 +76,8 @@ def fsck_with_files(
 
     if repair and is_shared(store):
         fail(
-            "a Redis is not repaired in place: copy it to a sqlite:///FILE, repair that, copy back"
+            "the store in a Redis is not repaired: a server leaves out what contradicts itself, and "
+            "--url with --files deletes defective pages"
         )
     if store and scopes:
         fail("a store is checked as a whole: leave the scopes out, or ask a server")
@@ -98,26 +105,81 @@ def fsck_each(remote: AdminClient, scopes: Sequence[str]) -> FsckReport:
 
 
 def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bool) -> int:
-    """Check a store that no server has open, rewrite it if it has problems; return the exit
-    status."""
-    from hicache_metadata_server.backup.offline import opened_store, snapshot_of
-    from hicache_metadata_server.backup.sqlite import StoreStamp
+    """Check a store that no server has open, and repair it; return the exit status."""
+    with exit_on_error(), _opened(store) as (service, sqlite):
+        problems = audited(service)
+        found = None
+        if files is not None:
+            from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker
+
+            with closing(open_page_checker(files)) as checker:
+                found = check_all_pages(_some(_pages_of(service), sample), checker)
+        _print_report(problems, found)
+        slots = sum(scope.geometry.slots for scope in service.scopes.values())
+        # Standard output has the problems alone, one a line, for scripts.
+        typer.echo(f"{slots:,} slots checked, {len(problems) or 'no'} problems", err=True)
+        if repair and sqlite is not None and (problems or (found and found.defects)):
+            _repair(service, sqlite, found.defects if found else [])
+    return _status(problems, found)
+
+
+@contextmanager
+def _opened(store: str) -> Generator[tuple[MetadataService, SqliteStore | None]]:
+    """Return the service that a store recovers to, and the store if it is a SQLite file."""
+    from hicache_metadata_server.storage.address import is_shared
+
+    if not is_shared(store):
+        with opened_store(store) as opened:
+            yield opened
+        return
+    # Needs a library of its own.
+    from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.shared.offline import OfflineScopes
+
+    with closing(OfflineScopes(store)) as scopes:
+        service, now = MetadataService(durability=scopes.durability), time.time()
+        service.restore(scopes.recover(now), scopes.rows, now)
+        yield service, None
+
+
+def audited(service: MetadataService) -> list[str]:
+    """Return the problems of a service that was recovered from a store."""
     from hicache_metadata_server.core.invariants import audit
 
-    with exit_on_error():
-        with opened_store(store) as service:
-            problems = list(service.recovery_problems)
-            for name, scope in service.scopes.items():
-                problems += [f"{name}: {problem}" for piece in audit(scope) for problem in piece]
-            found = _checked(snapshot_of(service, time.time()), files, sample)
-        # The store is closed by now, and its lock released: a server may open it before the repair
-        # locks it again. The stamp shows that.
-        stamp = StoreStamp.of(store) if repair else None
-        _print_report(problems, found)
-        # A rewrite ends leases and pins, so that a store without problems stays untouched.
-        if repair and (problems or (found and found.defects)):
-            _rewrite(store, service, found.defects if found else [], stamp)
-    return _status(problems, found)
+    return [
+        *service.recovery_problems,
+        *(
+            f"{name}: {problem}"
+            for name, scope in service.scopes.items()
+            for piece in audit(scope)
+            for problem in piece
+        ),
+    ]
+
+
+def _pages_of(service: MetadataService) -> Iterator[ScopePages]:
+    from hicache_metadata_server.core.export import CHUNK_SLOTS, export_slots
+
+    for scope in service.scopes.values():
+        for first in range(0, len(scope.table), CHUNK_SLOTS):
+            pages, _ = export_slots(scope, first, first + CHUNK_SLOTS, 0.0, 0.0)
+            yield scope.geometry, pages
+
+
+def _repair(service: MetadataService, store: SqliteStore, defects: Iterable[PageDefect]) -> None:
+    from hicache_metadata_server.protocol import Delete, DeleteScope
+
+    for scope, of_scope in groupby(defects, key=lambda defect: defect.scope):
+        part = DeleteScope(scope=scope, keys=[defect.key for defect in of_scope])
+        service.do_delete(Delete(scopes=[part]), time.time())
+    rewrite(service, store)
+    typer.echo(f"repaired: {service.totals().live:,} pages left", err=True)
+
+
+def rewrite(service: MetadataService, store: SqliteStore) -> None:
+    """Write a store as its service has it, which has left out what contradicts itself."""
+    store.write(service.take_changes())
+    store.rewrite({service.number_of(name): scope for name, scope in service.scopes.items()})
 
 
 def fsck_server(
@@ -131,16 +193,16 @@ def fsck_server(
 ) -> int:
     """Compare the pages of a running server with the data files, delete defective ones; return the
     exit status."""
-    from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker
-    from hicache_metadata_server.backup.remote import served
+    from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker
     from hicache_metadata_server.protocol import Scopes
 
     with exit_on_error():
         remote = open_client(url, *access)
         problems = fsck_each(remote, scopes).problems
-        wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
+        known = remote.call("/v2/scopes", None, Scopes).scopes
+        wanted = [scope for scope in known if not scopes or scope.scope in scopes]
         with closing(open_page_checker(files)) as checker:
-            found = check_snapshot(_some(served(remote, wanted), sample), checker)
+            found = check_all_pages(_some(_served(remote, wanted), sample), checker)
             # A slot may have been reused between the server's answer and the read of its bytes:
             # only what is wrong a second time is reported.
             found.defects = [
@@ -152,43 +214,38 @@ def fsck_server(
     return _status(problems, found)
 
 
-def _checked(
-    parts: Iterable[SnapshotPart], files: Path | None, sample: int | None
-) -> PageCheckReport | None:
-    if files is None:
-        return None
-    from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker
-
-    with closing(open_page_checker(files)) as checker:
-        return check_snapshot(_some(parts, sample), checker)
-
-
-def _some(parts: Iterable[SnapshotPart], sample: int | None) -> Iterable[SnapshotPart]:
+def _some(pages: Iterable[ScopePages], sample: int | None) -> Iterable[ScopePages]:
     if sample is None:
-        return parts
-    from hicache_metadata_server.backup.page_checks import sampled
+        return pages
+    from hicache_metadata_server.cli.page_checks import sampled
 
-    return sampled(parts, sample, random.Random())
+    return sampled(pages, sample, random.Random())
 
 
-def _rewrite(
-    store: str, service: MetadataService, defects: Iterable[PageDefect], stamp: object
-) -> None:
-    from hicache_metadata_server.backup.filters import without
-    from hicache_metadata_server.backup.offline import snapshot_of
-    from hicache_metadata_server.backup.sqlite import StoreStamp
-    from hicache_metadata_server.backup.target import fill, open_target
-    from hicache_metadata_server.core.errors import SnapshotError
+def _served(remote: AdminClient, scopes: Iterable[ScopeStatus]) -> Iterator[ScopePages]:
+    """Yield the live pages of a server, each chunk as of its own request."""
+    from hicache_metadata_server.core.errors import StoreError
+    from hicache_metadata_server.core.export import CHUNK_SLOTS, parts_of
+    from hicache_metadata_server.protocol import Export, Exported, ScopeGeometry
 
-    going = {(defect.scope, defect.slot) for defect in defects}
-    with closing(open_target(store, replace=True)) as target:
-        if StoreStamp.of(store) != stamp:
-            raise SnapshotError(
-                f"a server has opened {store} since the check; nothing was repaired"
-            )
-        tally = fill(target, without(snapshot_of(service, time.time()), going))
-        target.commit()
-    typer.echo(f"repaired: {tally.pages:,} pages left", err=True)
+    for scope in scopes:
+        geometry = ScopeGeometry(
+            scope=scope.scope,
+            slots=scope.slots,
+            slot_bytes=scope.slot_bytes,
+            geometry=scope.geometry,
+            identity=scope.identity,
+        )
+        first, used = 0, 1
+        while first < used:
+            chunk = Export(scope=scope.scope, first=first, count=CHUNK_SLOTS, rows=True)
+            answer = remote.call("/v2/export", chunk, Exported)
+            try:
+                pages, _ = parts_of(answer, time.time())
+            except ValueError as error:
+                raise StoreError(f"the server's answer contradicts itself: {error}") from error
+            yield geometry, pages
+            first, used = first + CHUNK_SLOTS, answer.used
 
 
 def _is_still_wrong(remote: AdminClient, defect: PageDefect, checker: PageChecker) -> bool:
@@ -196,8 +253,8 @@ def _is_still_wrong(remote: AdminClient, defect: PageDefect, checker: PageChecke
 
     The question comes after the read: a page that is live now was live when its bytes were read.
     """
-    from hicache_metadata_server.backup.page_checks import defects_of
-    from hicache_metadata_server.core.snapshot_parts import Pages
+    from hicache_metadata_server.cli.page_checks import defects_of
+    from hicache_metadata_server.core.export import Pages
     from hicache_metadata_server.protocol import Inspect, Inspected, SlotState
 
     [now] = remote.call(

@@ -27,7 +27,7 @@ from hicache_metadata_server.cli.options import (
     fail,
     named_scopes,
     open_client,
-    opened_service,
+    opened_store,
 )
 from hicache_metadata_server.cli.token import app as token_app
 
@@ -39,12 +39,7 @@ app = typer.Typer(
     "errors.",
     no_args_is_help=True,
 )
-for _command in (
-    backup_commands.copy,
-    backup_commands.backup,
-    backup_commands.restore,
-):
-    app.command()(_command)
+app.command()(backup_commands.backup)
 
 POLL_SECONDS: Final = 0.1
 OFFLINE: Final = "Check this store instead: a sqlite:///FILE that no server has open, or a Redis."
@@ -284,20 +279,16 @@ def fsck(
 
     Exits with 1 if it finds a problem.
     """
-    from hicache_metadata_server.protocol import Fsck
-
     # Without files and repair a server checks itself, faster than a client could read its slots.
-    if files is not None or repair:
+    if store or files is not None or repair:
         raise typer.Exit(
             fsck_commands.fsck_with_files(
                 scope or [], url, (token_file, ca, certificate), store, files, sample, repair=repair
             )
         )
     with exit_on_error():
-        checked = (
-            _fsck_store(store, Fsck(scopes=scope or []))
-            if store
-            else fsck_commands.fsck_each(open_client(url, token_file, ca, certificate), scope or [])
+        checked = fsck_commands.fsck_each(
+            open_client(url, token_file, ca, certificate), scope or []
         )
     for problem in checked.problems:
         typer.echo(problem)
@@ -318,7 +309,7 @@ def import_file(
         str,
         typer.Option(
             metavar="URL",
-            help="sqlite:///FILE that no server has open, created if missing; or a Redis.",
+            help="sqlite:///FILE that no server has open, created if missing.",
         ),
     ],
     tenant: Annotated[str, typer.Option(help="Tenant of the scopes; none by default.")] = "",
@@ -400,22 +391,9 @@ def _wait_until_ready(remote: AdminClient, until: float) -> None:
 def _import(store: str, scopes: Any, tenant: str) -> None:
     from hicache_metadata_server.core.sglang_import import import_scopes
 
-    with opened_service(store, create=True) as (service, write):
+    with opened_store(store, create=True) as (service, opened):
         import_scopes(service, scopes, time.time(), tenant)
-        write()
-
-
-def _fsck_store(store: str, request: Any) -> Any:
-    from hicache_metadata_server.protocol import FsckReport
-
-    with opened_service(store) as (service, _):
-        # The service yields between chunks, for a server's other requests: the last value counts.
-        checked = FsckReport(slots=0, problems=[])
-        for piece in service.fsck(request):
-            checked = piece or checked
-        return FsckReport(
-            slots=checked.slots, problems=[*service.recovery_problems, *checked.problems]
-        )
+        opened.write(service.take_changes())
 
 
 def _settings_error(error: Exception) -> str:

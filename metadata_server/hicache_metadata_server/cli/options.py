@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.storage.sqlite import SqliteStore
 
 FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
@@ -101,27 +102,31 @@ def open_client(
 
 
 @contextmanager
-def opened_service(
-    store: str, *, create: bool = False
-) -> Generator[tuple[MetadataService, Callable[[], None]]]:
-    """Return the service that a store recovers to, and the function that writes its changes.
+def opened_store(
+    url: str, *, create: bool = False
+) -> Generator[tuple[MetadataService, SqliteStore]]:
+    """Return the service that a SQLite store recovers to, and the store.
 
     Args:
-        store: a store that no server has open.
-        create: a SQLite store that does not exist is created.
+        url: address of a store that no server has open.
+        create: a store that does not exist is created.
     """
-    from hicache_metadata_server.backup.offline import check_exists, open_any_store
+    from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.storage.factory import sqlite_file
+    from hicache_metadata_server.storage.sqlite import SqliteStore
 
-    if not create:
-        check_exists(store)
-    opened, now = open_any_store(store), time.time()
+    file = sqlite_file(url)
+    if not create and not Path(file).is_file():
+        # A mistyped path would be an empty store.
+        raise StoreError(f"there is no store {file}")
+    store, now = SqliteStore(file), time.time()
     try:
-        service = MetadataService(durability=opened.durability)
-        service.restore(opened.recover(now), opened.rows, now)
-        yield service, lambda: opened.write(service.take_changes())
+        service = MetadataService(durability=store.durability)
+        service.restore(store.recover(now), store.rows, now)
+        yield service, store
     finally:
-        opened.close()
+        store.close()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import closing
 from typing import Annotated, Final
 
 import typer
@@ -23,7 +22,7 @@ from hicache_metadata_server.cli.options import (
     fail,
     named_scopes,
     open_client,
-    opened_service,
+    opened_store,
 )
 
 app = typer.Typer()
@@ -143,8 +142,8 @@ def delete(
         str,
         typer.Option(
             metavar="URL",
-            help="Delete from this store instead: a sqlite:///FILE that no server has open, or a "
-            "Redis that no server uses. With --force at once, also what cannot be read.",
+            help="Delete from this store instead: a sqlite:///FILE that no server has open. With "
+            "--force at once.",
         ),
     ] = "",
 ) -> None:
@@ -205,26 +204,14 @@ def _confirm(question: str, *, yes: bool) -> None:
 def _delete_from_store(store: str, names: list[str], *, force: bool) -> None:
     from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.protocol import Drop
-    from hicache_metadata_server.storage.address import is_shared, redacted
 
-    def check(known: list[str]) -> None:
-        for name in names:
-            if name not in known:
-                raise StoreError(f"{redacted(store)} has no scope {name!r}")
-
-    if force and is_shared(store):
-        from hicache_metadata_server.shared.offline import OfflineScopes
-
-        with closing(OfflineScopes(store)) as scopes_of_redis:
-            check(scopes_of_redis.names)
-            scopes_of_redis.remove(names)
-    else:
-        with opened_service(store) as (service, write):
-            check(list(service.scopes))
-            if force:
-                service.remove(names)
-            else:
-                service.drop(Drop(scopes=names), time.time())
-            write()
+    with opened_store(store) as (service, opened):
+        if unknown := [name for name in names if name not in service.scopes]:
+            raise StoreError(f"{store} has no scope {unknown[0]!r}")
+        if force:
+            service.remove(names)
+        else:
+            service.drop(Drop(scopes=names), time.time())
+        opened.write(service.take_changes())
     for name in names:
         typer.echo(f"{name}: deleted")

@@ -88,3 +88,6 @@ class Recovered:
     pins: list[PinRecord] = field(default_factory=list[PinRecord])
     answers: list[AnswerRecord] = field(default_factory=list[AnswerRecord])
     counters: dict[str, int] = field(default_factory=dict[str, int])
+    closed_until: float = 0.0
+    """Time before which no slot is given, because leases that the store does not know may be held;
+    0 for none."""

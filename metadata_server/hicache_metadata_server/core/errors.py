@@ -114,7 +114,3 @@ class FencedError(StoreError):
         names = ", ".join(scopes) or "these scopes"
         super().__init__(f"another server owns {names}, or their log has lost writes")
         self.scopes = scopes
-
-
-class SnapshotError(StoreError):
-    """A snapshot cannot be taken, read or loaded."""

@@ -1,25 +1,72 @@
-"""Copies of a scope's slots, for exports and snapshots."""
+"""Copies of a scope's slots, for `fsck` with data files."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import struct
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import xxhash
 
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE
-from hicache_metadata_server.core.snapshot_parts import (
-    DIGESTS,
-    EmptySlots,
-    Pages,
-    generations_digest,
-    pages_digest,
-)
 from hicache_metadata_server.protocol import Exported
 
 if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope
-    from hicache_metadata_server.core.snapshot_parts import Counters
 
+_PAGE: Final = struct.Struct("<QQQQ")
+_GENERATION: Final = struct.Struct("<?QQ")
+DIGESTS: Final = 1 << 128
 CHUNK_SLOTS: Final = 2048
 """Slots of one chunk: reading them takes about 3 ms, for which a server answers no one else."""
+
+
+class Pages(NamedTuple):
+    """Live pages, as columns of equal length."""
+
+    slots: list[int]
+    generations: list[int]
+    uses: list[int]
+    """Numbers of their leases: greater, the later a page was reserved."""
+    lengths: list[int]
+    """Bytes; 0 if the writer has not stated them."""
+    checksums: list[int]
+    keys: list[str]
+    prefixes: list[str]
+
+
+class EmptySlots(NamedTuple):
+    """Used slots without a page; their next page gets a greater generation."""
+
+    slots: list[int]
+    generations: list[int]
+    until: list[float]
+    """End of the quarantine, in seconds since 1970; 0 for a free slot."""
+
+
+class Counters(NamedTuple):
+    """First numbers of leases and pins that were never given."""
+
+    lease: int = 1
+    pin: int = 1
+
+
+def pages_digest(pages: Pages) -> int:
+    """Return a digest of 128 bits of pages, without their generations and order of use."""
+    # A sum, so that the digests of batches add up in any order, modulo 2**128.
+    digest, whole = xxhash.xxh3_128_intdigest, 0
+    for slot, _, _, length, checksum, key, prefix in zip(*pages, strict=True):
+        name = key.encode()
+        whole += digest(_PAGE.pack(slot, length, checksum, len(name)) + name + prefix.encode())
+    return whole % DIGESTS
+
+
+def generations_digest(part: Pages | EmptySlots) -> int:
+    """Return a digest of the generations of slots, which adds up in the same way."""
+    digest, held = xxhash.xxh3_128_intdigest, isinstance(part, Pages)
+    rows = zip(part.slots, part.generations, strict=True)
+    return (
+        sum(digest(_GENERATION.pack(held, slot, generation)) for slot, generation in rows) % DIGESTS
+    )
 
 
 def export_slots(
@@ -36,7 +83,7 @@ def export_slots(
     for slot, state in enumerate(table.states[first:end], first):
         if state == LIVE:
             live.append(slot)
-        # Generation 0 is a slot that was never used; a snapshot leaves it out.
+        # Generation 0 is a slot that was never used.
         elif table.generations[slot]:
             others.append(slot)
     pages = Pages(
@@ -134,6 +181,6 @@ def parts_of(answer: Exported, now: float) -> tuple[Pages, EmptySlots]:
     )
     until = [now + seconds if seconds > 0 else 0.0 for seconds in answer.other_seconds]
     empty = EmptySlots(answer.other_slots, answer.other_generations, until)
-    if chunk_digest(pages, empty) != answer.digest or len(until) != len(empty):
+    if chunk_digest(pages, empty) != answer.digest or len(until) != len(empty.slots):
         raise ValueError("the digest of a chunk is not that of its slots")
     return pages, empty

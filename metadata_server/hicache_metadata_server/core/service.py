@@ -17,7 +17,7 @@ from hicache_metadata_server.core.errors import (
     too_large,
     unknown_scope,
 )
-from hicache_metadata_server.core.export import export_slots, exported
+from hicache_metadata_server.core.export import Counters, export_slots, exported
 from hicache_metadata_server.core.idempotency import IdempotencyCache
 from hicache_metadata_server.core.invariants import SHOWN, audit
 from hicache_metadata_server.core.leases import IdAllocator
@@ -33,7 +33,6 @@ from hicache_metadata_server.core.pins import PinRecord, PinTable
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
-from hicache_metadata_server.core.snapshot_parts import Counters
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
 
 if TYPE_CHECKING:
@@ -516,7 +515,7 @@ class MetadataService:
         )
 
     def export(self, request: p.Export, now: float) -> p.Exported:
-        """Copy some slots of a scope, for backups and copies."""
+        """Copy some slots of a scope, for `fsck` with data files."""
         scope, limits = self._known(request.scope, "scope"), self.limits
         end = request.first + min(request.count, limits.keys)
         pages, others = export_slots(scope, request.first, end, now, limits.max_lease_seconds)
@@ -660,6 +659,9 @@ class MetadataService:
         pins, answers = recovered.pins, recovered.answers
         for record in recovered.scopes:
             scope = self.restored_scope(record, pins, rows(record.number), now)
+            closed_until = min(recovered.closed_until, now + self._longest)
+            if closed_until > max(now, scope.closed_until):
+                scope.closed_until = closed_until
             self.adopt(Recovered(scopes=[record]), scope)
         for pin in pins:
             self._pins.add(pin, remember=False)

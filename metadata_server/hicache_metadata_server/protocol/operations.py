@@ -134,7 +134,7 @@ class Inspected(Answer, frozen=True, kw_only=True):
 
 
 class Export(Request, frozen=True, kw_only=True):
-    """`POST /v2/export`: copy some slots of a scope, for backups and copies."""
+    """`POST /v2/export`: copy some slots of a scope, for `fsck` with data files."""
 
     scope: ScopeName
     # In parts: a scope may have millions of slots, and the server answers others in between.

@@ -48,8 +48,7 @@ async def check_redis(connection: RedisConnection, wanted: StoreDurability) -> N
     if await connection.command("EXISTS", _OLD_STORE):
         raise StoreError(
             f"{connection.redacted}: this store was written by an earlier version of this server: "
-            f"back it up with that version (`hicache metadata backup`), empty it (FLUSHDB), and "
-            f"restore it with this one"
+            f"empty it (FLUSHDB); the cache then begins empty"
         )
     try:
         policies = await _config(connection, "maxmemory-policy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.protocol import StoreDurability
+from hicache_metadata_server.storage.address import redacted
 from hicache_metadata_server.storage.sqlite import SqliteStore, check_database
 from hicache_metadata_server.storage.store import MemoryStore
 
@@ -13,6 +14,18 @@ if TYPE_CHECKING:
 
 MEMORY: Final = "memory:"
 SQLITE: Final = "sqlite:///"
+
+
+def sqlite_file(url: str) -> str:
+    """Return the file of a SQLite store.
+
+    Raises:
+        ValueError: it is the address of something else.
+    """
+    file = url.removeprefix(SQLITE)
+    if not file or file == url:
+        raise ValueError(f"{redacted(url)!r} is no {SQLITE}FILE, which this command takes")
+    return file
 
 
 def open_store(url: str, durability: StoreDurability = StoreDurability.PROCESS) -> MetadataStore:

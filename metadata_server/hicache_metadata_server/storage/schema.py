@@ -31,3 +31,7 @@ CREATE TABLE counters (name TEXT PRIMARY KEY, ceiling INTEGER NOT NULL);
 SCOPE_BITS: Final = 40
 BLOCK_MASK: Final = (1 << SCOPE_BITS) - 1
 """Bits of a place that are the number of the block."""
+INODE: Final = "inode"
+"""Counter that holds the inode of the file, by which a copy is told from its original."""
+CLOSED_UNTIL: Final = "closed_until"
+"""Counter that holds the time before which no slot of a copy is given."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import sqlite3
 import sys
@@ -22,6 +23,7 @@ import structlog
 from hicache_metadata_server.core.changes import AnswerRecord, Recovered, ScopeRecord
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.pins import PinRecord
+from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
 from hicache_metadata_server.storage.compaction import (
@@ -33,13 +35,15 @@ from hicache_metadata_server.storage.compaction import (
 from hicache_metadata_server.storage.schema import (
     APPLICATION,
     BLOCK_MASK,
+    CLOSED_UNTIL,
+    INODE,
     SCOPE_BITS,
     TABLES,
     VERSION,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.restore import SlotRows
@@ -96,6 +100,7 @@ class SqliteStore:
         with self._store_errors("read"):
             for batch in replayed(self._groups(), self._read):
                 self._compact(batch, now)
+            closed_until = self._closed_until(now)
             return Recovered(
                 scopes=[
                     ScopeRecord(
@@ -123,7 +128,13 @@ class SqliteStore:
                     AnswerRecord(*row)
                     for row in database.execute("SELECT * FROM answers WHERE until > ?", (now,))
                 ],
-                counters=dict(database.execute("SELECT name, ceiling FROM counters")),
+                counters=dict(
+                    database.execute(
+                        "SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)",
+                        (INODE, CLOSED_UNTIL),
+                    )
+                ),
+                closed_until=closed_until,
             )
 
     def rows(self, scope: int) -> Iterator[SlotRows]:
@@ -138,6 +149,21 @@ class SqliteStore:
                 rows = SlotBlock.decode(blob).rows(number * BLOCK)
                 if rows is not None:
                     yield rows
+
+    def rewrite(self, scopes: Mapping[int, Scope]) -> None:
+        """Replace all blocks by those of scopes, by their numbers, as they are in memory.
+
+        Raises:
+            StoreError: nothing was written.
+        """
+        run = self._database.execute
+        with self._store_errors("written"), self._transaction():
+            run("DELETE FROM blocks")
+            for number, scope in scopes.items():
+                for block in range(-(-len(scope.table) // BLOCK)):
+                    place = (number << SCOPE_BITS) + block
+                    blob = SlotBlock.of(scope, block).encode()
+                    run("INSERT INTO blocks VALUES (?, ?)", (place, blob))
 
     def write(self, changes: Changes) -> None:
         """Add a row to the log."""
@@ -202,6 +228,36 @@ class SqliteStore:
         finally:
             self._lock.release()
 
+    def _closed_until(self, now: float) -> float:
+        """Return the time before which no slot is given: some seconds after a copy is opened.
+
+        Writers may hold leases that the original has given since the copy was made.
+        """
+        found = dict(self._database.execute("SELECT name, ceiling FROM counters"))
+        inode, until = os.stat(self._file).st_ino, found.get(CLOSED_UNTIL, 0)
+        if found.get(INODE) == inode:
+            return float(until)
+        if INODE in found:
+            until = math.ceil(now) + found.get(LONGEST, 0)
+            _LOG.warning("copied_store", store=self._file, closed_seconds=round(until - now))
+        with self._transaction():
+            self._database.executemany(
+                "INSERT OR REPLACE INTO counters VALUES (?, ?)",
+                [(INODE, inode), (CLOSED_UNTIL, until)],
+            )
+        return float(until)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Generator[None]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._database.execute("ROLLBACK")
+            raise
+
     def _count(self, size: int) -> None:
         self._since_checkpoint += size
         if self._since_checkpoint > CHECKPOINT_BYTES:
@@ -232,18 +288,11 @@ class SqliteStore:
         return SlotBlock.decode(found[0]) if found else None
 
     def _compact(self, batch: CompactionBatch, now: float) -> None:
-        run = self._database.execute
-        run("BEGIN IMMEDIATE")
-        try:
+        with self._transaction():
             self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", batch.blocks)
             if batch.last_group:
                 self._compact_rest(batch.rest, now)
-                run("DELETE FROM log WHERE id <= ?", (batch.last_group,))
-            run("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                run("ROLLBACK")
-            raise
+                self._database.execute("DELETE FROM log WHERE id <= ?", (batch.last_group,))
 
     def _compact_rest(self, changes: Changes, now: float) -> None:
         run, run_each = self._database.execute, self._database.executemany

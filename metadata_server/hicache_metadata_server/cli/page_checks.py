@@ -1,4 +1,4 @@
-"""Comparison of a snapshot's pages with the data files of a driver.
+"""Comparison of pages with the data files of a driver.
 
 Only the driver knows the layout of its files. The metadata server asks it through `PageChecker`,
 and imports it by name when a command needs it: a server without any driver is complete.
@@ -9,22 +9,27 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.snapshot_parts import Pages, ScopeHeader, joined
+from hicache_metadata_server.core.export import Pages
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
     from hicache_metadata_server.protocol import ScopeGeometry
 
 PROVIDER: Final = "hicache_backends.hf3fs.fsck"
 """Module of the driver whose `SlotFilePageChecker(path)` is a `PageChecker`."""
 OTHER_DIRECTORY: Final = "in scopes of other directories"
+
+
+ScopePages = tuple["ScopeGeometry", Pages]
+"""Some pages of a scope; those of one scope follow each other."""
 
 
 class PageVerdict(Protocol):
@@ -106,21 +111,20 @@ def open_page_checker(path: Path) -> PageChecker:
     return cast("PageChecker", provider.SlotFilePageChecker(path))
 
 
-def check_snapshot(parts: Iterable[SnapshotPart], checker: PageChecker) -> PageCheckReport:
-    """Compare all pages of a snapshot with the data files."""
-    report, name, is_here = PageCheckReport(), "", False
-    for part in parts:
-        if isinstance(part, ScopeHeader):
-            name = part.geometry.scope
-            is_here = checker.open_scope(part.geometry)
-        elif isinstance(part, Pages) and not is_here:
-            report.verdicts[OTHER_DIRECTORY] += len(part)
-        elif isinstance(part, Pages):
-            verdicts = verdicts_of(checker, name, part)
+def check_all_pages(pages: Iterable[ScopePages], checker: PageChecker) -> PageCheckReport:
+    """Compare pages with the data files."""
+    report = PageCheckReport()
+    for geometry, parts in groupby(pages, itemgetter(0)):
+        is_here = checker.open_scope(geometry)
+        for _, part in parts:
+            if not is_here:
+                report.verdicts[OTHER_DIRECTORY] += len(part.slots)
+                continue
+            verdicts = verdicts_of(checker, geometry.scope, part)
             report.verdicts.update(map(str, verdicts))
             report.unreadable += sum(verdict.is_unreadable for verdict in verdicts)
             rows = zip(part.slots, part.keys, part.generations, verdicts, strict=True)
-            report.defects += [PageDefect(name, *row) for row in rows if row[3].is_defect]
+            report.defects += [PageDefect(geometry.scope, *row) for row in rows if row[3].is_defect]
     return report
 
 
@@ -137,23 +141,17 @@ def defects_of(checker: PageChecker, scope: str, pages: Pages) -> list[str]:
     ]
 
 
-def sampled(
-    parts: Iterable[SnapshotPart], size: int, chance: random.Random
-) -> Iterator[SnapshotPart]:
-    """Yield each scope's head and a uniform sample of its pages."""
-    head, seen, chosen = None, 0, list[Pages]()
-    for part in parts:
-        if isinstance(part, Pages):
-            for place in range(len(part)):
-                # Reservoir sampling: a stream does not say in advance how many pages it has.
+def sampled(pages: Iterable[ScopePages], size: int, chance: random.Random) -> Iterator[ScopePages]:
+    """Yield a uniform sample of each scope's pages."""
+    for geometry, parts in groupby(pages, itemgetter(0)):
+        seen, chosen = 0, list[tuple[Any, ...]]()
+        for _, part in parts:
+            for row in zip(*part, strict=True):
+                # Reservoir sampling: nothing says in advance how many pages there are.
                 seen += 1
                 if len(chosen) < size:
-                    chosen.append(part.at([place]))
+                    chosen.append(row)
                 elif (instead := chance.randrange(seen)) < size:
-                    chosen[instead] = part.at([place])
-        elif isinstance(part, ScopeHeader):
-            if head is not None:
-                yield from (head, joined(chosen))
-            head, seen, chosen = part, 0, []
-    if head is not None:
-        yield from (head, joined(chosen))
+                    chosen[instead] = row
+        if chosen:
+            yield geometry, Pages(*map(list, zip(*chosen, strict=True)))
