@@ -84,12 +84,6 @@ class AdminClient:
         status, body, _ = self._send("GET", "/readyz", None)
         return status == 200, "" if status == 200 else str(self._refused(status, body))
 
-    def is_draining(self) -> bool:
-        """Return True if an operator has drained the server."""
-        # Not ready has other causes too, such as a full disk.
-        status, body, _ = self._send("GET", "/readyz", None)
-        return status == 503 and self._refused(status, body).code == "draining"
-
     def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes, str]:
         """Return status, body and the header `Location`."""
         # JSON rather than MessagePack: speed does not matter here, and a proxy's log is readable.
