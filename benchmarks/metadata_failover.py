@@ -24,11 +24,11 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from hicache_conformance.injectors.servers import Servers, stand_still
-from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
+from tests.support.metadata import Served
 
 REDIS: Final = "redis-server --port {port:redis} --bind 127.0.0.1 --dir {tmp} --save '' --appendonly yes --appendfsync always"
 SERVE: Final = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --store '
@@ -119,9 +119,7 @@ def heal(server: Served, manner: str) -> None:
 
 def process_group(server: Served) -> int:
     """Of a server that runs."""
-    # Private, because the suite's server offers no way to suspend it.
-    assert server._process is not None
-    return server._process.pid
+    return server.process.pid
 
 
 def shown(seconds: tuple[float, ...]) -> str:

@@ -25,7 +25,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-from hicache_conformance.protocol.server import Served
+from tests.support.metadata import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable

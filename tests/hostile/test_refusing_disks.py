@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hicache_conformance.protocol.server import Served
 from hicache_storage import PoolTransfer, StorageOptions, create_storage
 from tests.backends.file.harness import ScratchPool, chain, content, identity
 from tests.backends.hf3fs.conftest import SERVE
 from tests.hostile.test_freeze import ext4, run
 from tests.metadata_server.full_disks import SmallDisk, small_disk
+from tests.support.metadata import Served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

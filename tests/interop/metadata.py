@@ -8,9 +8,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from hicache_conformance.protocol.server import Served
 from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.protocol import Scopes
+from tests.support.metadata import Served
 
 if TYPE_CHECKING:
     from pathlib import Path

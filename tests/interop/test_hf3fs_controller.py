@@ -77,14 +77,14 @@ def test_without_a_server_everything_is_a_miss_until_it_is_back(attached, server
 def test_while_the_server_hangs_everything_is_a_miss(attached, server):
     rank = attached(hybrid(mha_pools))
     backup = rank.backup(tokens(PAGES), checkpoints=MAMBA)
-    os.killpg(server._process.pid, signal.SIGSTOP)
-    stand_still(server._process.pid)
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    stand_still(server.process.pid)
     try:
         rank.wipe()
         assert rank.prefetch(backup.tokens, windows=MAMBA).hit_tokens == 0
         assert rank.backup(tokens(PAGES, start=500), checkpoints=MAMBA).completed_tokens == 0
     finally:
-        os.killpg(server._process.pid, signal.SIGCONT)
+        os.killpg(server.process.pid, signal.SIGCONT)
     assert rank.all_alive()
     assert works_again(rank, 900)
     assert comes_back(rank, backup)

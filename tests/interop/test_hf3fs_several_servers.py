@@ -15,8 +15,8 @@ import requests
 from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
 
 from hicache_conformance.harness.ports import free_ports
-from hicache_conformance.protocol.server import Served
 from tests.interop.metadata import SERVE, live
+from tests.support.metadata import Served
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow(seconds=15)]
 

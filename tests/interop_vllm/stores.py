@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from hicache_conformance.protocol.server import Served
+    from tests.support.metadata import Served
 
 NOISE = bytes(range(100, 164))
 PAGE_BYTES = 64 << 10
@@ -131,7 +131,7 @@ class Hf3fsStore:
 
     @contextlib.contextmanager
     def _suspended(self) -> Generator[None]:
-        process = self.server._process
+        process = self.server.process
         assert process is not None
         os.killpg(process.pid, signal.SIGSTOP)
         stand_still(process.pid)

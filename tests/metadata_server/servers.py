@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import closing, contextmanager
 
-from hicache_conformance.protocol.http_client import HttpClient
-from hicache_conformance.protocol.server import Served
-from hicache_conformance.protocol.v2_client import V2Client
+from tests.support.metadata import HttpClient, Served, V2Client
 
 SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'
 DURABLE = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --lease-seconds 3"

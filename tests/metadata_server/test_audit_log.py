@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
-from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server.auth.audit_log import BURST, AuditLog
 from hicache_metadata_server.auth.token_file import PREFIX, edit_token_file, new_token, record_of
+from hicache_metadata_server.client.tls import client_context
 from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import ServerSettings
@@ -24,6 +24,7 @@ from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import audit_to, running
 from tests.metadata_server.servers import DURABLE, Served
 from tests.metadata_server.test_refusals import bearer, guarded
+from tests.support.metadata import HttpClient
 
 
 def lines(file):
@@ -169,22 +170,8 @@ class Given:
         return list(map(msgspec.json.decode, found))
 
     def wire(self, token):
-        wire = HttpClient(self.place.url.replace("http:", "https:"), token)
-        wire._connection = lambda: trusting(wire, self.directory / "authority.pem")
-        return wire
-
-
-def trusting(wire, authority):
-    import http.client
-
-    from hicache_metadata_server.client.tls import client_context
-
-    connection = http.client.HTTPSConnection(
-        wire._host, wire._port, timeout=20, context=client_context(ca=str(authority))
-    )
-    wire._local.connection = connection
-    wire._open.append(connection)
-    return connection
+        trusting = client_context(ca=str(self.directory / "authority.pem"))
+        return HttpClient(self.place.url, token, tls=trusting)
 
 
 @pytest.mark.long
@@ -197,9 +184,9 @@ def test_nothing_that_a_server_writes_holds_a_secret(tmp_path, monkeypatch):
         answers += [
             reply for name in ("env", "later") for reply in asked_by(given, given.by_name[name])
         ]
-        command_line = Path(f"/proc/{place._process.pid}/cmdline").read_text()
-        os.kill(place._process.pid, signal.SIGTERM)
-        place._process.wait(30)
+        command_line = Path(f"/proc/{place.process.pid}/cmdline").read_text()
+        os.kill(place.process.pid, signal.SIGTERM)
+        place.process.wait(30)
         audited, texts = given.audited(), [place.log(), command_line]
         texts += [reply.body.decode("utf-8", "replace") for reply in answers]
     statuses = {reply.status for reply in answers}
@@ -258,7 +245,7 @@ def spoil(given):
     given.tokens.write_bytes(good)
     with edit_token_file(given.tokens) as records:
         records["later"] = record_of(given.by_name["later"], "write", name="later")
-    until_audited(given, lambda: os.kill(given.place._process.pid, signal.SIGHUP), "done")
+    until_audited(given, lambda: os.kill(given.place.process.pid, signal.SIGHUP), "done")
 
 
 def until_audited(given, change, result):

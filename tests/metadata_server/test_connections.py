@@ -35,7 +35,7 @@ def server():
 
 
 def resident_mib(place):
-    status = Path(f"/proc/{place._process.pid}/status").read_text()
+    status = Path(f"/proc/{place.process.pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) >> 10
 
 

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from hicache_conformance.protocol.v2_client import V2Scope
 from hicache_metadata_server.dashboard.assets import read_assets
 from hicache_metadata_server.protocol import (
     Drain,
@@ -29,6 +28,7 @@ from hicache_metadata_server.protocol import (
 from tests.metadata_server.browser import browser
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
+from tests.support.metadata import V2Scope
 
 pytestmark = pytest.mark.slow(seconds=57)
 
@@ -89,7 +89,7 @@ def server():
         assert all(scope.commit(leased.leases, [4096 - i for i in range(100)], sums))
         scope.reserve([f"writing-{i}" for i in range(5)])
         scope.delete(keys[-7:])
-        scope.pinned_lookup([*keys[:3], "absent"], 60.0)
+        scope.lookup([*keys[:3], "absent"], pin_seconds=60.0)
         yield place, client
 
 

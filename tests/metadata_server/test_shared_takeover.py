@@ -16,7 +16,6 @@ import pytest
 import structlog
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
@@ -28,6 +27,7 @@ from tests.backends.hf3fs.forwards import Forward
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_replicas, sentinels
+from tests.support.metadata import Served
 
 pytestmark = [pytest.mark.slow(seconds=60), pytest.mark.long]
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import RateLimiter
 from hicache_metadata_server.auth.tenants_file import read_tenants_file
@@ -24,6 +23,7 @@ from tests.metadata_server.http_calls import running
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.test_refusals import bearer, guarded
 from tests.metadata_server.token_files import write_tokens
+from tests.support.metadata import HttpClient
 
 ACME = Caller("t", p.Token.WRITE, "acme")
 

@@ -166,7 +166,7 @@ def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
             check_alive(open_before)
         # A key that does not belong to its certificate, then one that does.
         (tmp_path / "server.key").write_bytes(authority.sign("third")[1].read_bytes())
-        os.kill(place._process.pid, signal.SIGHUP)
+        os.kill(place.process.pid, signal.SIGHUP)
         until = time.monotonic() + 30
         while "reload_failed" not in place.log():
             assert time.monotonic() < until

@@ -6,9 +6,8 @@ from __future__ import annotations
 import random
 import threading
 
-from hicache_conformance.protocol.http_client import HttpClient, Unanswered
-from hicache_conformance.protocol.v2_client import V2Client, V2Scope
 from hicache_metadata_server.protocol import Fsck, FsckReport, Reserved
+from tests.support.metadata import HttpClient, Unanswered, V2Client, V2Scope
 
 # So many that nothing is evicted.
 SLOTS = 1_000_000
@@ -24,7 +23,7 @@ class Writer(threading.Thread):
             HttpClient(url, answer_seconds=60.0),
             number,
         )
-        self.live, self.unsure = {}, set()
+        self.live, self.gone, self.unsure = {}, [], set()
 
     def run(self):
         scope = V2Scope(V2Client(self.wire), "0:kv", SLOTS, 4096, self.chance)
@@ -50,6 +49,7 @@ class Writer(threading.Thread):
                     scope.delete(gone)
                     for key in gone:
                         del self.live[key]
+                    self.gone += gone
                     self.unsure = set()
         except Unanswered:
             pass
@@ -73,5 +73,6 @@ def check_kept(scope, writers):
             owners |= {
                 slot: key for slot, key in zip(found.slots, some, strict=True) if slot not in owners
             }
+        assert not any(slot >= 0 for slot in scope.lookup(writer.gone[:10_000]).slots)
     assert len(owners) == sum(len(set(writer.live) - writer.unsure) for writer in writers)
     assert scope.client.call("/v2/fsck", Fsck(), FsckReport).problems == []

@@ -79,6 +79,6 @@ def ask(url, method, path, message=None, **headers):
 
 def stopped(place):
     """Stop a server as operators do, and tell what it has printed."""
-    os.killpg(place._process.pid, signal.SIGTERM)
-    place._process.wait(60)
+    os.killpg(place.process.pid, signal.SIGTERM)
+    place.process.wait(60)
     return place.log()

@@ -16,7 +16,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from hicache_conformance.protocol.server import Served
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability import tracing
 from hicache_storage.observability.otel import provider_from_environment
@@ -24,6 +23,7 @@ from hicache_storage.observability.request_ids import RequestScope
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.observability.serving import ask, stopped
 from tests.observability.test_traces import SERVE
+from tests.support.metadata import Served
 
 
 class Receiver(http.server.ThreadingHTTPServer):

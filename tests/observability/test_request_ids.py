@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_conformance.protocol.server import Served
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability.logs import JsonFormatter, configure_json_logs, log_like
 from hicache_storage.observability.request_ids import (
@@ -29,6 +28,7 @@ from hicache_storage.observability.request_ids import (
 from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.observability.serving import ask, serving, stopped
+from tests.support.metadata import Served
 
 LEGAL = re.compile(r"[A-Za-z0-9._:@/+=-]{0,64}")
 SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'

@@ -12,7 +12,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from hicache_conformance.protocol.server import Served
 from hicache_metadata_server.core.errors import StoreError
 from hicache_storage.layers import BreakerState, CircuitBreakerLayer, StorageOptions, wrap
 from hicache_storage.layers.tracing import TracingLayer
@@ -24,6 +23,7 @@ from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import SlowStore
 from tests.observability.serving import ask, serving, stopped
 from tests.support.commands import run_python
+from tests.support.metadata import Served
 
 SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
 

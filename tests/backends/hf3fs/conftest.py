@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hicache_conformance.protocol.server import Served
 from tests.backends.hf3fs.harness import Rig
+from tests.support.metadata import Served
 
 SERVE = (
     f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from hicache_conformance.injectors.servers import stand_still
 from hicache_conformance.model.violation import Violation
-from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 from hicache_metadata_server.client.failover import FIRST_BACKOFF_SECONDS
 from tests.backends.hf3fs.forwards import Manner
+from tests.support.metadata import HttpClient
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
@@ -75,8 +75,8 @@ class Strikes(threading.Thread):
     def stop_server(self, server):
         """Its scopes are handed over at once, but a request may meet the moment."""
         with self._outage(f"stop server {server.port}", until_ready=False):
-            os.killpg(server._process.pid, signal.SIGTERM)
-            gap = self._max_gap(lambda: server._process.poll() is not None)
+            os.killpg(server.process.pid, signal.SIGTERM)
+            gap = self._max_gap(lambda: server.process.poll() is not None)
             server.kill()
             self._note(f"server {server.port} has stopped; a scope was not served for {gap:.2f} s")
         server.start()
@@ -165,12 +165,12 @@ class Strikes(threading.Thread):
 
 @contextlib.contextmanager
 def suspended(server):
-    os.killpg(server._process.pid, signal.SIGSTOP)
-    stand_still(server._process.pid)
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    stand_still(server.process.pid)
     try:
         yield
     finally:
-        os.killpg(server._process.pid, signal.SIGCONT)
+        os.killpg(server.process.pid, signal.SIGCONT)
 
 
 def _role(node):

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client import failover
 from hicache_metadata_server.client.embedded import EmbeddedMetadata
@@ -27,6 +26,7 @@ from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.listening import listening, reply
 from tests.metadata_server.redis_servers import redis_server
+from tests.support.metadata import Served
 
 pytestmark = pytest.mark.slow(seconds=100)
 

@@ -505,11 +505,11 @@ def test_a_clear_that_did_not_happen_says_so(rig, server):
 
 @contextmanager
 def suspended(server):
-    os.killpg(server._process.pid, signal.SIGSTOP)
+    os.killpg(server.process.pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.killpg(server._process.pid, signal.SIGCONT)
+        os.killpg(server.process.pid, signal.SIGCONT)
 
 
 def test_without_a_server_a_clear_that_did_not_happen_says_so_too(rig):

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client import failover as failover_module
@@ -47,6 +46,7 @@ from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, Stora
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.listening import listening, reply
+from tests.support.metadata import Served
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=30)

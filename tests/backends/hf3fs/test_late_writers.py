@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import pytest
 
 from hicache_backends.hf3fs.slots import posix
-from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.embedded import EmbeddedMetadata
 from hicache_metadata_server.client.errors import UnknownScopeError
 from hicache_storage.objects import Call
 from tests.backends.hf3fs.harness import chain
+from tests.support.metadata import Served
 
 SLOTS, SLOT_BYTES = 4, 4608
 PATIENCE_SECONDS = 60.0

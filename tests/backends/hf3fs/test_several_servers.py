@@ -18,7 +18,6 @@ import pytest
 from hicache_conformance.history.anomalies import AnomalyKind
 from hicache_conformance.history.checker import HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
-from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient
 from tests.backends.hf3fs.conftest import SERVE
@@ -32,6 +31,7 @@ from tests.metadata_server.redis_servers import (
     redis_server,
     sentinels,
 )
+from tests.support.metadata import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,163 @@
+"""Clients of both parts on one scope, in random order and at once: no slot belongs to two keys, and
+none is lost (MD-SLOT-1, MD-SLOT-2).
+
+`test_histories.py` has the scope alone, and restarts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.metadata_server.protocol.peer import LEASE, QUARANTINE, keys_of
+
+
+class Clients:
+    """What clients were told, and the checks of each answer.
+
+    Args:
+        peer: the server.
+        slots: of the scope.
+        keys: number of keys that they write.
+        chance: chooses their steps.
+    """
+
+    def __init__(self, peer, slots, keys, chance):
+        self.peer, self.slots, self.keys, self.chance = peer, slots, keys_of(keys), chance
+        self.stored = {}
+        """Slots of keys that were written and not deleted; the server may have evicted them."""
+        self.held = {}
+        """By slot the key for which it is reserved, the end, and the lease (0 of the old part)."""
+        self.ended = []
+        """Key, slot and lease of reservations that ended without a page."""
+
+    async def step(self):
+        chance, now = self.chance, self.peer.clock.now
+        steps = ("reserve",) * 4 + ("confirm",) * 3 + ("end", "late", "delete", "wait")
+        match chance.choice(steps):
+            case "reserve":
+                await self.reserve(chance.sample(self.keys, chance.randint(1, 5)))
+            case "confirm" if self.held:
+                slot, (key, end, lease) = self.taken()
+                if await self.confirmed(key, slot, lease, end > now):
+                    self.stored[key] = slot
+            case "end" if self.held:
+                slot, (key, end, lease) = self.taken()
+                self.ended.append((key, slot, lease))
+                if lease:
+                    assert await self.peer.abort([lease]) == [end > now]
+                elif end > now:
+                    await self.peer.confirm(released=[slot])
+            case "late" if self.ended:
+                key, slot, lease = chance.choice(self.ended)
+                # The old part has no name for a reservation but its key and slot.
+                if lease or self.held.get(slot, ("",))[0] != key:
+                    await self.confirmed(
+                        key, slot, lease, not lease and self.stored.get(key) == slot
+                    )
+            case "delete":
+                gone = chance.sample(self.keys, 2)
+                await self.peer.sglang("delete_keys", 204, keys=gone)
+                for key in gone:
+                    self.stored.pop(key, None)
+            case "wait":
+                self.peer.wait(chance.choice((0.5, QUARANTINE, LEASE / 3)))
+            case _:
+                pass
+        await self.check()
+
+    def taken(self):
+        slot = self.chance.choice(list(self.held))
+        return slot, self.held.pop(slot)
+
+    async def reserve(self, keys):
+        now = self.peer.clock.now
+        for slot in [slot for slot, (_, end, _) in self.held.items() if end <= now]:
+            key, _, lease = self.held.pop(slot)
+            self.ended.append((key, slot, lease))
+        if self.chance.random() < 0.5:
+            given = [(-1 if there else slot, 0) for there, slot in await self.peer.reserve(keys)]
+        else:
+            leased = await self.peer.lease(keys)
+            given = [
+                (slot if lease else -1, lease)
+                for slot, lease in zip(leased.slots, leased.leases, strict=True)
+            ]
+        for key, (slot, lease) in zip(keys, given, strict=True):
+            if slot >= 0:
+                assert slot < self.slots
+                assert slot not in self.held, "a slot is given to two"
+                self.held[slot] = key, now + LEASE, lease
+
+    async def confirmed(self, key, slot, lease, expected):
+        if lease:
+            done = await self.peer.commit([lease]) == [True]
+        else:
+            body = {"written_keys_to_confirm": [(key, slot)]}
+            done = (await self.peer.caller.post("/0/confirm_write", body)).status == 204
+        assert done == expected
+        return done
+
+    async def check(self):
+        """Each key is where it was written, or was evicted; no slot is announced twice."""
+        found = await self.peer.indices(self.keys)
+        there = [slot for slot in found if slot is not None]
+        held = {slot for slot, (_, end, _) in self.held.items() if end > self.peer.clock.now}
+        assert len(set(there)) == len(there), "a slot belongs to two keys"
+        assert not held & set(there), "a slot is announced that is reserved"
+        for key, slot in zip(self.keys, found, strict=True):
+            if slot is None:
+                gone = self.stored.pop(key, None)
+                assert gone is None or self.slots < len(self.keys), "nobody wanted room"
+            assert self.stored.get(key) == slot, "a key is where nobody wrote it"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("slots", "keys"), [(6, 14), (400, 8)], ids=["full", "with room"])
+async def test_histories(timed, slots, keys, seed):
+    await timed.make(slots)
+    clients = Clients(timed, slots, keys, random.Random(seed))
+    for _ in range(150):
+        await clients.step()
+    await timed.sglang("clear", 204)
+    timed.wait()
+    assert sorted(await timed.reserved(keys_of(slots, "n"))) == list(range(slots))
+
+
+async def test_clients_at_once(peer):
+    """Short requests between the chunks of long ones."""
+    await peer.make(24)
+    keys, holders = keys_of(40), {}
+
+    async def client(seed):
+        chance = random.Random(seed)
+        for _ in range(40):
+            asked = chance.sample(keys, chance.randint(1, 4))
+            if chance.random() < 0.2:
+                await peer.sglang("delete_keys", 204, keys=asked)
+            if chance.random() < 0.2:
+                asked += keys_of(1500, "missing") if chance.random() < 0.5 else keys
+            answer = await peer.reserve(asked)
+            mine = {
+                key: slot
+                for key, (there, slot) in zip(asked, answer, strict=True)
+                if slot >= 0 and not there
+            }
+            assert not holders.keys() & set(mine.values()), "a slot is given to two"
+            holders.update(zip(mine.values(), mine, strict=True))
+            found = [slot for slot in await peer.indices(keys) if slot is not None]
+            assert len(set(found)) == len(found), "a slot belongs to two keys"
+            assert not set(found) & set(mine.values()), "a slot is announced that is reserved"
+            # Before the call: as soon as the server has it, a slot may be somebody else's.
+            for slot in mine.values():
+                del holders[slot]
+            if chance.random() < 0.7:
+                await peer.confirm(mine, mine.values())
+            else:
+                await peer.confirm(released=mine.values())
+
+    await asyncio.gather(*(client(seed) for seed in range(4)))
+    report = await peer.caller.post("/v2/fsck", {})
+    assert report.json == {"slots": 24, "problems": []}

@@ -1,0 +1,289 @@
+"""The rules of the native part that no time has to pass for: messages, scopes, lookups, answers that
+are repeated, and what operators ask."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from hicache_metadata_server import protocol as p
+from tests.metadata_server.protocol.peer import Peer, keys_of
+
+SAMPLE = re.compile(r"[a-zA-Z_:][\w:]*(\{.*\})? [-+0-9.eEinfNa]+( \d+)?")
+
+
+def in_msgpack(peer):
+    packed = Peer(peer.caller, peer.clock, peer.scope)
+    packed.content_type = p.MSGPACK
+    return packed
+
+
+async def test_the_server_introduces_itself(peer):
+    """MD-API-2."""
+    about = await peer.call("/v2")
+    assert about == await peer.call("/v2")
+    assert about.protocol == p.PROTOCOL
+    assert about.server
+    assert about.instance
+    limits = about.limits
+    assert limits.min_lease_seconds <= limits.lease_seconds <= limits.max_lease_seconds
+    assert limits.key_bytes >= 512
+
+
+async def test_msgpack_says_the_same(peer):
+    """MD-API-1: 64-bit checksums included, and refusals too."""
+    packed = in_msgpack(peer)
+    assert await peer.initialize(16)
+    assert not await packed.initialize(16)
+    keys = keys_of(8)
+    pages = [*await peer.store(keys[:4]), *await packed.store(keys[4:])]
+    found = await peer.lookup(keys)
+    assert found == await packed.lookup(keys)
+    assert found.checksums == [page.checksum for page in pages]
+    unknown = p.Lookup(scopes=[p.LookupScope(scope="7:kv", keys=keys)])
+    for one in (peer, packed):
+        assert await one.refused("/v2/lookup", unknown, 404, "scopes[0].scope") == "unknown_scope"
+
+
+async def test_several_scopes_in_a_call(peer):
+    """MD-API-3: in their order, each with its own columns."""
+    names, keys = ["0:kv", "0:mamba", "1:kv"], keys_of(5)
+    for name in names:
+        await peer.of(name).initialize(8)
+    # Slots of the scopes differ, so that answers in another order are seen.
+    await peer.of("0:mamba").store(["x"])
+    await peer.of("1:kv").store(["x", "y"])
+    parts = [p.ReserveScope(scope=name, keys=keys[i:]) for i, name in enumerate(names)]
+    leased = (await peer.call("/v2/reserve", p.Reserve(scopes=parts))).scopes
+    parts = [
+        p.CommitScope(
+            scope=name,
+            leases=one.leases,
+            lengths=[10 + i] * (5 - i),
+            checksums=[i] * (5 - i),
+        )
+        for i, (name, one) in enumerate(zip(names, leased, strict=True))
+    ]
+    await peer.call("/v2/commit", p.Commit(scopes=parts))
+    asked = p.Lookup(scopes=[p.LookupScope(scope=name, keys=keys) for name in names])
+    for i, one in enumerate((await peer.call("/v2/lookup", asked)).scopes):
+        assert one.lengths == [0] * i + [10 + i] * (5 - i)
+        assert one.slots[i:] == leased[i].slots
+        assert one == await peer.of(names[i]).lookup(keys)
+
+
+async def test_a_call_with_one_wrong_scope_does_nothing_in_the_others(peer):
+    """MD-API-3 and MD-GEO-1."""
+    await peer.initialize(8)
+    await peer.store(["a"])
+    names = [peer.scope, "9:kv"]
+    sizes = [p.ScopeGeometry(scope=name, slots=8) for name in ("9:kv", peer.scope)]
+    wrong = {
+        "/v2/reserve": p.Reserve(scopes=[p.ReserveScope(scope=n, keys=["b"]) for n in names]),
+        "/v2/delete": p.Delete(scopes=[p.DeleteScope(scope=n, keys=["a"]) for n in names]),
+        "/v2/clear": p.Clear(scopes=names),
+        "/v2/initialize": p.Initialize(scopes=sizes),
+    }
+    for path, request in wrong.items():
+        field = {"/v2/clear": "", "/v2/initialize": ".slot_bytes"}.get(path, ".scope")
+        status = 409 if path == "/v2/initialize" else 404
+        await peer.refused(path, request, status, f"scopes[1]{field}")
+        left = await peer.status()
+        assert (left.live, left.leased) == (1, 0), path
+        assert len((await peer.call("/v2/scopes")).scopes) == 1, path
+
+
+async def test_another_geometry_is_refused(peer):
+    """MD-GEO-1."""
+    await peer.initialize(16)
+    [page] = await peer.store(["a"])
+    right = p.ScopeGeometry(
+        scope=peer.scope, slots=16, slot_bytes=4096, geometry="page_first", identity="identity"
+    )
+    others = {"slots": 17, "slot_bytes": 8192, "geometry": "layer_first", "identity": "other"}
+    for field, value in others.items():
+        wrong = p.Initialize(scopes=[msgspec.structs.replace(right, **{field: value})])
+        assert await peer.refused("/v2/initialize", wrong, 409, f"scopes[0].{field}") == "mismatch"
+    assert (await peer.call("/v2/initialize", p.Initialize(scopes=[right]))).created == [False]
+    assert (await peer.lookup(["a"])).slots == [page.slot]
+
+
+async def test_both_parts_see_one_state(peer):
+    """MD-API-4."""
+    await peer.initialize(16)
+    await peer.make(16)
+    keys = keys_of(6)
+    slots = [page.slot for page in await peer.store(keys[:3])] + await peer.put(keys[3:])
+    assert await peer.indices(keys) == slots
+    found = await peer.lookup(keys)
+    assert found.slots == slots
+    assert found.lengths[3:] == [0, 0, 0]
+    assert 0 not in found.generations
+    await peer.reserved(["x"])
+    assert (await peer.lease(["x"])).states == [p.Reserved.BUSY]
+    await peer.lease(["y"])
+    assert await peer.reserve(["y"]) == [(False, -1)]
+    await peer.sglang("delete_keys", 204, keys=keys[:1])
+    assert await peer.live(keys[:2]) == [False, True]
+
+
+async def test_lookups_give_back_what_was_committed(peer):
+    """MD-LOOK-1: in any order and twice."""
+    await peer.initialize(16)
+    pages = {page.key: page for page in await peer.store(keys_of(6))}
+    leases = (await peer.lease(["first", "last"])).leases
+    await peer.commit(leases, [1, 4096], [0, 2**64 - 1])
+    asked = [*reversed(pages), "missing", *pages, "first", "missing", "last"]
+    found = await peer.lookup(asked)
+    columns = (found.slots, found.generations, found.lengths, found.checksums)
+    for key, *row in zip(asked, *columns, strict=True):
+        if key in pages:
+            page = pages[key]
+            assert row == [page.slot, page.generation, page.length, page.checksum]
+    assert [found.slots[6], found.generations[6]] == [p.NO_SLOT, 0]
+    assert found.lengths[-3:] == [1, 0, 4096]
+    assert found.checksums[-3:] == [0, 0, 2**64 - 1]
+
+
+async def test_deleting_by_generation(peer):
+    """MD-DEL-3."""
+    await peer.initialize(16)
+    keys = keys_of(6)
+    pages = await peer.store(keys)
+    meant = [page.generation + (i % 2 == 0) for i, page in enumerate(pages)]
+    wanted = [bool(i % 2) for i in range(6)]
+    assert await peer.delete(keys, meant) == wanted
+    assert await peer.live(keys) == [not gone for gone in wanted]
+    assert await peer.delete(keys) == [not gone for gone in wanted]
+    assert not any(await peer.live(keys))
+
+
+# Answers that are repeated.
+
+
+async def test_a_reserve_sent_again(peer):
+    """MD-IDEM-1."""
+    await peer.initialize(8)
+    first = await peer.lease(keys_of(3), once="a")
+    assert await peer.lease(keys_of(3), once="a") == first
+    assert (await peer.status()).leased == 3
+    other = await peer.lease(keys_of(3), once="b")
+    assert set(other.states) == {p.Reserved.BUSY}
+
+
+async def test_a_delete_sent_again_spares_what_was_stored_in_between(peer):
+    """MD-IDEM-1."""
+    await peer.initialize(8)
+    await peer.store(["a"])
+    first = await peer.delete(["a", "b"], once="a")
+    await peer.store(["a", "b"])
+    assert await peer.delete(["a", "b"], once="a") == first == [True, False]
+    assert await peer.live(["a", "b"]) == [True, True]
+
+
+async def test_an_idempotency_key_with_another_request(peer):
+    """MD-IDEM-1: another body, or another route."""
+    await peer.initialize(8)
+    await peer.store(["a"])
+    await peer.lease(["b"], once="a")
+    part = p.ReserveScope(scope=peer.scope, keys=["c"])
+    for path, request in (
+        ("/v2/reserve", p.Reserve(scopes=[part])),
+        ("/v2/clear", p.Clear(scopes=[peer.scope])),
+    ):
+        reply = await peer.send(path, request, once="a")
+        assert (reply.status, reply.json["code"]) == (422, "key_reused")
+    status = await peer.status()
+    assert (status.live, status.leased) == (1, 1)
+
+
+async def test_a_refused_request_leaves_its_idempotency_key_unused(peer):
+    """MD-IDEM-1: what was not done may be done by the same request later."""
+    part = p.ReserveScope(scope=peer.scope, keys=["a"])
+    assert (await peer.send("/v2/reserve", p.Reserve(scopes=[part]), once="a")).status == 404
+    await peer.initialize(8)
+    reply = await peer.send("/v2/reserve", p.Reserve(scopes=[part]), once="a")
+    assert reply.status == 200
+
+
+# Operators.
+
+
+async def test_scopes_are_listed(peer):
+    """MD-OPS-1: with their geometry, and slots by state that add up."""
+    await peer.initialize(12)
+    await peer.store(keys_of(5))
+    await peer.lease(["x", "y"])
+    await peer.delete(keys_of(1))
+    status = await peer.status()
+    assert (status.slots, status.slot_bytes) == (12, 4096)
+    assert (status.geometry, status.identity) == ("page_first", "identity")
+    counts = (status.live, status.leased, status.quarantined, status.free)
+    assert counts == (4, 2, 1, 5)
+
+
+async def test_inspecting(peer):
+    """MD-OPS-2: a live, a leased, a free and an unknown one, by slot and by key."""
+    await peer.initialize(8)
+    [page] = await peer.store(["live"])
+    leased = await peer.lease(["held"], ["live"])
+    free = next(slot for slot in range(8) if slot not in (page.slot, leased.slots[0]))
+    found = await peer.inspect(["live", "held", "none"], [page.slot, leased.slots[0], free])
+    live, held, unused, *by_key = found
+    assert by_key == [live, held, None]
+    assert (live.state, live.key, live.generation) == ("live", "live", page.generation)
+    assert (live.length, live.checksum) == (page.length, page.checksum)
+    assert (held.state, held.key, held.generation) == ("leased", "held", leased.generations[0])
+    assert (held.owner, held.prefix) == ("test", "live")
+    assert held.seconds_left > 0
+    assert (unused.slot, unused.state, unused.key) == (free, "free", "")
+
+
+async def test_fsck(peer):
+    """MD-OPS-3: it looks at every slot, and finds nothing wrong after a history of everything."""
+    await peer.initialize(12)
+    for number in range(10):
+        keys = keys_of(3, f"{number}-")
+        leases = [lease for lease in (await peer.lease(keys)).leases if lease]
+        await peer.commit(leases[:2])
+        await peer.abort(leases[2:])
+        await peer.delete(keys[:1])
+    for scopes in ([peer.scope], []):
+        report = await peer.call("/v2/fsck", p.Fsck(scopes=scopes))
+        assert (report.problems, report.slots) == ([], 12)
+
+
+async def test_draining(peer):
+    """MD-OPS-4 and MD-OPS-5: no new leases, in either part; all else goes on."""
+    await peer.initialize(8)
+    [page] = await peer.store(["a"])
+    kept, given = (await peer.lease(["b", "c"])).leases
+    assert [(await peer.caller.send("GET", path)).status for path in ("/healthz", "/readyz")] == [
+        200,
+        200,
+    ]
+    drained = await peer.call("/v2/drain", p.Drain(enabled=True))
+    assert (drained.enabled, drained.leases) == (True, 2)
+    request = p.Reserve(scopes=[p.ReserveScope(scope=peer.scope, keys=["d"])])
+    assert await peer.refused("/v2/reserve", request, 503) == "draining"
+    assert await peer.reserve(["a", "d"]) == [(True, page.slot), (False, -1)]
+    assert (await peer.caller.send("GET", "/readyz")).status == 503
+    assert (await peer.caller.send("GET", "/healthz")).status == 200
+    assert await peer.renew([kept, given], 30.0) == [True, True]
+    assert await peer.commit([kept]) == [True]
+    assert await peer.abort([given]) == [True]
+    assert await peer.live(["a", "b"]) == [True, True]
+    assert await peer.delete(["a"]) == [True]
+    assert not (await peer.call("/v2/drain", p.Drain(enabled=False))).enabled
+    assert (await peer.lease(["d"])).states == [p.Reserved.LEASED]
+
+
+async def test_metrics_are_what_prometheus_reads(peer):
+    """MD-OPS-5."""
+    await peer.initialize(8)
+    reply = await peer.caller.send("GET", "/metrics")
+    assert reply.headers["content-type"].startswith(("text/plain", "application/openmetrics-text"))
+    lines = [line for line in reply.body.decode().splitlines() if line and line[0] != "#"]
+    assert lines
+    assert [line for line in lines if not SAMPLE.fullmatch(line)] == []

@@ -1,0 +1,384 @@
+"""What an unchanged SGLang asks: the rules of the compatible part."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from tests.metadata_server.protocol.peer import LEASE, QUARANTINE, keys_of
+
+CALLS = {
+    "exists": {"keys": ["a"]},
+    "get_page_indices": {"keys": ["a"]},
+    "reserve_and_allocate_page_indices": {"keys": [["a", ""]]},
+    "confirm_write": {"written_keys_to_confirm": [["a", 0]], "pages_to_release": []},
+    "delete_keys": {"keys": ["a"]},
+    "clear": {},
+}
+STEM = "0123456789abcdef"
+OPAQUE = [
+    *(STEM, STEM.upper(), f"{STEM} ", f" {STEM}", f"{STEM}/", f"../{STEM}", f"0{STEM}"),
+    *(f"{STEM}%2e", f"{STEM}%2E", f"{STEM}?a=b#c", f"{STEM},", f"{STEM}'--", f'{STEM}"'),
+    *(f"{STEM}\0", f"{STEM}\0x", f"{STEM}\n", f"{STEM}\t", f"{STEM}-k", f"{STEM}-v", f"{STEM}:kv"),
+    # The same letter as one code point and as two: a server that normalizes makes them one key.
+    *(f"{STEM}\u00e9", f"{STEM}e\u0301", f"{STEM}ß", f"{STEM}ss", f"{STEM}一", f"{STEM}😀"),
+    *("x" * 255, "x" * 256, "x" * 511, "x" * 512, "x" * 511 + "y"),
+]
+
+
+async def unmapped(peer, keys):
+    return not any(await peer.exists(keys)) and await peer.indices(keys) == [None] * len(keys)
+
+
+# Scopes.
+
+
+async def test_a_new_scope_has_all_its_slots_and_again_changes_nothing(peer):
+    """MD-INIT-1."""
+    await peer.make(7)
+    keys = keys_of(7)
+    slots = await peer.reserved(keys)
+    assert sorted(slots) == list(range(7))
+    await peer.confirm(keys, slots)
+    await peer.make(7)
+    assert await peer.indices(keys) == slots
+
+
+async def test_another_size_is_refused(peer):
+    """MD-INIT-2."""
+    await peer.make(16)
+    slots = await peer.put(keys_of(5))
+    for size in (17, 15, 160, 1):
+        assert (await peer.sglang("initialize", 409, num_pages=size))["field"] == "num_pages"
+    assert await peer.indices(keys_of(5)) == slots
+
+
+async def test_a_bad_size_makes_no_scope(peer):
+    """MD-INIT-3."""
+    for size in (-1, 0, "16", 1.5, None, [16], True):
+        assert (await peer.sglang("initialize", 422, num_pages=size))["field"] == "num_pages"
+        await peer.sglang("exists", 404, keys=["a"])
+
+
+async def test_scopes_do_not_show_in_each_other(peer):
+    """MD-SCOPE-1."""
+    await peer.make(8)
+    keys = keys_of(4)
+    slots = await peer.put(keys)
+    for other in ("1:kv", "0:kv-mamba", "10:kv"):
+        apart = peer.of(other)
+        await apart.make(8)
+        assert not any(await apart.exists(keys))
+        await apart.put(keys)
+        await apart.sglang("delete_keys", 204, keys=keys[:2])
+        await apart.sglang("clear", 204)
+        assert await peer.indices(keys) == slots, other
+
+
+async def test_the_namespace_is_kv_where_none_is_named(peer):
+    """MD-SCOPE-1."""
+    assert (await peer.caller.post("/3/initialize", {"num_pages": 8})).status == 204
+    slots = await peer.of("3:kv").put(["a", "b"])
+    reply = await peer.caller.post("/3/get_page_indices", {"keys": ["a", "b"]})
+    assert reply.json == {"indices": slots}
+
+
+async def test_an_unknown_scope_is_not_found_nor_made(peer):
+    """MD-SCOPE-2."""
+    for operation, body in [*CALLS.items(), *CALLS.items()]:
+        await peer.sglang(operation, 404, **body)
+
+
+# Keys that are found.
+
+
+async def test_answers_are_aligned_with_keys(peer):
+    """MD-FIND-1: through holes and duplicates, in any order."""
+    await peer.make(32)
+    stored, missing, chance = keys_of(8), keys_of(6, "m"), random.Random(1)
+    where = dict(zip(stored, await peer.put(stored), strict=True))
+    for count in (30, 17, 2, 1):
+        asked = chance.choices([*stored, *missing], k=count)
+        assert await peer.exists(asked) == [key in where for key in asked]
+        assert await peer.indices(asked) == [where.get(key) for key in asked]
+    assert [await peer.exists([]), await peer.indices([]), await peer.reserve([])] == [[], [], []]
+    await peer.confirm()
+
+
+async def test_keys_are_opaque(peer):
+    """MD-FIND-2."""
+    await peer.make(2 * len(OPAQUE))
+    slots = await peer.put(OPAQUE)
+    assert len(set(slots)) == len(OPAQUE)
+    assert await peer.indices(OPAQUE) == slots
+    await peer.sglang("delete_keys", 204, keys=OPAQUE[::3])
+    assert await peer.exists(OPAQUE) == [bool(i % 3) for i in range(len(OPAQUE))]
+
+
+async def test_large_batches_are_whole_or_refused(peer):
+    """MD-BIG-1."""
+    await peer.make(160)
+    stored = keys_of(128)
+    where = dict(zip(stored, await peer.put(stored), strict=True))
+    for size in (128, 4096):
+        asked = [*stored, *keys_of(size - 128, "m")]
+        random.Random(size).shuffle(asked)
+        assert await peer.exists(asked) == [key in where for key in asked]
+        assert await peer.indices(asked) == [where.get(key) for key in asked]
+    assert (await peer.sglang("exists", 413, keys=keys_of(20_000)))["field"] == "keys"
+
+
+# Reservations.
+
+
+async def test_new_keys_get_slots_and_old_ones_keep_theirs(peer):
+    """MD-RES-1."""
+    await peer.make(40)
+    stored, new = keys_of(10), keys_of(10, "n")
+    slots = await peer.put(stored)
+    asked = [key for pair in zip(new, stored, strict=True) for key in pair]
+    answer = await peer.reserve(asked)
+    assert answer[1::2] == [(True, slot) for slot in slots]
+    given = {slot for there, slot in answer[::2] if not there}
+    assert len(given) == 10
+    assert given <= set(range(40)) - set(slots)
+
+
+async def test_a_batch_that_does_not_fit(peer):
+    """MD-RES-2: as many keys get slots as there are, and the slots serve."""
+    await peer.make(5)
+    keys = keys_of(9)
+    answer = await peer.reserve(keys)
+    given = {key: slot for key, (_, slot) in zip(keys, answer, strict=True) if slot >= 0}
+    assert sorted(given.values()) == list(range(5))
+    assert [slot for there, slot in answer if slot < 0 and not there] == [-1] * 4
+    await peer.confirm(given, given.values())
+    assert await peer.indices(keys) == [given.get(key) for key in keys]
+
+
+async def test_a_batch_that_does_not_fit_into_a_scope_in_use(timed):
+    """MD-RES-2: no slot of a page is given that is still there; all slots come back."""
+    await timed.make(10)
+    live, keys = keys_of(5), keys_of(20, "n")
+    await timed.put(live)
+    given = [slot for _, slot in await timed.reserve(keys) if slot >= 0]
+    left = [slot for slot in await timed.indices(live) if slot is not None]
+    assert len(set(given)) == len(given)
+    assert not set(given) & set(left)
+    await timed.confirm(released=given)
+    timed.wait()
+    assert sorted(await timed.reserved(keys_of(10, "z"))) == list(range(10))
+
+
+async def test_everything_reserved_and_nothing_confirmed(timed):
+    """MD-RES-3."""
+    await timed.make(6)
+    slots = await timed.reserved(keys_of(6))
+    for _ in range(3):
+        assert await timed.reserve(["x", "y"]) == [(False, -1)] * 2
+    assert await unmapped(timed, [*keys_of(6), "x"])
+    await timed.confirm(released=slots)
+    timed.wait(QUARANTINE)
+    assert sorted(await timed.reserved(keys_of(6, "z"))) == list(range(6))
+
+
+async def test_a_key_has_one_reservation(peer):
+    """MD-RES-4 and MD-RES-5: nor is it there before it is confirmed."""
+    await peer.make(8)
+    (_, slot), (_, other), again = await peer.reserve(["a", "b", "a"])
+    assert slot >= 0
+    assert again == (False, -1)
+    assert await peer.reserve(["a"]) == [(False, -1)]
+    assert await unmapped(peer, ["a", "b"])
+    await peer.confirm(["a"], [slot], released=[other])
+    assert await unmapped(peer, ["b"])
+    assert await peer.reserve(["a"]) == [(True, slot)]
+
+
+async def test_an_abandoned_reservation_ends(timed):
+    """MD-RES-6."""
+    await timed.make(4)
+    keys = keys_of(4)
+    await timed.reserved(keys)
+    timed.wait(LEASE - 0.1)
+    assert await timed.reserve(keys) == [(False, -1)] * 4
+    timed.wait(0.1)
+    # Seen as ended: its slots are in quarantine now.
+    assert await timed.reserve(keys) == [(False, -1)] * 4
+    timed.wait(QUARANTINE)
+    assert sorted(await timed.reserved(keys)) == list(range(4))
+
+
+# Confirms and releases.
+
+
+async def test_confirming_twice_is_harmless(peer):
+    """MD-CONF-1."""
+    await peer.make(8)
+    slots = await peer.put(keys_of(4))
+    await peer.confirm(keys_of(4), slots)
+    assert await peer.indices(keys_of(4)) == slots
+
+
+async def test_a_slot_that_was_never_reserved(peer):
+    """MD-CONF-2: the right pair among the wrong ones is done."""
+    await peer.make(16)
+    [right] = await peer.reserved(["right"])
+    free = [slot for slot in range(16) if slot != right][:3]
+    answer = await peer.confirm(["a", "right", "b", "c"], [free[0], right, *free[1:]], status=409)
+    assert answer["field"] == "written_keys_to_confirm[0]"
+    assert await unmapped(peer, ["a", "b", "c"])
+    assert await peer.indices(["right"]) == [right]
+
+
+async def test_a_slot_of_another_key(peer):
+    """MD-CONF-2: live or reserved for it; its reservation still holds."""
+    await peer.make(16)
+    live, held, wrong = keys_of(3), keys_of(3, "h"), keys_of(6, "w")
+    slots = await peer.put(live)
+    reserved = await peer.reserved(held)
+    await peer.confirm(wrong, [*slots, *reserved], status=409)
+    # With the right number of pairs, but each key at its neighbour's slot.
+    await peer.confirm(held, [*reserved[1:], reserved[0]], status=409)
+    assert await unmapped(peer, [*wrong, *held])
+    assert await peer.indices(live) == slots
+    await peer.confirm(held, reserved)
+    assert await peer.indices(held) == reserved
+
+
+@pytest.mark.parametrize("by", ["clear", "release"])
+async def test_a_confirm_after_a_reservation_has_ended(timed, by):
+    """MD-CONF-2: also where another key has the slot by now."""
+    await timed.make(6)
+    late, keys = keys_of(6, "late"), keys_of(6)
+    slots = await timed.reserved(late)
+    if by == "clear":
+        await timed.sglang("clear", 204)
+    else:
+        await timed.confirm(released=slots)
+    await timed.confirm(late, slots, status=409)
+    assert await unmapped(timed, late)
+    timed.wait()
+    given = await timed.reserved(keys[:3])
+    await timed.confirm(keys[:3], given)
+    given += await timed.reserved(keys[3:])
+    await timed.confirm(late, slots, status=409)
+    assert await unmapped(timed, late)
+    await timed.confirm(keys[3:], given[3:])
+    assert await timed.indices(keys) == given
+
+
+async def test_a_slot_outside_the_file(peer):
+    """MD-CONF-3."""
+    await peer.make(8)
+    for slot in (8, 9, -1, -8, 10**9, 2**63):
+        refused = await peer.confirm(["a"], [slot], status=422)
+        assert refused["field"].startswith("written_keys_to_confirm[0]")
+        assert (await peer.confirm(released=[slot], status=422))["field"] == "pages_to_release[0]"
+        assert await unmapped(peer, ["a"])
+    answer = await peer.reserve(["a", *keys_of(11)])
+    assert {slot for _, slot in answer} == {-1, *range(8)}
+
+
+async def test_releasing_a_live_slot(timed):
+    """MD-CONF-4."""
+    await timed.make(8)
+    keys = keys_of(4)
+    slots = await timed.put(keys)
+    answer = await timed.confirm(released=slots, status=409)
+    assert answer["field"] == "pages_to_release[0]"
+    timed.wait()
+    given = await timed.reserved(keys_of(4, "n"))
+    assert not set(given) & set(slots)
+    assert await timed.indices(keys) == slots
+
+
+async def test_releasing_twice(timed):
+    """MD-CONF-4: one slot does not become two."""
+    await timed.make(6)
+    slots = await timed.reserved(keys_of(6))
+    await timed.confirm(released=[*slots, *slots])
+    await timed.confirm(released=slots)
+    timed.wait()
+    await timed.confirm(released=slots)
+    given = [slot for _, slot in await timed.reserve(keys_of(12, "n"))]
+    assert sorted(given) == [-1] * 6 + list(range(6))
+
+
+async def test_two_writers_of_the_same_keys_lose_no_slot(timed):
+    """MD-SLOT-2."""
+    await timed.make(8)
+    keys = keys_of(4)
+    slots = await timed.reserved(keys)
+    assert {slot for _, slot in await timed.reserve(keys)} == {-1}
+    await timed.confirm(keys, slots)
+    await timed.sglang("delete_keys", 204, keys=keys)
+    timed.wait(QUARANTINE)
+    assert sorted(await timed.reserved(keys_of(8, "n"))) == list(range(8))
+
+
+# Pages that go.
+
+
+async def test_deleting_some(timed):
+    """MD-DEL-1."""
+    await timed.make(8)
+    keys = keys_of(8)
+    slots = await timed.put(keys)
+    gone = keys[1::2]
+    await timed.sglang("delete_keys", 204, keys=[*gone, "unknown", *gone])
+    assert await timed.indices(keys) == [None if i % 2 else slots[i] for i in range(8)]
+    await timed.sglang("delete_keys", 204, keys=keys)
+    timed.wait(QUARANTINE)
+    assert sorted(await timed.reserved(keys_of(8, "n"))) == list(range(8))
+
+
+async def test_clearing(timed):
+    """MD-DEL-2: slots that were reserved come back when their reservation would have ended."""
+    await timed.make(8)
+    held = await timed.reserved(keys_of(3, "h"))
+    await timed.put(keys_of(5))
+    await timed.sglang("clear", 204)
+    assert await unmapped(timed, [*keys_of(5), *keys_of(3, "h")])
+    timed.wait(QUARANTINE)
+    given = [slot for _, slot in await timed.reserve(keys_of(8, "n")) if slot >= 0]
+    assert sorted([*given, *held]) == list(range(8))
+    await timed.confirm(released=given)
+    timed.wait(LEASE)
+    assert sorted(await timed.reserved(keys_of(8, "z"))) == list(range(8))
+
+
+@pytest.mark.parametrize("use", ["get_page_indices", "exists"])
+async def test_what_was_used_stays(timed, use):
+    """MD-EV-1 and MD-EV-2: a full scope evicts what was used least recently."""
+    await timed.make(12)
+    keys = keys_of(12)
+    for key in keys:
+        await timed.put([key])
+    # The oldest ones: no order of insertion explains that they stay.
+    await timed.sglang(use, keys=keys[:6])
+    await timed.reserve(["x", "y", "z"])
+    timed.wait(QUARANTINE)
+    await timed.reserved(["x", "y", "z"])
+    there = await timed.exists(keys)
+    assert all(there[:6])
+    assert there.count(False) == 3
+
+
+@pytest.mark.long
+async def test_freeing_costs_the_same_however_many_are_free(timed):
+    """MD-BIG-2: a search of the free list takes a hundred times as long once it is full."""
+    batch = 2000
+    await timed.make(15 * batch)
+    slots = [await timed.reserved(keys_of(batch, f"{number}-")) for number in range(15)]
+    seconds = []
+    for given in slots:
+        begin = time.perf_counter()
+        await timed.confirm(released=given)
+        timed.wait(QUARANTINE)
+        await timed.sglang("exists", keys=[])
+        seconds.append(time.perf_counter() - begin)
+    # The third slowest: a machine that is busy elsewhere slows one or two.
+    assert sorted(seconds)[-3] < 6 * min(seconds[:2]) + 0.15
