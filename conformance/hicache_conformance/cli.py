@@ -1,4 +1,4 @@
-"""`hicache conformance`: judge a driver or a metadata server, list the rules, explain one."""
+"""`hicache conformance`: judge a driver, list the rules, explain one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import parse_levels, rules
-from hicache_conformance.model.settings import RunFile, ServerOptions, Settings, parse_page_bytes
-from hicache_conformance.protocol.rules import LEVELS, Part, parse_parts, protocol_rules, rules_of
+from hicache_conformance.model.settings import RunFile, Settings, parse_page_bytes
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
 from hicache_conformance.runner.repro import repro
 from hicache_conformance.runner.verify import verify
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 app = typer.Typer(
-    help="Judge drivers by the contract, and metadata servers by their protocol.",
+    help="Judge drivers by the contract.",
     no_args_is_help=True,
 )
 SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
@@ -152,141 +150,6 @@ app.command()(repro)
 app.command()(verify)
 
 
-@app.command()
-def metadata(
-    url: Annotated[
-        str, typer.Option(help="Address of a server that runs. Use one that nobody needs.")
-    ] = "",
-    start_server: Annotated[
-        str,
-        typer.Option(
-            metavar="COMMAND",
-            help="Start the server by this instead, with {port} and {tmp} filled in; it is killed "
-            "and restarted.",
-        ),
-    ] = "",
-    token: Annotated[
-        str, typer.Option(help="Bearer token with all rights.", envvar="HICACHE_METADATA_TOKEN")
-    ] = "",
-    read_token: Annotated[str, typer.Option(help="Bearer token that may only read.")] = "",
-    write_token: Annotated[str, typer.Option(help="Bearer token that may read and write.")] = "",
-    part: Annotated[str, typer.Option(metavar="PARTS", help=f"{', '.join(Part)}, or all.")] = "all",
-    level: Annotated[
-        str, typer.Option(metavar="LEVELS", help=f"Of {', '.join(LEVELS)}; or all.")
-    ] = "all",
-    seed: Seed = None,
-    report: ReportDirectory = None,
-    profile: ProfileName = "default",
-    case: Cases = None,
-    lease_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="How long reservations last, of a server without /v2; else they are taken to last "
-            "for ever."
-        ),
-    ] = None,
-    patience: Annotated[
-        float, typer.Option(help="Longest wait for the server's own clock, in seconds.")
-    ] = 15.0,
-) -> None:
-    """Run the metadata protocol's suite against a server (docs/metadata-protocol.md).
-
-    Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
-    its work.
-    """
-    from hicache_conformance.runner.child_process import RunInterrupted, run
-
-    console = Console(stderr=True)
-    try:
-        _check_server(url, start_server)
-        _check_profile(profile)
-        levels = tuple(found for found in parse_levels(level) if found in LEVELS)
-        if not levels:
-            raise ValueError(
-                f"no rule of the protocol is of level {level}; levels are {', '.join(LEVELS)}"
-            )
-        parts = parse_parts(part)
-    except ValueError as error:
-        console.print(Text(str(error), "red"))
-        raise typer.Exit(BROKEN) from error
-    settings = Settings.fresh(seed, profile, levels)
-    server = ServerOptions(
-        url=url,
-        start_server=start_server.replace("{python}", sys.executable),
-        parts=parts,
-        tokens={"admin": token, "read": read_token, "write": write_token},
-        lease_seconds=lease_seconds,
-        patience=patience,
-        again=_again(url, start_server, lease_seconds, patience),
-    )
-    console.print(
-        f"server [bold]{escape(url or start_server)}[/], parts {', '.join(parts)}, levels "
-        f"{', '.join(levels)}, seed {settings.seed}, profile {profile}",
-        highlight=False,
-    )
-    try:
-        with ProgressBar(console) as bar:
-            ran = run(
-                RunFile(settings=settings, server=server, cases=case or []),
-                # A case may wait several times for leases and quarantines to end.
-                case_seconds=max(300.0, 20 * patience),
-                progress=bar.update,
-            )
-    except RunInterrupted as interrupted:
-        ran = interrupted.result
-    raise typer.Exit(conclude(console, ran, settings, report, rules_of(parts)))
-
-
-def _list_protocol_rules() -> None:
-    """Print every rule of the protocol, its part, levels and needs, and its number of cases."""
-    from hicache_conformance.protocol.suite import protocol_cases
-
-    table = Table(
-        "rule",
-        "part",
-        "levels",
-        "needs",
-        "cases",
-        "text",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
-    cases_by_name = protocol_cases()
-    for rule in protocol_rules().values():
-        cases = sum(rule.id in case.rules for case in cases_by_name.values())
-        table.add_row(rule.id, rule.part, ", ".join(rule.levels), rule.needs, str(cases), rule.text)
-    Console().print(table)
-
-
-def _check_server(url: str, start_server: str) -> None:
-    """Check that one server is named, as it must be.
-
-    Raises:
-        ValueError: it is not.
-    """
-    from hicache_conformance.protocol.http_client import HttpClient
-    from hicache_conformance.protocol.server import Served
-
-    if bool(url) == bool(start_server):
-        raise ValueError(
-            "give either --url of a server that runs, or --start-server with a command that starts "
-            "one"
-        )
-    if start_server:
-        Served(command=start_server)
-    else:
-        HttpClient(url)
-
-
-def _again(url: str, start_server: str, lease_seconds: float | None, patience: float) -> str:
-    where = f"--url {shlex.quote(url)}" if url else f"--start-server {shlex.quote(start_server)}"
-    hints = [] if lease_seconds is None else [f"--lease-seconds {lease_seconds:g}"]
-    if patience != 15.0:
-        hints.append(f"--patience {patience:g}")
-    return " ".join(["hicache conformance metadata", where, *hints])
-
-
 @app.callback()
 def conformance(context: typer.Context) -> None:
     """Check whether a driver keeps the HiCacheStorage v2 contract."""
@@ -297,16 +160,10 @@ def conformance(context: typer.Context) -> None:
 @app.command("rules")
 def list_rules(
     level: Annotated[str, typer.Option(metavar="LEVELS", help="Only of these levels.")] = "all",
-    of_metadata: Annotated[
-        bool, typer.Option("--metadata", help="Those of the metadata protocol instead.")
-    ] = False,
 ) -> None:
     """List every rule, its levels, the capability it needs, and how many cases test it."""
     from hicache_conformance.suite.driver_conformance import catalogue
 
-    if of_metadata:
-        _list_protocol_rules()
-        return
     try:
         levels = parse_levels(level)
     except ValueError as error:
@@ -327,14 +184,10 @@ def explain(
     rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's id, such as GET-1.")],
 ) -> None:
     """Print what a rule asks, why it exists, which cases test it, and where they are."""
-    from hicache_conformance.protocol.rules import protocol_rules
-    from hicache_conformance.protocol.suite import MetadataConformance, protocol_cases
     from hicache_conformance.suite.driver_conformance import DriverConformance, catalogue
 
     console = Console(highlight=False)
-    # Both manifests are searched, because their ids do not overlap (MD- begins the protocol's).
-    is_protocol = rule.upper() in protocol_rules()
-    known = (protocol_rules() if is_protocol else rules()).get(rule.upper())
+    known = rules().get(rule.upper())
     if known is None:
         Console(stderr=True).print(
             Text(f"no rule {rule!r}; `hicache conformance rules` lists them", "red")
@@ -347,15 +200,10 @@ def explain(
     console.print(known.text, markup=False)
     console.print(f"\n[bold]Why[/]  {known.why}")
     console.print("\n[bold]Cases[/]")
-    cases = [
-        case
-        for case in (protocol_cases() if is_protocol else catalogue()).values()
-        if known.id in case.rules
-    ]
-    suite = MetadataConformance if is_protocol else DriverConformance
+    cases = [case for case in catalogue().values() if known.id in case.rules]
     for case in cases:
         needs = f"  (needs {', '.join(case.needs)})" if case.needs else ""
-        code = inspect.unwrap(getattr(suite, case.name)).__code__
+        code = inspect.unwrap(getattr(DriverConformance, case.name)).__code__
         console.print(
             f"  {case.name} [dim]{', '.join(case.levels)}[/]{needs}\n    {case.summary}\n"
             f"    [dim]{_in_package(code.co_filename)}:{code.co_firstlineno}[/]",

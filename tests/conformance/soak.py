@@ -48,7 +48,6 @@ APART = tuple(
     for name in (
         "conformance/hicache_conformance/cli.py",
         "conformance/hicache_conformance/interfaces",
-        "conformance/hicache_conformance/protocol",
         "conformance/hicache_conformance/report",
         "conformance/hicache_conformance/runner/child_process.py",
         "conformance/hicache_conformance/runner/preflight.py",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -49,10 +49,6 @@ class Rule:
     driver."""
 
 
-RuleT = TypeVar("RuleT", bound=Rule)
-NameT = TypeVar("NameT", bound=StrEnum)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
     spec: str
@@ -62,7 +58,12 @@ class _Manifest:
 @cache
 def rules() -> dict[str, Rule]:
     """All rules by id, in the order of the specification."""
-    return by_id(_manifest().rule, "rules.toml")
+    found = dict[str, Rule]()
+    for rule in _manifest().rule:
+        if rule.id in found:
+            raise ValueError(f"rules.toml lists {rule.id} twice")
+        found[rule.id] = rule
+    return found
 
 
 def spec_version() -> str:
@@ -78,38 +79,14 @@ def parse_levels(text: str) -> tuple[Level, ...]:
     Raises:
         ValueError: a level is unknown.
     """
-    return parse_names(Level, text)
-
-
-def parse_names(kind: type[NameT], text: str) -> tuple[NameT, ...]:
-    """Members of a comma-separated text, in their own order; `all` and empty text mean every one.
-
-    Raises:
-        ValueError: one is unknown.
-    """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or "all" in names:
-        return tuple(kind)
-    unknown = [name for name in names if name not in list(kind)]
+        return tuple(Level)
+    unknown = [name for name in names if name not in list(Level)]
     if unknown:
-        noun = kind.__name__.lower()
-        raise ValueError(f"unknown {noun} {unknown[0]!r}; {noun}s are {', '.join(kind)}, or all")
+        raise ValueError(f"unknown level {unknown[0]!r}; levels are {', '.join(Level)}, or all")
     # In the order of the enum and not of the text, so that reports of one selection are alike.
-    return tuple(member for member in kind if member in names)
-
-
-def by_id(listed: Iterable[RuleT], file: str) -> dict[str, RuleT]:
-    """Rules by id, in the order of the file that lists them.
-
-    Raises:
-        ValueError: it lists one twice.
-    """
-    found = dict[str, RuleT]()
-    for rule in listed:
-        if rule.id in found:
-            raise ValueError(f"{file} lists {rule.id} twice")
-        found[rule.id] = rule
-    return found
+    return tuple(level for level in Level if level in names)
 
 
 def all_needs() -> list[str]:

@@ -70,35 +70,14 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """The metadata server of a run of the protocol's suite."""
-
-    url: str = ""
-    """Address of a server that runs; empty where `start_server` starts one."""
-    start_server: str = ""
-    parts: tuple[str, ...] = ("compatible", "native")
-    tokens: dict[str, str] = field(default_factory=dict[str, str])
-    """By what they permit; `admin` is the one that the suite works with."""
-    lease_seconds: float | None = None
-    """How long reservations of a server without a native part last; None where they last for
-    ever."""
-    patience: float = 15.0
-    """Seconds that a case may wait for the server's own clock."""
-    again: str = "hicache conformance metadata"
-    """Command that begins such a run again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
     """Parameters that the command line hands to its child process, out of sight of `ps`."""
 
     settings: Settings
     driver: str = ""
-    """As `hicache drivers` lists it; empty for a metadata server."""
+    """As `hicache drivers` lists it."""
     config: dict[str, str] = field(default_factory=dict[str, str])
     """Options of the driver, with placeholders."""
-    server: ServerOptions | None = None
-    """The metadata server, in the place of a driver."""
     stream: str = ""
     """File that the outcomes go to; the child process of a run is told which."""
     cases: list[str] = field(default_factory=list[str])

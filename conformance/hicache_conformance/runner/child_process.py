@@ -59,13 +59,13 @@ def run(
     case_seconds: float = 300.0,
     progress: Callable[[OutcomeStream], None] = lambda stream: None,
 ) -> RunResult:
-    """Run the suite against a driver or a metadata server.
+    """Run the suite against a driver.
 
     A foreign driver that hangs, or takes the process down, fails that case, and the run goes on
     behind it in a new process, unless it hangs in `MAX_HANGS` cases in a row.
 
     Args:
-        request: the driver or the server, the settings and the selected cases.
+        request: the driver, the settings and the selected cases.
         case_seconds: a case that takes longer is taken for hanging, and the run for crashed.
         progress: called whenever something has been written down.
 
@@ -158,7 +158,7 @@ def _run_once(
         child = subprocess.Popen(
             _command(
                 home,
-                "test_driver.py" if file.server is None else "test_server.py",
+                "test_driver.py",
                 # Before the process is killed, so that the log says where each thread was.
                 dump_seconds=0.9 * case_seconds,
             ),

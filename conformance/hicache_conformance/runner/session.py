@@ -22,7 +22,6 @@ from hicache_conformance.model.session_settings import settings_of
 from hicache_conformance.model.settings import RunFile
 from hicache_conformance.model.verdict import Verdict, judge
 from hicache_conformance.model.violation import NotPromised
-from hicache_conformance.protocol.target import check_server
 from hicache_conformance.runner.case_reports import CaseReports, describe_violation, header_of
 from hicache_conformance.runner.preflight import check_driver
 
@@ -89,10 +88,7 @@ class Session:
         if self._writer and self._run:
             # Before the driver is opened: where that hangs, the rules are judged by it.
             self._writer.catalogue(cases_of(_class_of(cases[0])))
-            if self._run.server is None:
-                check_driver(_class_of(cases[0]), self._config, self._run, self._writer)
-            else:
-                check_server(self._config, self._run, self._writer)
+            check_driver(_class_of(cases[0]), self._config, self._run, self._writer)
             # With those that an earlier process has run, so that the progress bar goes on where it
             # was.
             self._writer.collected(len(cases) - len(deselected) + len(self._run.done))
@@ -139,7 +135,7 @@ class Session:
             if not session.shouldstop:
                 self._writer.footer()
             return
-        # Imports all cases of the driver suite, and with them torch: a server's run does without.
+        # Imports all cases, and with them torch.
         from hicache_conformance.suite.driver_conformance import catalogue
 
         directory = self._config.getoption("--hicache-report")
