@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.interfaces.profile import INTERFACES, known
+from hicache_conformance.interfaces.profile import FOLDERS, interface_of, known
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level, rules
 from hicache_conformance.report.matrix import (
@@ -202,21 +202,21 @@ def test_what_is_no_report_exits_2(site, tmp_path, content):
     assert site.hicache("conformance", "matrix", str(file)).status == 2
 
 
-@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize("interface", FOLDERS)
 def test_everything_that_is_said_about_an_interface_is_about_a_rule_a_case_or_a_driver_that_exists(
     interface,
 ):
-    for entry in INTERFACES[interface].promises().entry:
+    for entry in interface_of(interface).promises().entry:
         assert set(entry.rules) <= set(rules())
         assert {name.partition("[")[0] for name in entry.cases} <= set(catalogue())
         assert set(entry.levels) <= set(Level)
-        assert set(entry.drivers) <= set(INTERFACES[interface].known())
+        assert set(entry.drivers) <= set(interface_of(interface).known())
 
 
-@pytest.mark.parametrize("interface", INTERFACES)
+@pytest.mark.parametrize("interface", FOLDERS)
 @pytest.mark.parametrize("name", rules())
 def test_something_is_said_about_each_rule_or_all_its_levels(name, interface):
-    promises = INTERFACES[interface].promises()
+    promises = interface_of(interface).promises()
     levels = {level for entry in promises.entry if not entry.declared for level in entry.levels}
     if set(rules()[name].levels) <= levels:
         return
@@ -224,7 +224,7 @@ def test_something_is_said_about_each_rule_or_all_its_levels(name, interface):
 
 
 def test_what_is_said_about_a_driver_comes_before_what_is_said_about_all():
-    promises = INTERFACES["sglang"].promises()
+    promises = interface_of("sglang").promises()
     case = ("test_a_hung_store[services]", ("FT-3",), ("faults",))
     assert promises.undeclared("sglang-mooncake", *case) == ""
     assert promises.undeclared("sglang-hf3fs", *case) != ""

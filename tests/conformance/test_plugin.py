@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.commands import run_python
+
 pytestmark = pytest.mark.slow(seconds=80)
 
 SIX_LINES = """
@@ -144,6 +146,13 @@ def test_bad_options_are_usage_errors(site, project):
         ran = site.pytest(option, cwd=project)
         assert ran.status == 4
         assert words in ran.output
+
+
+def test_the_base_class_of_an_authors_test_imports_no_foreign_interface():
+    code = "import sys; from hicache_conformance import DriverConformance; print(*sys.modules)"
+    loaded = {name for name in run_python(code).stdout.split() if ".interfaces." in name}
+    home = "hicache_conformance.interfaces"
+    assert loaded == {f"{home}.{name}" for name in ("promises", "interface", "profile")}
 
 
 def test_a_run_that_does_not_use_it_is_not_disturbed(site, tmp_path):

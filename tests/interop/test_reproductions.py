@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_conformance.interfaces.profile import INTERFACES
+from hicache_conformance.interfaces.profile import interface_of
 from tests.support.reproductions import ROOT, failing_rules, reproduce, scripts
 
 pytestmark = [pytest.mark.interop, pytest.mark.long, pytest.mark.timeout(300)]
 
-KNOWN = INTERFACES["sglang"].known()
+KNOWN = interface_of("sglang").known()
 
 
 @pytest.fixture(scope="module", params=scripts("sglang"))

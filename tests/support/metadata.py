@@ -52,12 +52,14 @@ class Served:
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self._home = Path(tempfile.mkdtemp(prefix="hicache-metadata-"))
+        self.state = self._home / "state"
+        self.state.mkdir()
         self.process: subprocess.Popen[bytes]
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
         words = [
-            word.replace("{port}", str(self.port)).replace("{tmp}", str(self._home))
+            word.replace("{port}", str(self.port)).replace("{tmp}", str(self.state))
             for word in shlex.split(self.command)
         ]
         with (self._home / "log").open("ab") as log:

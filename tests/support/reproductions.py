@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hicache_conformance.interfaces.profile import INTERFACES
+from hicache_conformance.interfaces.profile import interface_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ def scripts(*interfaces: str) -> list[str]:
     return [
         name
         for interface in interfaces
-        for name, setup in INTERFACES[interface].known().items()
+        for name, setup in interface_of(interface).known().items()
         if setup.reproductions
     ]
 

@@ -19,18 +19,21 @@ if TYPE_CHECKING:
 
     from hicache_conformance.model.outcomes import Header
 
-FOLDERS: Final = ("sglang", "vllm_tier", "lmcache_l2")
+FOLDERS: Final = {"sglang": "sglang", "vllm-tier": "vllm_tier", "lmcache-l2": "lmcache_l2"}
+"""Folders of the interfaces, by their names on a command line."""
 
 
-def _interface(folder: str) -> Interface:
-    # By name, because the adapters in these folders import what is here.
-    module: Any = importlib.import_module(f"{__package__}.{folder}.interface")
+def interface_of(name: str) -> Interface:
+    """Return the interface of a name. Only then is anything of it imported.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in FOLDERS:
+        raise ValueError(f"unknown interface {name!r}; interfaces are {', '.join(FOLDERS)}")
+    module: Any = importlib.import_module(f"{__package__}.{FOLDERS[name]}.interface")
     found: Interface = module.INTERFACE
     return found
-
-
-INTERFACES: Final = {interface.name: interface for interface in map(_interface, FOLDERS)}
-"""Interfaces that there is an adapter for, by the names on a command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def known() -> dict[str, Setup]:
     """Return the drivers of all interfaces that have a name on a command line."""
     return {
         name: setup
-        for interface in INTERFACES.values()
+        for interface in map(interface_of, FOLDERS)
         for name, setup in interface.known().items()
     }
 
@@ -56,9 +59,7 @@ def foreign_driver(interface: str, driver: str, config: Mapping[str, str]) -> Fo
     Raises:
         ValueError: there is no such interface, or no such driver of it.
     """
-    found = INTERFACES.get(interface)
-    if found is None:
-        raise ValueError(f"unknown interface {interface!r}; interfaces are {', '.join(INTERFACES)}")
+    found = interface_of(interface)
     return ForeignDriver(found, found.setup_of(driver, config))
 
 

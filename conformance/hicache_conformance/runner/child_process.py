@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from hicache_conformance.interfaces.registration import register_in
 from hicache_conformance.model.outcomes import (
     DETAIL_LIMIT,
     PREFLIGHT,
@@ -153,6 +154,8 @@ def _run_once(
     # Made anew and not overwritten, because `write` sets its mode when it creates it.
     (home / "run.json").unlink(missing_ok=True)
     file.write(home / "run.json")
+    if file.interface and not (home / "plugins").exists():
+        register_in(home / "plugins")
     with (home / "log").open("ab") as log:
         # A session of its own, so that what a driver has started ends with it.
         child = subprocess.Popen(
@@ -249,8 +252,10 @@ def _command(home: Path, cases: str, *, dump_seconds: float) -> list[str]:
 
 def _environment(home: Path, file: RunFile) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    path = [str(home / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **kept,
+        "PYTHONPATH": os.pathsep.join(path),
         RUN_VARIABLE: str(home / "run.json"),
         PAGE_VARIABLE: str(file.settings.page_bytes),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

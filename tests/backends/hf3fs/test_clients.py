@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from contextlib import closing
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -208,8 +207,7 @@ def test_a_server_that_lost_its_memory_is_told_the_scopes_again(server):
         server.kill()
         with pytest.raises(StorageUnavailableError):
             lookup(client, ["a"])
-        home = Path(server._home.name)
-        for file in (home / "state").glob("m.db*"):
+        for file in server.state.glob("m.db*"):
             file.unlink()
         server.start()
         assert lookup(client, ["a"]).scopes[0].slots == [-1]

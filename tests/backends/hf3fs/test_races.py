@@ -232,7 +232,7 @@ def test_d3_a_server_set_back_to_an_older_state_is_found_out(shared, server, tmp
     byte."""
     from hicache_conformance.harness.sparse_files import copy_file
 
-    home, one, old, new = _home(server), shared(), chain("old", 8), chain("new", SLOTS)
+    home, one, old, new = server.state, shared(), chain("old", 8), chain("new", SLOTS)
     assert all(one.put(old))
     server.kill()
     saved = {path.name: copy_file(str(path), str(tmp_path / path.name)) for path in home.iterdir()}
@@ -286,12 +286,6 @@ def test_d3_unforced(shared, server, race_seconds):
         thread.join(PATIENCE_SECONDS)
     assert failed == []
     check(server, one)
-
-
-def _home(server):
-    from pathlib import Path
-
-    return Path(server._home.name) / "state"
 
 
 # D4: more is asked for than there is.
