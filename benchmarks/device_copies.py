@@ -365,9 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, raw, plans = list[list[str]](), list[dict[str, Any]](), list[list[str]]()
     with ExitStack() as stack:
         device: Device = (
-            CudaDevice()
-            if options.device == "cuda"
-            else stack.enter_context(StreamSimulator(pause_seconds=0))
+            CudaDevice() if options.device == "cuda" else stack.enter_context(StreamSimulator())
         )
         compute = device.stream("compute")
         products = Products(compute) if options.device == "cuda" else None

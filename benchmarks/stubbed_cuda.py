@@ -11,17 +11,14 @@ from unittest.mock import patch
 
 import torch
 
-from hicache_storage.transfer import CudaEvent, CudaStream
+from hicache_storage.transfer import CudaDevice, CudaEvent, CudaStream
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import kernel as kernel_module
-from hicache_storage.transfer.cuda.device import CudaPageTable
-from hicache_storage.transfer.cuda.kernel import CudaRowCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hicache_storage.transfer import Stream
-    from hicache_storage.transfer.streams import RowSide
 
 
 class _Native:
@@ -39,10 +36,31 @@ class _Native:
     def synchronize(self) -> None: ...
 
 
-class StubbedDevice:
-    """Makes the SDK's streams and events of CUDA, on top of nothing. To be used within `stubbed`."""
+class CurrentDevice:
+    """Stands for `torch.cuda.device`: makes a device the current one within a `with` statement."""
 
-    def __init__(self) -> None:
+    number = 0
+    """Of the current device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = [device.index or 0]
+
+    def _exchange(self, *error: object) -> None:
+        self._numbers.append(CurrentDevice.number)
+        CurrentDevice.number = self._numbers.pop(0)
+
+    __enter__ = __exit__ = _exchange
+
+
+class StubbedDevice(CudaDevice):
+    """Makes the SDK's streams and events of CUDA, on top of nothing. To be used within `stubbed`.
+
+    Args:
+        number: of the device. Its memory is the CPU's.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self._device = torch.device("cpu", number)
         self._events = cast("deque[torch.cuda.Event]", deque[_Native]())
 
     def stream(self, name: str, priority: str | None = None) -> CudaStream:
@@ -56,12 +74,6 @@ class StubbedDevice:
 
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
-
-    def page_table(self, pages: int) -> CudaPageTable:
-        return CudaPageTable(pages, torch.device("cpu"), self.event)
-
-    def row_copy(self, destination: RowSide, source: RowSide, blocks: int) -> CudaRowCopy:
-        return CudaRowCopy((destination, source), torch.device("cpu"), blocks)
 
 
 @contextmanager
@@ -88,6 +100,7 @@ def stubbed(launch: Callable[[int, int, int], object] | None = None) -> Iterator
         launch(function, blocks, arguments)
 
     stubs: list[tuple[object, str, object]] = [
+        (torch.cuda, "device", CurrentDevice),
         (torch.cuda, "stream", lambda native: nullcontext()),
         (torch.cuda, "current_stream", lambda device: _Native()),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
@@ -110,10 +123,8 @@ def _copy(to: int, origin: int, size: int, stream: int) -> None:
     ctypes.memmove(to, origin, size)
 
 
-def _copy_pieces(
-    destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, stream: int
-) -> None:
+def _copy_pieces(destinations: torch.Tensor, sources: torch.Tensor, size: int, stream: int) -> None:
     count = min(destinations.numel(), sources.numel())
-    arrays = (each.view(-1)[:count].tolist() for each in (destinations, sources, sizes))
-    for to, origin, size in zip(*arrays, strict=True):
+    arrays = (each.view(-1)[:count].tolist() for each in (destinations, sources))
+    for to, origin in zip(*arrays, strict=True):
         ctypes.memmove(to, origin, size)

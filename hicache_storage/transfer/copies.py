@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from hicache_storage.transfer.plan import How, make_plan
+from hicache_storage.transfer.plan import How
 from hicache_storage.transfer.streams import RowSide, recorded
 
 if TYPE_CHECKING:
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.transfer.pages import LayeredPages
-    from hicache_storage.transfer.plan import PartGroup, Way
-    from hicache_storage.transfer.streams import Device, PageTable, RowCopy, Stream
+    from hicache_storage.transfer.plan import PartGroup
+    from hicache_storage.transfer.streams import Device, Stream
 
+SideT = TypeVar("SideT")
 STAGING_BYTES: Final = 128 << 20
 """Length of a staging buffer; a direction whose plan needs them has two."""
 BUS_BLOCKS: Final = 8
@@ -28,86 +28,74 @@ MAX_PIECES: Final = 1024
 A stream's queue has about as many places, and a call that finds none waits.
 """
 DEVICE, HOST = 0, 1
-"""Columns of a page table."""
-
-
-class PageMoves(NamedTuple):
-    """The pages of a transfer: the i-th device page from or to the i-th host page."""
-
-    device: torch.Tensor
-    """Page numbers: int64 on the CPU. No page twice where it is copied to."""
-    host: torch.Tensor
+"""Rows of page numbers."""
 
 
 class PageCopies:
-    """The copies between two pools.
+    """The copies between two pools in one direction.
 
     Some are enqueued on streams of their own. Those begin behind what the direction's stream holds
-    when it is called, and that waits for them: an event recorded on it afterwards stands for all.
+    when `begin` is called, and that waits for them, also where one is refused: an event recorded on
+    it afterwards stands for all.
 
     Args:
-        streams: of write-backs and of loads.
-        way, staging_bytes: as `PageTransfers` has them.
+        stream: of the direction.
+        pages: in the pool that is written, none of them twice in a transfer.
+        staging_bytes: as `PageTransfers` has it.
+        outwards: True for copies from the device to the host.
     """
 
     def __init__(
         self,
         device: Device,
-        device_pages: LayeredPages,
-        host_pages: LayeredPages,
-        streams: tuple[Stream, Stream],
-        way: Way | None,
+        plan: Sequence[PartGroup],
+        stream: Stream,
+        pages: int,
         staging_bytes: int,
+        *,
+        outwards: bool,
     ) -> None:
-        self.plan = make_plan(device_pages, host_pages, way)
-        # No host page is written twice in a write-back, and no device page in a load.
-        tables = device.page_table(host_pages.page_num), device.page_table(device_pages.page_num)
-        self._out, self._in = (
-            [Lane(device, group, stream, table, staging_bytes, outwards) for group in self.plan]
-            for stream, table, outwards in zip(streams, tables, (True, False), strict=True)
-        )
+        self._stream = stream
+        self._table = device.page_table(pages)
+        self.lanes = [
+            Lane(device, group, stream, self._table, staging_bytes, outwards) for group in plan
+        ]
 
-    def write_back(self, moves: PageMoves) -> None:
-        """Enqueue the copies of all layers from the device to the host."""
-        _begin(self._out, moves)
-        for lane in self._out:
-            for layer in lane.runs:
-                lane.enqueue(layer)
+    def begin(self, pages: torch.Tensor) -> None:
+        """Prepare the copies of a transfer.
 
-    def begin_load(self, moves: PageMoves) -> None:
-        """Prepare the copies from the host to the device."""
-        _begin(self._in, moves)
+        Args:
+            pages: their numbers in two rows, `DEVICE` and `HOST`: int64 on the CPU.
+        """
+        self._stream.upload(self._table, pages)
+        for lane in self.lanes:
+            lane.begin(pages)
 
-    def load(self, layer: int) -> bool:
-        """Enqueue the copies of a layer; False if all of them came with earlier ones."""
-        # All of them: no group of parts is left out because another one has enqueued something.
-        enqueued = [lane.enqueue(layer) for lane in self._in]
+    def enqueue(self, layer: int) -> bool:
+        """Enqueue the copies of the layers that begin with this one.
+
+        False if there are none, as they came with earlier ones.
+        """
+        # All of them: no lane is left out because another one has enqueued something.
+        enqueued = [lane.enqueue(layer) for lane in self.lanes]
         return any(enqueued)
 
-    def join(self, stream: Stream) -> None:
-        """Let a direction's stream wait for what streams of their own hold."""
-        for lane in (*self._out, *self._in):
-            if lane.staging is not None and lane.stream is stream:
-                stream.wait_event(recorded(lane.device, lane.staging.filler))
-
-
-def _begin(lanes: Sequence[Lane], moves: PageMoves) -> None:
-    if any(lane.runs_kernels(len(moves.host)) for lane in lanes):
-        lanes[0].stream.upload(lanes[0].table, moves)
-    for lane in lanes:
-        lane.begin(moves)
+    def enqueue_all(self) -> None:
+        """Enqueue the copies of all layers."""
+        for lane in self.lanes:
+            for layer in lane.runs:
+                lane.enqueue(layer)
 
 
 class Run(NamedTuple):
     """Adjacent layers that are copied together."""
 
-    layers: range
+    what: str
     parts: range
     """Theirs, among those of all layers."""
-    starts: tuple[torch.Tensor, torch.Tensor]
-    """Addresses of device and host page 0, for each part of the first layer."""
-    sizes: torch.Tensor
-    """Of pieces, as many as DMA may get at once."""
+    starts: torch.Tensor
+    """Addresses of page 0, in two rows as page numbers, for each part of the first layer."""
+    piece_bytes: int
     buffers: Sequence[Buffer]
     """The staging buffers, as these layers use them."""
     room: int
@@ -117,8 +105,8 @@ class Run(NamedTuple):
 class Buffer(NamedTuple):
     """A staging buffer, as a run of layers uses it."""
 
-    rows: RowCopy
-    """Gathers the layers into it, or scatters them from there."""
+    rows: object
+    """The kernel that gathers the layers into it, or scatters them from there."""
     pieces: torch.Tensor
     """Addresses in it: (pages, parts of a layer)."""
 
@@ -131,123 +119,125 @@ class Lane:
         device: Device,
         group: PartGroup,
         stream: Stream,
-        table: PageTable,
+        table: object,
         staging_bytes: int,
         outwards: bool,
     ) -> None:
-        self.device = device
-        self.stream = stream
-        self.table = table
-        self.staging: Staging | None = None
+        import torch
+
+        self._device = device
         self._group = group
+        self._stream = stream
+        self._table = table
         self._outwards = outwards
+        self.staging: Staging | None = None
         how = group.out if outwards else group.into
         self._rows = self._row_copy(group.device, RowSide(group.host, HOST), BUS_BLOCKS)
         whole = range(group.layer_num)
         runs = [whole] if outwards and how is not How.DIRECT else [range(n, n + 1) for n in whole]
-        buffers: list[torch.Tensor] = []
-        if how is How.STAGED:
+        if how is How.STAGED and not outwards:
             # A write-back passes whole pages, as it is acknowledged as a whole. A load passes few
             # layers at first, for which kernels wait (rule ST-2).
-            runs = runs if outwards else growing(len(whole))
+            runs = growing(len(whole))
+        self._max_pages = 0 if how is How.KERNEL else MAX_PIECES // (group.parts * len(runs))
+        buffers: list[torch.Tensor] = []
+        if how is How.STAGED:
             # A stream of its own, so that one buffer is filled while the other one is drained.
             filler = device.stream(*(("gather", "lowest") if outwards else ("stage", "highest")))
             page_bytes = group.parts * group.layer_bytes * max(map(len, runs))
-            room = max(1, min(staging_bytes // page_bytes, group.host[0].shape[0]))
+            pages = min(self._max_pages, group.host[0].shape[0])
+            room = max(1, min(staging_bytes // page_bytes, pages))
             buffers = [device.scratch(room * page_bytes, (filler, stream)) for _ in range(2)]
             self.staging = Staging(device, filler, buffers)
-        self._max_pages = 0 if how is How.KERNEL else MAX_PIECES // (group.parts * len(runs))
         self.runs = {layers.start: self._run(layers, buffers) for layers in runs}
-        self._name, self._pages, self._sent = "", 0, 0
-        self._offsets: list[torch.Tensor] = []
+        """By their first layer."""
+        views = group.device[0], group.host[0]
+        pitches = [view.stride(0) * view.element_size() for view in views]
+        self._pitches = torch.tensor(pitches).view(2, 1, 1)
+        self._pages, self._sent = 0, 0
+        self._offsets: torch.Tensor | None = None
 
-    def runs_kernels(self, pages: int) -> bool:
-        """Return True if kernels need the numbers of so many pages."""
-        return self.staging is not None or pages > self._max_pages
-
-    def begin(self, moves: PageMoves) -> None:
+    def begin(self, pages: torch.Tensor) -> None:
         """Take the pages of the next transfer."""
-        self._pages = len(moves.host)
+        self._pages = pages.shape[1]
         self._sent = min(self._pages, self._max_pages)
-        self._name = f"{self._pages} device pages"
-        if self._pages == 1:
-            self._name = f"device page {int(moves.device[0])}"
         if self._sent:
-            views = self._group.device[0], self._group.host[0]
-            self._offsets = [
-                numbers[: self._sent].unsqueeze(1) * (view.stride(0) * view.element_size())
-                for numbers, view in zip(moves, views, strict=True)
-            ]
+            self._offsets = pages[:, : self._sent].unsqueeze(2) * self._pitches
             if self.staging is not None:
-                self.staging.begin(self.stream)
+                self.staging.begin(self._stream)
 
     def enqueue(self, layer: int) -> bool:
         """Enqueue the copies of the layers that begin with this one; False if none do."""
         run = self.runs.get(layer)
         if run is None:
             return False
-        layers = f"layer {layer}" if len(run.layers) == 1 else f"{len(run.layers)} layers"
-        direction = ("load of {} into {}", "write-back of {} of {}")[self._outwards]
-        what = direction.format(layers, self._name)
-        if self._sent:
-            on_host = self._offsets[HOST] + run.starts[HOST]
-            if self.staging is not None:
-                self._stage(self.staging, run, on_host, what)
+        if self._offsets is not None and self._sent:
+            on_device, on_host = self._offsets + run.starts
+            if self.staging is None:
+                self._send(self._stream, on_device, on_host, run)
             else:
-                on_device = self._offsets[DEVICE] + run.starts[DEVICE]
-                self._send(self.stream, run, on_device, on_host, what)
+                self._stage(self.staging, on_host, run)
         if self._sent < self._pages:
             rest = range(self._sent, self._pages)
-            self.stream.copy_rows(self._rows, self.table, run.parts, rest, what)
+            self._stream.copy_rows(self._rows, run.parts, rest, run.what)
         return True
 
-    def _stage(self, staging: Staging, run: Run, on_host: torch.Tensor, what: str) -> None:
+    def _stage(self, staging: Staging, on_host: torch.Tensor, run: Run) -> None:
+        parts = range(len(run.parts))
         for start in range(0, self._sent, run.room):
             pages = range(start, min(start + run.room, self._sent))
-            buffer = run.buffers[staging.turn()]
-            staged, pieces = buffer.pieces, on_host[start : pages.stop]
-            parts = range(len(run.parts))
+            buffer, pieces = run.buffers[staging.turn()], on_host[start : pages.stop]
+            try:
+                if self._outwards:
+                    staging.filler.copy_rows(buffer.rows, parts, pages, run.what)
+                else:
+                    self._send(staging.filler, buffer.pieces, pieces, run)
+            finally:
+                # Also behind a copy that was refused half-way: what was enqueued uses the pages.
+                staging.hand_over(self._stream)
             if self._outwards:
-                staging.filler.copy_rows(buffer.rows, self.table, parts, pages, what)
-                staging.hand_over(self.stream)
-                self._send(self.stream, run, staged, pieces, what)
+                self._send(self._stream, buffer.pieces, pieces, run)
             else:
-                self._send(staging.filler, run, staged, pieces, what)
-                staging.hand_over(self.stream)
-                self.stream.copy_rows(buffer.rows, self.table, parts, pages, what)
-            staging.release(self.stream)
+                self._stream.copy_rows(buffer.rows, parts, pages, run.what)
+            staging.release(self._stream)
 
     def _send(
-        self, stream: Stream, run: Run, on_device: torch.Tensor, on_host: torch.Tensor, what: str
+        self, stream: Stream, on_device: torch.Tensor, on_host: torch.Tensor, run: Run
     ) -> None:
-        to, origin = (on_host, on_device) if self._outwards else (on_device, on_host)
-        stream.copy_pieces(to, origin, run.sizes, what)
+        to, origin = self._to_from(on_device, on_host)
+        stream.copy_pieces(to, origin, run.piece_bytes, run.what)
 
-    def _row_copy(self, on_device: list[torch.Tensor], other: RowSide, blocks: int) -> RowCopy:
-        pages = RowSide(on_device, DEVICE)
-        return self.device.row_copy(*((other, pages) if self._outwards else (pages, other)), blocks)
+    def _to_from(self, on_device: SideT, other: SideT) -> tuple[SideT, SideT]:
+        return (other, on_device) if self._outwards else (on_device, other)
+
+    def _row_copy(self, on_device: list[torch.Tensor], other: RowSide, blocks: int) -> object:
+        sides = self._to_from(RowSide(on_device, DEVICE), other)
+        return self._device.row_copy(*sides, self._table, blocks)
 
     def _run(self, layers: range, staging: Sequence[torch.Tensor]) -> Run:
+        import torch
+
         group = self._group
+        direction = "write-back" if self._outwards else "load"
+        named = f"layer {layers.start}" if len(layers) == 1 else f"{len(layers)} layers"
         parts = range(layers.start * group.parts, layers.stop * group.parts)
-        on_device, on_host = (
-            views[parts.start : parts.stop] for views in (group.device, group.host)
-        )
+        views = [each[parts.start : parts.stop] for each in (group.device, group.host)]
+        starts = [[view.data_ptr() for view in each[: group.parts]] for each in views]
         block = group.layer_bytes * len(layers)
         room = len(staging[0]) // (group.parts * block) if staging else 0
         buffers: list[Buffer] = []
         for memory in staging:
             regions = memory[: group.parts * room * block].view(group.parts, -1)
-            views = [
-                _like(regions[number % group.parts], block, view, on_host[number % group.parts])
-                for number, view in enumerate(on_host)
+            staged = [
+                _like(regions[number % group.parts], block, view, views[HOST][number % group.parts])
+                for number, view in enumerate(views[HOST])
             ]
-            rows = self._row_copy(on_device, RowSide(views, None), DEVICE_BLOCKS)
-            pages = _full(room, block).cumsum(0).sub(block).unsqueeze(1)
-            buffers.append(Buffer(rows, pages + _addresses(regions.unbind())))
-        starts = _addresses(on_device[: group.parts]), _addresses(on_host[: group.parts])
-        sizes = _full(min(MAX_PIECES, room * group.parts if staging else MAX_PIECES), block)
-        return Run(layers, parts, starts, sizes, buffers, room)
+            rows = self._row_copy(views[DEVICE], RowSide(staged, None), DEVICE_BLOCKS)
+            firsts = torch.tensor([region.data_ptr() for region in regions])
+            pages = torch.arange(0, room * block, block).unsqueeze(1)
+            buffers.append(Buffer(rows, firsts + pages))
+        what = f"{direction} of {named}"
+        return Run(what, parts, torch.tensor(starts).unsqueeze(1), block, buffers, room)
 
 
 class Staging:
@@ -260,7 +250,7 @@ class Staging:
 
     def __init__(self, device: Device, filler: Stream, memory: Sequence[torch.Tensor]) -> None:
         self.filler = filler
-        self._memory = memory
+        self.memory = memory
         self._device = device
         # One that was never recorded is complete, as the buffer is free. They are recorded again:
         # waits that were enqueued before keep the position that an event had then.
@@ -313,15 +303,3 @@ def _like(
     offset = typed.storage_offset() + (view.data_ptr() - first.data_ptr()) // size
     shape, strides = (len(region) // block, *view.shape[1:]), (block // size, *view.stride()[1:])
     return typed.as_strided(shape, strides, offset)
-
-
-def _addresses(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    return torch.tensor([view.data_ptr() for view in views])
-
-
-def _full(count: int, value: int) -> torch.Tensor:
-    import torch
-
-    return torch.full((count,), value, dtype=torch.int64)

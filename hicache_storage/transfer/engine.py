@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self, cast
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer.copies import STAGING_BYTES, PageCopies, PageMoves
+from hicache_storage.transfer.copies import DEVICE, HOST, STAGING_BYTES, PageCopies
 from hicache_storage.transfer.fences import PageFences
 from hicache_storage.transfer.host_slots import HostSlots
-from hicache_storage.transfer.in_flight import Unknown, end_after_failure, settle, wait_for_all
-from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
+from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
 from hicache_storage.transfer.pages import HostPages, check_pages, page_numbers
-from hicache_storage.transfer.plan import describe
-from hicache_storage.transfer.streams import recorded
+from hicache_storage.transfer.plan import describe, make_plan
+from hicache_storage.transfer.streams import StreamFailedError, recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 OUT: Final = "write-back"
 IN: Final = "load"
 """The two directions, which are names of their streams."""
+WRITTEN: Final = {OUT: HOST, IN: DEVICE}
+"""The side that each direction writes."""
+NAMES: Final = ("device_indices", "host_indices")
+"""By side."""
 
 
 class TransferEngine(Protocol):
@@ -55,7 +59,91 @@ class TransferEngine(Protocol):
     def before_overwrite(self, device_indices: torch.Tensor) -> None: ...
 
 
-class PageTransfers:
+class CopyStreams:
+    """The two streams of copies, and the transfers of one or several pools on them.
+
+    Args:
+        device: makes the streams.
+        compute: the stream whose kernels read and write the device pages.
+        streams: by direction; None makes new ones.
+    """
+
+    def __init__(
+        self, device: Device, compute: Stream, streams: Mapping[str, Stream] | None = None
+    ) -> None:
+        self.device = device
+        # Requests wait for loads, and nobody for write-backs.
+        self.streams = streams or {
+            OUT: device.stream(OUT, "lowest"),
+            IN: device.stream(IN, "highest"),
+        }
+        """By direction: `OUT` and `IN`."""
+        self._compute = compute
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all copies enqueued so far are over.
+
+        Raises:
+            StreamFailedError: one of them failed; the others are over all the same.
+        """
+        _wait_for_all(self.streams.values())
+
+    def close(self) -> None:
+        """Wait for the copies that run, and take no more. Idempotent.
+
+        Raises:
+            StreamFailedError: a copy has failed; it is closed all the same.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self.synchronize()
+
+    def _behind_compute(self, direction: str) -> None:
+        # Behind all kernels launched so far: nothing tells which of them use these pages (rule
+        # ST-1).
+        self.streams[direction].wait_event(recorded(self.device, self._compute))
+
+    def _enqueue(
+        self, direction: str, transfers: Sequence[Transfer], layer_num: int = 0
+    ) -> list[Event]:
+        """Enqueue all copies; the event behind them, or behind those of each layer of a load."""
+        stream = self.streams[direction]
+        with self.device.current():
+            try:
+                self._behind_compute(direction)
+                for engine, pages, _ in transfers:
+                    engine.begin(direction, pages)
+                events: list[Event] = []
+                # Layers outside, pools inside: kernels of a layer wait for no later layer of any
+                # pool (rule ST-2).
+                for layer in range(layer_num):
+                    enqueued = [
+                        engine.load_layer(own)
+                        for engine, _, layers in transfers
+                        if (own := layers(layer)) is not None
+                    ]
+                    # Layers that come together have one event.
+                    is_new = any(enqueued) or not events
+                    events.append(recorded(self.device, stream) if is_new else events[-1])
+                events = events or [recorded(self.device, stream)]
+            except BaseException:
+                # Which pool failed is not known: some copies of each may have been enqueued.
+                for engine, pages, _ in transfers:
+                    engine.give_up(direction, pages)
+                raise
+        for engine, pages, _ in transfers:
+            engine.end(direction, pages, events[-1])
+        return events
+
+
+class PageTransfers(CopyStreams):
     """The transfer engine of the SDK, for one pool.
 
     How pages are copied follows from the lengths of the pool; the log says it once.
@@ -95,41 +183,38 @@ class PageTransfers:
         staging_bytes: int = STAGING_BYTES,
         streams: Mapping[str, Stream] | None = None,
     ) -> None:
+        import torch
+
         check_pages(device_pages, host_pages)
+        super().__init__(device, compute, streams)
         self.host_slots = HostSlots(host_pool)
-        self.device = device
-        self.streams = streams or copy_streams(device)
-        """By direction: `OUT` and `IN`."""
-        self._compute = compute
-        self._device_pages = device_pages
-        self._host_pages = host_pages
-        out, into = self.streams[OUT], self.streams[IN]
-        self._copies = PageCopies(device, device_pages, host_pages, (out, into), way, staging_bytes)
-        self._device_fences = PageFences(device_pages.page_num)
-        self._host_fences = PageFences(host_pages.page_num)
+        self._layers = LayerMap(range(host_pages.layer_num))
+        self._sides = device_pages, host_pages
+        plan = make_plan(device_pages, host_pages, way)
+        # A write-back writes the host's pages, a load the device's.
+        self._copies = {
+            direction: PageCopies(
+                device,
+                plan,
+                self.streams[direction],
+                self._sides[written].page_num,
+                staging_bytes,
+                outwards=direction == OUT,
+            )
+            for direction, written in WRITTEN.items()
+        }
+        pages = [side.page_num for side in self._sides]
+        # Fences have the device's pages before the host's.
+        self._fences = {direction: PageFences(sum(pages)) for direction in WRITTEN}
+        self._first = torch.tensor([0, pages[DEVICE]]).unsqueeze(1)
+        self._marks = torch.zeros(max(pages), dtype=torch.int64)
+        self._numbers = torch.arange(max(pages))
         # CUDA allows memory to be unlocked and unmapped under a copy, which then reads or writes
         # memory of another owner. At exit its context may go first, and the kernel releases the
         # memory anyway.
-        used = device_pages, host_pages, self._copies
-        weakref.finalize(self, settle, (out, into), used).atexit = False
-        self._is_closed = False
-        logger.info("copies of %s: %s", type(host_pool).__name__, describe(self._copies.plan))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Wait for the copies that run, and take no more. Idempotent.
-
-        Raises:
-            StreamFailedError: a copy has failed; it is closed all the same.
-        """
-        if not self._is_closed:
-            self._is_closed = True
-            wait_for_all(self.streams.values())
+        used = self._sides, self._copies
+        weakref.finalize(self, _settle, self.streams.values(), used).atexit = False
+        logger.info("copies of %s: %s", type(host_pool).__name__, describe(plan))
 
     @classmethod
     def between(
@@ -176,8 +261,8 @@ class PageTransfers:
             InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
                 host page occurs twice; nothing is copied.
         """
-        transfers: Transfers = {self: self.checked(OUT, device_indices, host_indices)}
-        return write_back_together(transfers, self.device, self.streams[OUT])
+        pages = self.checked(OUT, device_indices, host_indices)
+        return Acknowledgement(*self._enqueue(OUT, [Transfer(self, pages, self._layers)]))
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
         """Copy host pages to device pages layer by layer, behind every kernel launched so far.
@@ -191,24 +276,28 @@ class PageTransfers:
             InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
                 device page occurs twice; nothing is copied.
         """
-        transfers: Transfers = {self: self.checked(IN, device_indices, host_indices)}
-        return load_together(transfers, lambda: self._copy_layers(self.load_layer))
+        pages = self.checked(IN, device_indices, host_indices)
+        transfers = [Transfer(self, pages, self._layers)]
+        return LayerCounter(self._enqueue(IN, transfers, len(self._layers.layers)))
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
         """Let `compute` wait for the copies that use device pages.
 
         To be called before a kernel overwrites them.
         """
-        pages = _pages_in(self._device_pages, device_indices, "device")
-        self._device_fences.before_write(self._compute, pages)
+        pages = page_numbers([device_indices], self._sides[DEVICE].page_size)
+        if pages.numel():
+            self._check_range(pages)
+            for fences in self._fences.values():
+                fences.wait(self._compute, pages[DEVICE])
 
     # Steps, for transfers of several pools at once
     # -----------------------------------------------------------
 
     def checked(
         self, direction: str, device_indices: torch.Tensor, host_indices: torch.Tensor
-    ) -> PageMoves:
-        """The pages of a transfer that can be begun; nothing is enqueued yet."""
+    ) -> torch.Tensor:
+        """The page numbers of a transfer that can be begun, in two rows: `DEVICE` and `HOST`."""
         if self._is_closed:
             raise InvalidTransferError("the transfer engine is closed; make a new one")
         counts = device_indices.numel(), host_indices.numel()
@@ -216,137 +305,105 @@ class PageTransfers:
             raise InvalidTransferError(
                 f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}"
             )
-        device = _pages_in(self._device_pages, device_indices, "device")
-        host = _pages_in(self._host_pages, host_indices, "host")
+        pages = page_numbers([device_indices, host_indices], self._sides[DEVICE].page_size)
+        self._check_range(pages)
         # What is only read may occur twice.
-        written, fences = (
-            (host, self._host_fences) if direction == OUT else (device, self._device_fences)
-        )
-        if fences.has_repeated(written):
+        if self._has_repeated(pages[WRITTEN[direction]]):
             raise InvalidTransferError(
-                f"{'host' if direction == OUT else 'device'}_indices hold a page twice; what it "
-                "would hold then is undefined"
+                f"{NAMES[WRITTEN[direction]]} hold a page twice; what it would hold then is "
+                "undefined"
             )
-        return PageMoves(device, host)
+        return pages
 
-    def begin(self, direction: str, moves: PageMoves) -> None:
+    def begin(self, direction: str, pages: torch.Tensor) -> None:
         """Enqueue the copies of a write-back; of a load, get ready for `load_layer`."""
-        stream = self.streams[direction]
-        # Behind all kernels launched so far: nothing tells which of them use these pages (rule
-        # ST-1).
-        self._behind_compute(stream)
+        self._behind_copies(direction, pages)
+        self._copies[direction].begin(pages)
         if direction == OUT:
-            self._device_fences.before_read(stream, moves.device)
-            # A load on the other stream may still read the host pages (rule ST-3).
-            self._host_fences.before_write(stream, moves.host)
-            self._copies.write_back(moves)
-        else:
-            self._host_fences.before_read(stream, moves.host)
-            # A write-back on the other stream may still read the device pages (rule ST-1).
-            self._behind_copies(moves.device)
-            self._copies.begin_load(moves)
+            self._copies[direction].enqueue_all()
 
     def load_layer(self, layer: int) -> bool:
         """Enqueue a layer's copies; False if all of them came with earlier layers."""
-        return self._copies.load(layer)
+        return self._copies[IN].enqueue(layer)
 
-    def end(self, direction: str, moves: PageMoves, until: Event) -> None:
+    def end(self, direction: str, pages: torch.Tensor, until: Event) -> None:
         """Fence the pages until an event that was recorded behind the copies of all layers."""
-        if direction == OUT:
-            self._device_fences.reads(moves.device, until)
-            self._host_fences.writes(moves.host, until)
-        else:
-            self._host_fences.reads(moves.host, until)
-            self._device_fences.writes(moves.device, until)
+        self._fences[direction].note(self._places(pages), until)
         # The caller may free the host pages at any time; they are handed out when the copy has
-        # ended.
-        self._hold(moves.host, until, direction)
+        # ended. Copies of one direction end in order.
+        self._hold(pages[HOST], until, direction)
 
-    def give_up(self, direction: str, moves: PageMoves) -> None:
-        """Fence the pages of a transfer that failed: some of its copies may have been enqueued."""
+    def give_up(self, direction: str, pages: torch.Tensor) -> None:
+        """Fence the pages of a transfer that failed: some of its copies may have been enqueued.
+
+        Blocks only where no event can be recorded.
+        """
         stream = self.streams[direction]
-        end = end_after_failure(self.device, stream, self._copies.join)
-        if isinstance(end, Unknown):
-            # No stream can wait for it; the host pages are not handed out any more.
-            self._hold(moves.host, end, None)
-        elif end is not None:
-            self.end(direction, moves, end)
+        # First without waiting. A stream that refuses to record may still let the thread wait for
+        # it; one that refuses both tells nothing any more.
+        with suppress(Exception):
+            self.end(direction, pages, recorded(self.device, stream))
+            return
+        with suppress(Exception):
+            stream.synchronize()
+            return
+        # No stream can wait for it; the host pages are not handed out any more.
+        self._hold(pages[HOST], Never(), Never)
 
-    def _behind_compute(self, stream: Stream) -> None:
-        stream.wait_event(recorded(self.device, self._compute))
+    def _behind_copies(self, direction: str, pages: torch.Tensor) -> None:
+        # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
+        # (rule ST-3).
+        other = self._fences[IN if direction == OUT else OUT]
+        other.wait(self.streams[direction], self._places(pages))
 
-    def _behind_copies(self, device_pages: torch.Tensor) -> None:
-        self._device_fences.before_write(self.streams[IN], device_pages)
+    def _places(self, pages: torch.Tensor) -> torch.Tensor:
+        return (pages + self._first).view(-1)
 
-    def _copy_layers(self, copy_layer: Callable[[int], bool]) -> list[Event]:
-        """Copy all layers; for each an event that comes when it has arrived."""
-        arrivals: list[Event] = []
-        for layer in range(self._host_pages.layer_num):
-            # Layers that come together have one event.
-            enqueued = copy_layer(layer)
-            arrivals.append(recorded(self.device, self.streams[IN]) if enqueued else arrivals[-1])
-        return arrivals
+    def _check_range(self, pages: torch.Tensor) -> None:
+        low, high = (cast("list[int]", each.tolist()) for each in pages.aminmax(dim=1))
+        for name, side, first, last in zip(NAMES, self._sides, low, high, strict=False):
+            if first < 0 or last >= side.page_num:
+                raise InvalidTransferError(
+                    f"{name} must be slots in [0, {side.page_num * side.page_size}), got pages "
+                    "that are not there"
+                )
 
-    def _hold(self, host_pages: torch.Tensor, until: Completion, behind: str | None) -> None:
-        # Copies of one direction end in the order of their stream, so only the first needs to be
-        # asked.
+    def _has_repeated(self, pages: torch.Tensor) -> bool:
+        if len(pages) > len(self._marks):
+            return True
+        # Of two marks on a page one remains.
+        numbers = self._numbers[: len(pages)]
+        self._marks.scatter_(0, pages, numbers)
+        return not self._marks.gather(0, pages).equal(numbers)
+
+    def _hold(self, host_pages: torch.Tensor, until: Completion, behind: object) -> None:
         self.host_slots.hold_pages(host_pages, until, behind)
 
 
-Transfers = dict["PageTransfers", "PageMoves"]
-"""The pages of a transfer by pool."""
+class Transfer(NamedTuple):
+    """The pages of one pool in a transfer."""
+
+    engine: PageTransfers
+    pages: torch.Tensor
+    layers: LayerMap
+    """The layers that a load counts, and the pool's share in them."""
 
 
-def write_back_together(transfers: Transfers, device: Device, stream: Stream) -> Acknowledgement:
-    """Write back pages of pools that share the device's stream of write-backs."""
-    try:
-        for engine, moves in transfers.items():
-            engine.begin(OUT, moves)
-        finished = recorded(device, stream)
-    except BaseException:
-        _give_up(OUT, transfers)
-        raise
-    for engine, moves in transfers.items():
-        engine.end(OUT, moves, finished)
-    return Acknowledgement(finished)
+class Never:
+    """The end of copies about which a failed stream tells nothing."""
+
+    def query(self) -> bool:
+        return False
 
 
-def load_together(transfers: Transfers, copy_layers: Callable[[], list[Event]]) -> LayerCounter:
-    """Load pages of pools that share their streams.
-
-    Args:
-        copy_layers: enqueues the copies of all layers; for each an event behind them.
-    """
-    try:
-        for engine, moves in transfers.items():
-            engine.begin(IN, moves)
-        arrivals = copy_layers()
-    except BaseException:
-        _give_up(IN, transfers)
-        raise
-    for engine, moves in transfers.items():
-        engine.end(IN, moves, arrivals[-1])
-    return LayerCounter(arrivals)
+def _wait_for_all(streams: Iterable[Stream]) -> None:
+    with ExitStack() as waiting:
+        # It calls all callbacks even if one raises.
+        for stream in streams:
+            waiting.callback(stream.synchronize)
 
 
-def _give_up(direction: str, transfers: Transfers) -> None:
-    # Which pool failed is not known, and each has streams of its own beside the two.
-    for engine, moves in transfers.items():
-        engine.give_up(direction, moves)
-
-
-def copy_streams(device: Device) -> dict[str, Stream]:
-    """New streams by direction. Requests wait for loads, and nobody for write-backs."""
-    return {OUT: device.stream(OUT, "lowest"), IN: device.stream(IN, "highest")}
-
-
-def _pages_in(pool: LayeredPages, indices: torch.Tensor, where: str) -> torch.Tensor:
-    numbers = page_numbers(indices, pool.page_size)
-    if numbers.numel():
-        first, last = numbers.aminmax()
-        if int(first) < 0 or int(last) >= pool.page_num:
-            raise InvalidTransferError(
-                f"{where}_indices must be slots in [0, {pool.page_num * pool.page_size}), got "
-                "pages that are not there"
-            )
-    return numbers
+def _settle(streams: Iterable[Stream], used: object) -> None:
+    """Wait for all copies, also failed ones, before memory that they use is let go of."""
+    with suppress(StreamFailedError):
+        _wait_for_all(streams)

@@ -65,11 +65,8 @@ class HostSlots:
         self._pool = pool
         self._page_size = pool.page_size
         self._lock = threading.Lock()
-        self._uses: dict[str | None, deque[_Use]] = {None: deque()}
-        """Uses in the order in which they began, by the stream that orders their ends.
-
-        None where they end in any order.
-        """
+        self._uses = dict[object, deque[_Use]]()
+        """Uses in the order in which they began, by what orders their ends."""
         self._ask_at = ASK_AT
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
@@ -97,36 +94,29 @@ class HostSlots:
         slots = indices.reshape(-1, self._page_size).to("cpu")
         with self._lock:
             # The pool cannot notice it: for the pool a parked page is still in use.
-            twice = pages[self._parked[pages]]
-            if twice.numel():
-                raise SlotError(
-                    "slots given back twice: "
-                    f"{cast('list[int]', (twice * self._page_size).tolist())}"
-                )
+            self._refuse("given back twice", pages[self._parked[pages]])
             busy = self._users[pages] > 0
             if not bool(busy.all()):
                 self._pool.free(slots[~busy].reshape(-1))
             self._parked[pages[busy]] = True
         return indices.numel()
 
-    def hold(self, indices: torch.Tensor, until: Completion, *, behind: str | None = None) -> None:
-        """Keep pages from being handed out until something has ended.
+    def hold(self, indices: torch.Tensor, until: Completion) -> None:
+        """Keep whole pages from being handed out until something has ended.
 
-        Several copies may hold a page.
+        Several may hold a page.
+        """
+        self.hold_pages(self._pages(indices), until, object())
+
+    def hold_pages(self, pages: torch.Tensor, until: Completion, behind: object) -> None:
+        """Do the same for pages of the pool, given by their numbers.
 
         Args:
-            indices: whole pages.
-            until: what it is that ends.
-            behind: name of a stream or whatever else lets things end in the order in which they are
-                told here: of those only the first one that has not ended is asked. None where there
-                is no such order.
+            pages: int64 on the CPU; kept.
+            until: ends the use.
+            behind: the stream or anything else that lets uses end in the order of these calls: only
+                the first one that has not ended is asked.
         """
-        self.hold_pages(self._pages(indices), until, behind)
-
-    def hold_pages(self, pages: torch.Tensor, until: Completion, behind: str | None) -> None:
-        """Do the same for pages of the pool, given by their numbers: int64 on the CPU."""
-        # A copy: the numbers of pages of one slot are the caller's own indices.
-        pages = pages.clone()
         with self._lock:
             # Not `+= 1`, which counts a page once that occurs twice in `pages`.
             self._users.index_add_(0, pages, pages.new_ones(len(pages)))
@@ -156,39 +146,34 @@ class HostSlots:
             return self._pool.available_size()
 
     def _pages(self, indices: torch.Tensor) -> torch.Tensor:
-        pages = page_numbers(indices, self._page_size)
-        outside = pages[(pages < 0) | (pages >= len(self._users))]
-        if outside.numel():
-            raise SlotError(
-                f"slots out of range: {cast('list[int]', (outside * self._page_size).tolist())}"
-            )
+        (pages,) = page_numbers([indices], self._page_size)
+        self._refuse("out of range", pages[(pages < 0) | (pages >= len(self._users))])
         return pages
+
+    def _refuse(self, why: str, pages: torch.Tensor) -> None:
+        if pages.numel():
+            slots = cast("list[int]", (pages * self._page_size).tolist())
+            raise SlotError(f"slots {why}: {slots}")
 
     def _release(self) -> None:
         """Forget the copies that are done, and give back what waited for them."""
         # All are asked before anything changes: a failed stream raises.
-        ended = [use for use in self._uses[None] if use.until.query()]
-        in_order = {
-            behind: list(takewhile(lambda use: use.until.query(), uses))
+        ended = [
+            (behind, use)
             for behind, uses in self._uses.items()
-            if behind is not None
-        }
-        over = set(map(id, ended))
-        self._uses[None] = deque(use for use in self._uses[None] if id(use) not in over)
-        for behind, first in in_order.items():
-            for _ in first:
-                self._uses[behind].popleft()
-        for use in (*ended, *(use for first in in_order.values() for use in first)):
+            for use in takewhile(lambda use: use.until.query(), uses)
+        ]
+        for behind, use in ended:
+            self._uses[behind].popleft()
+            if not self._uses[behind]:
+                del self._uses[behind]
             self._users.index_add_(0, use.pages, -use.pages.new_ones(len(use.pages)))
             idle = use.pages[(self._users[use.pages] == 0) & self._parked[use.pages]]
             if idle.numel():
-                self._give_back(idle)
-
-    def _give_back(self, pages: torch.Tensor) -> None:
-        # A load may hold a page twice, which goes back once.
-        once = pages.sort().values
-        once = once[once.diff(prepend=once.new_full((1,), -1)) != 0]
-        self._parked[once] = False
-        self._pool.free(
-            (once.unsqueeze(1) * self._page_size + once.new_tensor(range(self._page_size))).view(-1)
-        )
+                # A load may hold a page twice, which goes back once.
+                once = idle.unique()
+                self._parked[once] = False
+                slots = once.unsqueeze(1) * self._page_size + once.new_tensor(
+                    range(self._page_size)
+                )
+                self._pool.free(slots.view(-1))

@@ -6,31 +6,22 @@ Attention pages and states, or latent rows and their index.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.copies import STAGING_BYTES
-from hicache_storage.transfer.engine import (
-    IN,
-    OUT,
-    PageTransfers,
-    copy_streams,
-    load_together,
-    write_back_together,
-)
-from hicache_storage.transfer.in_flight import wait_for_all
-from hicache_storage.transfer.streams import recorded
+from hicache_storage.transfer.engine import IN, OUT, CopyStreams, PageTransfers, Transfer
+from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     import torch
 
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
-    from hicache_storage.transfer.engine import Transfers
-    from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
+    from hicache_storage.transfer.layers import LayerMap
     from hicache_storage.transfer.plan import Way
-    from hicache_storage.transfer.streams import Device, Event, Stream
+    from hicache_storage.transfer.streams import Device, Stream
 
 
 class PoolPair(NamedTuple):
@@ -48,7 +39,7 @@ class Indices(NamedTuple):
     host: torch.Tensor
 
 
-class HybridTransfers:
+class HybridTransfers(CopyStreams):
     """Moves the pages of all pools of a model on the same two streams.
 
     A load copies one layer of the model after the other.
@@ -86,8 +77,7 @@ class HybridTransfers:
                     f"{len(pair.layers.layers)}; make them equal"
                 )
         # Shared by all pools: one event behind their copies stands for all of them.
-        self._device = device
-        self._streams = copy_streams(device)
+        super().__init__(device, compute)
         self._layers = {name: pair.layers for name, pair in pools.items()}
         self.layer_num = 1 + max(
             layer for layers in self._layers.values() for layer in layers.layers
@@ -101,7 +91,7 @@ class HybridTransfers:
                 pair.host_pool,
                 way=way,
                 staging_bytes=staging_bytes,
-                streams=self._streams,
+                streams=self.streams,
             )
             for name, pair in pools.items()
         }
@@ -114,8 +104,7 @@ class HybridTransfers:
             InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
                 nothing was enqueued.
         """
-        transfers = self._checked(OUT, pages)
-        return write_back_together(transfers, self._device, self._streams[OUT])
+        return Acknowledgement(*self._enqueue(OUT, self._checked(OUT, pages)))
 
     def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
         """Copy host pages of several pools to device pages.
@@ -126,9 +115,7 @@ class HybridTransfers:
             InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
                 nothing was enqueued.
         """
-        transfers = self._checked(IN, pages)
-        copies = [(self._layers[name], self.engines[name].load_layer) for name in pages]
-        return load_together(transfers, lambda: self._copy_layers(copies))
+        return LayerCounter(self._enqueue(IN, self._checked(IN, pages), self.layer_num))
 
     def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
         """Let the compute stream wait for the copies that use device pages.
@@ -139,51 +126,20 @@ class HybridTransfers:
         for name, indices in device_indices.items():
             self.engines[name].before_overwrite(indices)
 
-    def synchronize(self) -> None:
-        """Block the calling thread until all copies enqueued so far are over.
-
-        Raises:
-            StreamFailedError: one of them failed; the others are over all the same.
-        """
-        wait_for_all(self._streams.values())
-
     def close(self) -> None:
-        """Wait for the copies that run, and take no more. Idempotent.
-
-        Raises:
-            StreamFailedError: a copy has failed; it is closed all the same.
-        """
         with ExitStack() as closing:
             for engine in self.engines.values():
                 closing.callback(engine.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _checked(self, direction: str, pages: Mapping[str, Indices]) -> Transfers:
+    def _checked(self, direction: str, pages: Mapping[str, Indices]) -> list[Transfer]:
         self._refuse_unknown(pages)
         # All pools are checked before anything is enqueued: a transfer is made as a whole or not at
         # all.
-        return {
-            self.engines[name]: self.engines[name].checked(direction, *indices)
+        return [
+            Transfer(engine, engine.checked(direction, *indices), self._layers[name])
             for name, indices in pages.items()
-        }
-
-    def _copy_layers(self, copies: Sequence[tuple[LayerMap, Callable[[int], bool]]]) -> list[Event]:
-        """Copy all layers of the model; for each an event that comes when it is in every pool."""
-        arrivals: list[Event] = []
-        # Layers outside, pools inside: kernels of a layer wait for no later layer of any pool (rule
-        # ST-2).
-        for layer in range(self.layer_num):
-            for layers, copy_layer in copies:
-                own = layers(layer)
-                if own is not None:
-                    copy_layer(own)
-            arrivals.append(recorded(self._device, self._streams[IN]))
-        return arrivals
+            for engine in [self.engines[name]]
+        ]
 
     def _refuse_unknown(self, names: Iterable[str]) -> None:
         unknown = [name for name in names if name not in self.engines]

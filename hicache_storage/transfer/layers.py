@@ -76,8 +76,7 @@ class LayerCounter:
 
     def synchronize(self) -> None:
         """Block the calling thread until all layers have arrived."""
-        if self._events:
-            self._events[-1].synchronize()
+        self._events[-1].synchronize()
 
 
 class Acknowledgement:

@@ -43,10 +43,6 @@ class LayeredPages(Protocol):
         """
         ...
 
-    def page_layer(self, first_slot: int, layer: int) -> Sequence[torch.Tensor]:
-        """A layer's share of one page: one view (rows per page, ...) for each part, K before V."""
-        ...
-
 
 # For each layout: the axes of slots, which are split into pages and rows where pages are not an
 # axis already, and of layers; then the axes, split, in the order layer, page, row.
@@ -105,38 +101,52 @@ class HostPages:
         return self._layers[layer]
 
     def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
+        """A layer's share of one page: one view (rows per page, ...) for each part, K before V."""
         return [part[first_slot // self.page_size] for part in self._layers[layer]]
 
 
-def page_numbers(indices: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The number of each page in `indices`, int64 on the CPU: whole pages of consecutive slots.
+def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> torch.Tensor:
+    """The number of each page in indices of several sides: (sides, pages), int64 on the CPU.
 
     Indices on the device make the caller wait for its current stream.
+
+    Args:
+        sides: as many indices each, in whole pages of consecutive slots.
 
     Raises:
         InvalidTransferError: they are not int64, or not whole pages.
     """
     import torch
 
-    if indices.dtype != torch.int64:
-        raise InvalidTransferError(f"indices must be int64, got {indices.dtype}")
-    slots = indices if indices.dim() == 1 and indices.is_cpu else indices.reshape(-1).cpu()
-    if page_size == 1:
-        return slots
-    if slots.numel() % page_size == 0:
-        pages = slots.view(-1, page_size)
-        numbers = pages[:, 0].div(page_size, rounding_mode="floor")
-        # The whole page is checked, as copies take all its slots from the first one. Block by
-        # block: the memory of long ones would come from the kernel at each call.
-        step = max(1, CHECKED_SLOTS // page_size)
-        blocks = [slice(start, start + step) for start in range(0, len(numbers), step)]
-        if all(
-            torch.equal(pages[at], (numbers[at] * page_size).unsqueeze(1) + _offsets(page_size))
-            for at in blocks
-        ):
-            return numbers
+    flat: list[torch.Tensor] = []
+    for indices in sides:
+        if indices.dtype != torch.int64:
+            raise InvalidTransferError(f"indices must be int64, got {indices.dtype}")
+        slots = indices if indices.dim() == 1 and indices.is_cpu else indices.reshape(-1).cpu()
+        if slots.numel() % page_size:
+            raise _not_whole(slots, page_size)
+        flat.append(slots)
+    numbers = torch.stack([slots[::page_size] for slots in flat])
+    if page_size > 1:
+        numbers.div_(page_size, rounding_mode="floor")
+        for slots, pages in zip(flat, numbers, strict=True):
+            _check_whole(slots.view(-1, page_size), pages, page_size)
+    return numbers
+
+
+def _check_whole(slots: torch.Tensor, numbers: torch.Tensor, page_size: int) -> None:
+    # All slots of a page are checked, as copies take them from the first one. Block by block: the
+    # memory of long ones would come from the kernel at each call.
+    step = max(1, CHECKED_SLOTS // page_size)
+    for start in range(0, len(numbers), step):
+        block, firsts = slots[start : start + step], numbers[start : start + step] * page_size
+        if not block.equal(firsts.unsqueeze(1) + _offsets(page_size)):
+            raise _not_whole(block.reshape(-1), page_size)
+
+
+def _not_whole(slots: torch.Tensor, page_size: int) -> InvalidTransferError:
     named = ", ".join(str(slot) for slot in cast("list[object]", slots[:NAMED_SLOTS].tolist()))
-    raise InvalidTransferError(
+    return InvalidTransferError(
         f"indices must be whole pages of {page_size} consecutive slots, got {named}, ..."
     )
 

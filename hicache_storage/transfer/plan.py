@@ -51,6 +51,11 @@ class Geometry(NamedTuple):
     def bytes(self) -> int:
         return self.outer[0] * self.inner[0] * self.width
 
+    @property
+    def reach(self) -> int:
+        """Bytes of the `to` side from the first to the last."""
+        return self.width + sum((count - 1) * step for count, step, _ in (self.outer, self.inner))
+
 
 def geometry(to: torch.Tensor, origin: torch.Tensor) -> Geometry:
     """The geometry of two views (pages, rows per page, ...) of one shape and element type.
@@ -106,10 +111,6 @@ class PartGroup:
     """Of a page, in one part."""
     has_blocks: bool
     """True if a page of all layers of a part is one piece of host memory."""
-    has_layers: bool
-    """True if a page of one layer is one piece on either side."""
-    has_runs: bool
-    """True if pages of adjacent layers are one piece of host memory."""
     out: How
     into: How
 
@@ -135,13 +136,19 @@ def make_plan(device: LayeredPages, host: LayeredPages, way: Way | None) -> list
         list(zip(device.layer(layer), host.layer(layer), strict=True))
         for layer in range(device.layer_num)
     ]
-    alike = dict[object, list[int]]()
+    alike = dict[tuple[Geometry, tuple[int, ...]], list[int]]()
     for part, (on_device, on_host) in enumerate(layers[0]):
-        steps = [_offset(layer[part][1], on_host) for layer in layers]
-        alike.setdefault((geometry(on_host, on_device), *steps), []).append(part)
+        steps = tuple(layer[part][1].data_ptr() - on_host.data_ptr() for layer in layers)
+        alike.setdefault((geometry(on_host, on_device), steps), []).append(part)
     return [
-        _planned([[layer[part] for part in parts] for layer in layers], way)
-        for parts in alike.values()
+        PartGroup(
+            [layer[part][0] for layer in layers for part in parts],
+            [layer[part][1] for layer in layers for part in parts],
+            len(parts),
+            shape.bytes,
+            *_choose(shape, steps, way),
+        )
+        for (shape, steps), parts in alike.items()
     ]
 
 
@@ -156,45 +163,27 @@ def describe(plan: Sequence[PartGroup]) -> str:
     )
 
 
-def _planned(layers: list[list[tuple[torch.Tensor, torch.Tensor]]], way: Way | None) -> PartGroup:
-    device = [on_device for layer in layers for on_device, _ in layer]
-    host = [on_host for layer in layers for _, on_host in layer]
-    first = host[0]
-    shape = geometry(first, device[0])
-    steps = [_offset(layer[0][1], first) for layer in layers]
-    reach = (
-        max(steps)
-        + sum(
-            (count - 1) * step
-            for count, step in zip(first.shape[1:], first.stride()[1:], strict=True)
-        )
-        * first.element_size()
-        + first.element_size()
-    )
-    has_blocks = (
-        shape.pitches[0] == len(layers) * shape.bytes
-        and min(steps) == 0
-        and reach <= shape.pitches[0]
-    )
-    has_layers = shape.bytes == shape.width
-    has_runs = has_layers and steps == [layer * shape.bytes for layer in range(len(layers))]
-    page_bytes = len(layers) * shape.bytes
+def _choose(shape: Geometry, steps: Sequence[int], way: Way | None) -> tuple[bool, How, How]:
+    """Return whether pages of all layers are one piece, and how they go out and come in.
+
+    Args:
+        shape: of the host and the device.
+        steps: from the host memory of the first layer to that of each.
+    """
+    page_bytes = len(steps) * shape.bytes
+    is_block = shape.pitches[0] == page_bytes
+    is_block = is_block and min(steps) == 0 and max(steps) + shape.reach <= page_bytes
+    # A page of one layer is one piece on either side.
+    is_piece = shape.bytes == shape.width
+    has_runs = is_piece and list(steps) == [layer * shape.bytes for layer in range(len(steps))]
     out = into = How.KERNEL
     # Short pieces are slow by DMA, and short pages by any way but the kernel.
-    if way != "kernel":
-        if has_layers and shape.bytes >= MIN_DMA_BYTES:
-            out = into = How.DIRECT
-        elif way == "dma":
-            out = How.STAGED if has_blocks else How.DIRECT if has_layers else How.KERNEL
-            into = (
-                How.STAGED if has_blocks and has_runs else How.DIRECT if has_layers else How.KERNEL
-            )
-        elif has_blocks and page_bytes >= MIN_DMA_BYTES:
-            out = How.STAGED
-    return PartGroup(
-        device, host, len(layers[0]), shape.bytes, has_blocks, has_layers, has_runs, out, into
-    )
-
-
-def _offset(view: torch.Tensor, first: torch.Tensor) -> int:
-    return view.data_ptr() - first.data_ptr()
+    if way != "kernel" and is_piece and shape.bytes >= MIN_DMA_BYTES:
+        out = into = How.DIRECT
+    elif way == "dma":
+        alone = How.DIRECT if is_piece else How.KERNEL
+        out = How.STAGED if is_block else alone
+        into = How.STAGED if is_block and has_runs else alone
+    elif way is None and is_block and page_bytes >= MIN_DMA_BYTES:
+        out = How.STAGED
+    return is_block, out, into

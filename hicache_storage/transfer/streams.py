@@ -5,15 +5,17 @@ The same copies run on a GPU and on the simulator.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 from hicache_storage.spec import HiCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
+KindT = TypeVar("KindT")
 Priority = Literal["highest", "lowest"]
 """Which kernels' blocks go first where multiprocessors are short."""
 
@@ -32,19 +34,8 @@ class RowSide(NamedTuple):
 
     views: Sequence[torch.Tensor]
     """For each part a view (pages, rows per page, ...)."""
-    column: int | None
-    """Column of the `PageTable` that has the page numbers; None: 0, 1, 2, ..."""
-
-
-class PageTable(Protocol):
-    """Room on the device for the page numbers of one transfer, in two columns.
-
-    A stream's own: the next upload is enqueued behind the kernels that read the last one.
-    """
-
-
-class RowCopy(Protocol):
-    """A kernel whose arguments were prepared for two `RowSide`s, but for the pages."""
+    row: int | None
+    """Row of the uploaded page numbers that has this side's; None: 0, 1, 2, ..."""
 
 
 class Event(Protocol):
@@ -90,32 +81,33 @@ class Stream(Protocol):
         """Enqueue a copy between tensors of one shape, both without gaps or on one device."""
         ...
 
-    def upload(self, table: PageTable, columns: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Enqueue a copy of page numbers, int64 on the CPU; they may be changed afterwards."""
+    def upload(self, table: object, numbers: torch.Tensor) -> None:
+        """Enqueue a copy of page numbers to a `Device.page_table`.
+
+        Args:
+            numbers: (2, pages), contiguous int64 on the CPU; they may be changed afterwards.
+        """
         ...
 
-    def copy_rows(
-        self, rows: RowCopy, table: PageTable, parts: range, pages: range, what: str
-    ) -> None:
+    def copy_rows(self, rows: object, parts: range, pages: range, what: str) -> None:
         """Enqueue a kernel that copies some pages of some parts.
 
         Args:
-            rows: made by the device of this stream.
-            table: uploaded on a stream that this one is behind.
+            rows: a `Device.row_copy`, whose table was uploaded on a stream that this one is behind.
             parts: adjacent ones of the two sides.
             pages: adjacent ones of the table. No destination may occur twice.
         """
         ...
 
     def copy_pieces(
-        self, destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, what: str
+        self, destinations: torch.Tensor, sources: torch.Tensor, size: int, what: str
     ) -> None:
         """Enqueue copies of contiguous pieces by DMA, between page-locked memory and the device.
 
         Args:
             destinations, sources: addresses, contiguous int64 on the CPU, of any shape. As many are
                 copied as the shorter one has.
-            sizes: lengths in bytes; as many, or more.
+            size: length of each piece in bytes.
         """
         ...
 
@@ -130,6 +122,10 @@ class Stream(Protocol):
 
 class Device(Protocol):
     """Makes streams, events and memory of one device."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make it the calling thread's current device, in which kernels are launched."""
+        ...
 
     def stream(self, name: str, priority: Priority | None = None) -> Stream:
         """A new stream.
@@ -155,15 +151,19 @@ class Device(Protocol):
         """
         ...
 
-    def page_table(self, pages: int) -> PageTable:
-        """Room for the numbers of so many pages on both sides."""
+    def page_table(self, pages: int) -> object:
+        """Room for the numbers of so many pages on both sides.
+
+        It belongs to one stream: the next upload is enqueued behind the kernels that read the last.
+        """
         ...
 
-    def row_copy(self, destination: RowSide, source: RowSide, blocks: int) -> RowCopy:
+    def row_copy(self, destination: RowSide, source: RowSide, table: object, blocks: int) -> object:
         """Prepare a kernel that copies pages.
 
         Args:
             destination, source: as many parts each, of rows of one shape and element type.
+            table: has the page numbers.
             blocks: multiprocessors that it occupies at most.
 
         Raises:
@@ -179,3 +179,14 @@ def recorded(device: Device, stream: Stream) -> Event:
     event = device.event()
     event.record(stream)
     return event
+
+
+def own(kind: type[KindT], given: object) -> KindT:
+    """Return a stream, event or prepared copy of the same device.
+
+    Raises:
+        TypeError: it is another device's.
+    """
+    if not isinstance(given, kind):
+        raise TypeError(f"needs a {kind.__name__}, got {type(given).__name__} of another device")
+    return given

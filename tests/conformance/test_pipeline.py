@@ -10,7 +10,6 @@ from hicache_conformance.model.violation import Violation
 from hicache_storage.pools import MHAHostPool
 from hicache_storage.transfer import DevicePages, PageTransfers
 from hicache_storage.transfer.simulator import Access, Race, StreamSimulator
-from hicache_storage.transfer.simulator.races import Clock
 
 KERNEL_READS, KERNEL_WRITES = "kernel that reads layer 0", "kernel that writes layer 0"
 DEVICE = "bytes 0 to 8 of K of layer 0 on the device"
@@ -18,7 +17,7 @@ HOST = f"bytes 0 to 8 of {HOST_MEMORY}"
 
 
 def access(what):
-    return Access(what, "somewhere", 1, 1, Clock())
+    return Access(what, "somewhere", 1, {1: 1})
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def in_dict(config, objects=None):
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_bytes_come_back_from_every_tier(config, layout):
     settings = config(layout=layout)
-    with StreamSimulator(7, pause_seconds=0) as simulator:
+    with StreamSimulator(7) as simulator:
         streams = simulator, simulator.stream("compute")
         with build(settings, storage=in_dict(settings), streams=streams) as stack:
             session = Session(stack)
@@ -219,7 +219,7 @@ def test_close_ends_the_threads_and_the_storage_once(config):
 
 def test_close_waits_for_copies_that_run(config):
     """The copy is held until its time is over, and close does not come back before that."""
-    with StreamSimulator(pause_seconds=0) as simulator:
+    with StreamSimulator() as simulator:
         stack = build(config(), streams=(simulator, simulator.stream("compute")))
         hold = simulator.hold(stack.host_pools[PoolName.KV].buffers, 0.5)
         Session(stack).insert()

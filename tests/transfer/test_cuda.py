@@ -19,6 +19,7 @@ from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.pools.cuda_runtime import cuda_runtime
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import CudaDevice, CudaStream, PageTransfers, recorded
+from hicache_storage.transfer.copies import HOST
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.plan import WAYS
 
@@ -219,7 +220,7 @@ def test_the_current_stream_of_a_model_is_taken(cuda):
     with PageTransfers.between(cuda.device, compute, device, host) as engine:
         device.layer(0)[0].fill_(3)
         engine.write_back(torch.arange(2), torch.arange(2)).wait()
-        assert engine._host_pages.layer(0)[0][0].eq(3).all()
+        assert engine._sides[HOST].layer(0)[0][0].eq(3).all()
 
 
 def test_events_are_as_the_simulator_has_them():
@@ -231,7 +232,7 @@ def test_events_are_as_the_simulator_has_them():
     event = recorded(device, stream)
     stream.synchronize()
     assert event.query()
-    with pytest.raises(TypeError, match="CUDA events"):
+    with pytest.raises(TypeError, match="needs a CudaEvent"):
         stream.wait_event(object())
 
 

@@ -3,6 +3,9 @@ refused arguments."""
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +14,7 @@ from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, Bench, Simulated, 
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import DevicePages, HostPages, PageTransfers
+from hicache_storage.transfer.engine import IN, OUT
 from hicache_storage.transfer.plan import WAYS
 
 
@@ -46,9 +50,7 @@ def test_pages_come_back_as_they_went(simulated, kind, layout, way, staging_byte
 def _poisoned(bench, used):
     """Return True if unused host pages are unchanged."""
     pages = set(range(PAGES)) - {slot // bench.kind.page_size for slot in used.tolist()}
-    parts = [
-        part[page] for page in pages for layer in bench.engine._host_pages._layers for part in layer
-    ]
+    parts = [part[page] for page in pages for layer in bench.host_pages._layers for part in layer]
     expected = [torch.empty_like(part) for part in parts]
     for tensor in expected:
         fill(tensor, 0xA5)
@@ -80,7 +82,7 @@ def test_layers_of_a_host_page_are_its_bytes(kind, layout):
 def test_random_traffic(way, kind, layout, data):
     """Kernels, write-backs and loads in any order, nothing waited for: a model of who holds what is
     right, and no race."""
-    place = Simulated("traffic", pause_seconds=0)
+    place = Simulated("traffic")
     try:
         _Traffic(Bench(place, kind, layout, way), data.draw).run()
     finally:
@@ -146,7 +148,7 @@ class _Traffic:
 def test_the_counter_tells_what_has_arrived(simulated, way):
     bench = Bench(simulated, "mha", "page_first_direct", way)
     host = bench.filled_host(bench.content(0))
-    hold = bench.hold_layer(0, 1)
+    hold = bench.hold_loads_into(0, [1])
     counter = bench.engine.load(host, bench.slots(0))
     compute = simulated.device.stream("layer 0")
     counter.wait(0, compute)
@@ -194,10 +196,21 @@ def test_indices_that_do_not_fit_are_refused(simulated):
     with pytest.raises(InvalidTransferError, match="device_indices hold a page twice"):
         engine.load(bench.slots(0, 1), bench.slots(2, 2))
     simulated.check()
-    assert not bench.engine._device_fences._writes._count
-    assert not bench.engine._device_fences._reads._count
-    assert not bench.engine._host_fences._writes._count
-    assert not bench.engine._host_fences._reads._count
+    assert not any(fences._count for fences in engine._fences.values())
+
+
+def test_repeated_pages_are_found(simulated):
+    """Only where they are written."""
+    bench = Bench(simulated, "mha", "page_first", None)
+    for pages in [*itertools.product(range(4), repeat=4), (0,) * (PAGES + 1)]:
+        written, read = bench.slots(*pages), bench.slots(*[1] * len(pages))
+        for direction, indices in ((OUT, (read, written)), (IN, (written, read))):
+            with (
+                pytest.raises(InvalidTransferError, match="hold a page twice")
+                if len(set(pages)) < len(pages)
+                else nullcontext()
+            ):
+                bench.engine.checked(direction, *indices)
 
 
 def test_pools_that_do_not_fit_are_refused(simulated):

@@ -15,17 +15,18 @@ from transfer_bench import KINDS, LAYERS, PAGES, POOLS, fill, random_bytes, raw
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import CudaEvent, CudaStream, PageTransfers, StreamFailedError, copies
+from hicache_storage.transfer.copies import DEVICE, HOST
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import dma
 from hicache_storage.transfer.cuda import kernel as kernel_module
 from hicache_storage.transfer.plan import WAYS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from stubbed_cuda import StubbedDevice, stubbed
+from stubbed_cuda import CurrentDevice, StubbedDevice, stubbed
 
 
-def engine(kind, layout, way, pages=PAGES, staging_bytes=1):
-    device = StubbedDevice()
+def engine(kind, layout, way, pages=PAGES, staging_bytes=1, device=None):
+    device = device or StubbedDevice()
     pools = KINDS[kind].pair(layout, "cpu", pages)
     compute = device.stream("compute")
     return PageTransfers.between(device, compute, *pools, way=way, staging_bytes=staging_bytes)
@@ -36,7 +37,7 @@ def slots(pages, page_size):
 
 
 def parts(engine, side):
-    return [part for layer in range(LAYERS) for part in getattr(engine, side).layer(layer)]
+    return [part for layer in range(LAYERS) for part in engine._sides[side].layer(layer)]
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
@@ -49,20 +50,20 @@ def test_every_address_is_right(monkeypatch, kind, layout, way, max_pieces):
     out, host, back = [5, 0, 3, 1], [1, 2, 5, 4], [0, 2, 3, 4]
     with stubbed(launch) as calls:
         made = engine(kind, layout, way)
-        for part in parts(made, "_device_pages"):
+        for part in parts(made, DEVICE):
             part.copy_(random_bytes(part, generator))
-        before = [part.clone() for part in parts(made, "_device_pages")]
-        for part in parts(made, "_host_pages"):
+        before = [part.clone() for part in parts(made, DEVICE)]
+        for part in parts(made, HOST):
             fill(part, 0xA5)
         made.write_back(slots(out, size), slots(host, size))
-        for part in parts(made, "_device_pages"):
+        for part in parts(made, DEVICE):
             fill(part, 0xA5)
         made.load(slots(host, size), slots(back, size))
     assert bool(calls["DMA"]) == (way == "dma")
-    for part, old in zip(parts(made, "_device_pages"), before, strict=True):
+    for part, old in zip(parts(made, DEVICE), before, strict=True):
         assert torch.equal(raw(part[back]), raw(old[out]))
         assert all(raw(part[page]).eq(0xA5).all() for page in set(range(PAGES)) - set(back))
-    for part in parts(made, "_host_pages"):
+    for part in parts(made, HOST):
         assert all(raw(part[page]).eq(0xA5).all() for page in set(range(PAGES)) - set(host))
 
 
@@ -87,8 +88,8 @@ def test_the_number_of_calls_does_not_grow_with_the_pages(way, layout):
 @pytest.mark.parametrize(
     ("stub", "call", "message"),
     [
-        ((kernel_module, "launch"), "load", "load of layer 0 into 2 device pages failed with CUDA"),
-        ((cuda_module, "copy_pieces"), "write_back", "write-back of 3 layers of 2 device pages"),
+        ((kernel_module, "launch"), "load", "load of layer 0 failed with CUDA error 1"),
+        ((cuda_module, "copy_pieces"), "write_back", "write-back of 3 layers failed"),
         ((cuda_module, "memcpy"), "load", "upload failed with CUDA error 1"),
     ],
 )
@@ -101,6 +102,21 @@ def test_what_cuda_refuses_is_named(stub, call, message):
             pytest.raises(StreamFailedError, match=message),
         ):
             transfer(pages, pages)
+
+
+def test_kernels_are_launched_in_the_context_of_their_device(monkeypatch):
+    """CUDA launches in the calling thread's current device, and refuses a stream of another."""
+    pages, used = slots([1, 4], KINDS["mla"].page_size), []
+    with stubbed():
+        made = engine("mla", "page_first", "dma", device=StubbedDevice(1))
+        monkeypatch.setattr(
+            kernel_module, "launch", lambda *arguments: used.append(CurrentDevice.number) or 0
+        )
+        made.write_back(pages, pages)
+        made.load(pages, pages)
+    assert len(used) > 2
+    assert set(used) == {1}
+    assert CurrentDevice.number == 0
 
 
 class Runtime:
@@ -144,12 +160,13 @@ class Runtime:
 def test_batches_are_called_as_each_runtime_declares_them(monkeypatch, version, length):
     runtime = Runtime(version)
     runtime.use(monkeypatch)
-    to, origin, sizes = torch.arange(4).view(2, 2), torch.arange(6).view(3, 2), torch.arange(9)
-    assert dma.copy_pieces(to, origin, sizes, 15) == 0
+    to, origin = torch.arange(4).view(2, 2), torch.arange(6).view(3, 2)
+    assert dma.copy_pieces(to, origin, 9, 15) == 0
     (arguments,) = runtime.calls
     assert len(arguments) == length
-    addresses = tuple(each.data_ptr() for each in (to, origin, sizes))
-    assert (*arguments[:4], arguments[6], arguments[-1]) == (*addresses, 4, 1, 15)
+    addresses = tuple(each.data_ptr() for each in (to, origin))
+    assert (*arguments[:2], arguments[3], arguments[6], arguments[-1]) == (*addresses, 4, 1, 15)
+    assert list((ctypes.c_size_t * 4).from_address(arguments[2])) == [9] * 4
     # cudaMemcpySrcAccessOrderStream, no hints, no flags, for all copies from the first on.
     assert (runtime.attributes, runtime.first) == ([1, 0, 0, 0, 0, 0], 0)
 
@@ -158,8 +175,8 @@ def test_batches_are_called_as_each_runtime_declares_them(monkeypatch, version, 
 def test_without_batches_pieces_are_copied_one_by_one(monkeypatch, version, answer):
     runtime = Runtime(version, answer)
     runtime.use(monkeypatch)
-    assert dma.copy_pieces(torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 6]), 7) == 0
-    assert runtime.single == [(1, 3, 5, 4, 7), (2, 4, 6, 4, 7)]
+    assert dma.copy_pieces(torch.tensor([1, 2]), torch.tensor([3, 4]), 5, 7) == 0
+    assert runtime.single == [(1, 3, 5, 4, 7), (2, 4, 5, 4, 7)]
 
 
 # What is used again
@@ -191,17 +208,17 @@ def test_no_transfer_locks_memory_or_makes_events(way):
 
 
 def test_a_buffer_is_used_again_when_its_upload_is_over():
-    columns = (torch.tensor([5, 7]), torch.tensor([1, 2]))
+    numbers = torch.tensor([[5, 7], [1, 2]])
     with stubbed():
         table = StubbedDevice().page_table(8)
-        first, uploaded = table.take(columns)
+        first, uploaded = table.take(numbers)
         assert first.tolist() == [5, 7, 1, 2]
-        assert table.columns[1] - table.columns[0] == 16
+        assert table.rows[1] - table.rows[0] == 16
         for _ in range(cuda_module.PREPARED_UPLOADS - 1):
-            table.take(columns)
+            table.take(numbers)
         with patch.object(uploaded, "query", lambda: False, create=True):
-            assert table.take(columns)[0].data_ptr() != first.data_ptr()
-        assert table.take(columns)[0].data_ptr() == first.data_ptr()
+            assert table.take(numbers)[0].data_ptr() != first.data_ptr()
+        assert table.take(numbers)[0].data_ptr() == first.data_ptr()
 
 
 def test_an_event_that_was_used_before_is_complete_until_it_is_recorded():

@@ -161,14 +161,14 @@ def test_uses_that_have_ended_are_forgotten_where_nobody_is_short(behind):
     host, uses = HostSlots(SlotAllocator(8, 2)), []
     slots = host.alloc(4)
     for number in range(500):
-        host.hold(slots, use := Use(), behind=behind)
+        host.hold_pages(slots[::2] // 2, use := Use(), behind or number)
         use.over = number >= 50
         uses.append(use)
     left = sum(map(len, host._uses.values()))
     assert left <= (120 if behind is None else 500)
     for use in uses:
         use.over = True
-    host.hold(slots, uses[0], behind=behind)
+    host.hold(slots, uses[0])
     host.free(slots)
     assert host.available_size() == 8
     assert not any(host._uses.values())
@@ -178,7 +178,7 @@ def test_of_uses_in_order_only_the_first_that_has_not_ended_is_asked():
     host = HostSlots(SlotAllocator(8, 2))
     uses = [Use() for _ in range(4)]
     for use in uses:
-        host.hold(host.alloc(2), use, behind="load")
+        host.hold_pages(host.alloc(2)[::2] // 2, use, "load")
     uses[0].over = uses[2].over = True
     asked = []
     for use in uses:
@@ -206,31 +206,16 @@ class Waits:
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 4))
 def test_fences_against_a_model(data, kept):
-    """A copy waits for the last one that reads or writes its pages, and so for all before it. Where
-    that event is not kept, for the oldest one that is: a later one, on the same stream."""
+    """A stream waits for the last copy that uses its pages, and so for all before it. Where that
+    event is not kept, for the oldest one that is: a later one, on the same stream."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fences_module, "KEPT_EVENTS", kept)
-        fences, reads, writes = PageFences(6), {}, {}
-    noted = {id(reads): [], id(writes): []}
+        fences, last = PageFences(6), {}
     for number in range(data.draw(st.integers(1, 30))):
         pages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-        stream, reading = Waits(), data.draw(st.booleans())
-        expected = []
-        for last in (writes,) if reading else (reads, writes):
-            known = [last[page] for page in pages if page in last]
-            if known:
-                oldest = noted[id(last)][-kept:][0]
-                expected.append(max(max(known), oldest))
-        (fences.before_read if reading else fences.before_write)(stream, torch.tensor(pages))
-        assert stream.events == expected
-        (fences.reads if reading else fences.writes)(torch.tensor(pages), number)
-        last = reads if reading else writes
+        stream = Waits()
+        fences.wait(stream, torch.tensor(pages))
+        known = [last[page] for page in pages if page in last]
+        assert stream.events == [max(*known, number - kept)] if known else not stream.events
+        fences.note(torch.tensor(pages), number)
         last.update(dict.fromkeys(pages, number))
-        noted[id(last)].append(number)
-
-
-@given(st.lists(st.integers(0, 5), max_size=8))
-def test_repeated_pages_are_found(pages):
-    assert PageFences(6).has_repeated(torch.tensor(pages, dtype=torch.int64)) == (
-        len(set(pages)) < len(pages)
-    )

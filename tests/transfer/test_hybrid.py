@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transfer_bench import KINDS, LAYERS, PAGES, fill, random_bytes, same
+from transfer_bench import KINDS, LAYERS, PAGES, Rig, poison, random_bytes, same
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import (
@@ -23,24 +23,19 @@ from hicache_storage.transfer.plan import WAYS
 ATTENTION, MAMBA = LayerMap([1, 4, 5]), LayerMap([0, 2, 3])
 
 
-class Model:
+class Model(Rig):
     """A hybrid model's pools full of poison, its transfers, and kernels that go through its
     layers."""
 
     def __init__(self, place, way, maps=None):
-        self.place = place
+        super().__init__(place)
         self.maps = maps or {"kv": ("mha", ATTENTION), "mamba": ("mamba", MAMBA)}
         pairs = {
             name: KINDS[kind].pair("page_first", place.where)
             for name, (kind, _) in self.maps.items()
         }
-        for device, host in pairs.values():
-            for tensor in (
-                *host.buffers,
-                *(part for layer in range(LAYERS) for part in device.layer(layer)),
-            ):
-                fill(tensor, 0xA5)
-        self.compute = place.device.stream("compute")
+        for pair in pairs.values():
+            poison(*pair)
         self.device = {name: device for name, (device, _) in pairs.items()}
         self.host = {name: HostPages(host) for name, (_, host) in pairs.items()}
         self.transfers = HybridTransfers(
@@ -90,12 +85,7 @@ class Model:
         seen = []
         for layer, part in self._parts():
             counter.wait(layer, self.compute)
-            seen.append([torch.zeros_like(part[page])])
-            if self.place.where == "cuda":
-                torch.cuda.current_stream().synchronize()
-            self.compute.copy(
-                seen[-1][0], part[page], f"kernel that reads layer {layer} of page {page}"
-            )
+            seen.append([self.see(part[page], f"kernel that reads layer {layer} of page {page}")])
         return seen
 
     def host_content(self, page):
@@ -109,17 +99,6 @@ class Model:
         ]
         self.place.host("look at a host page", reads=parts)
         return [[part] for part in parts]
-
-    def wait(self, copy):
-        """Wait for a write-back; one that is over already has waited for no gate."""
-        if not copy.done():
-            self.place.release()
-        copy.wait()
-
-    def finish(self):
-        self.place.release()
-        self.compute.synchronize()
-        self.place.check()
 
     def _parts(self, pools=None):
         for layer in range(self.transfers.layer_num):
@@ -177,8 +156,8 @@ def acknowledged_when_begun(model):
     write_back = model.transfers.write_back
 
     def too_early(pages):
-        begun = recorded(model.place.device, model.transfers._streams[OUT])
-        model.place.delay(model.transfers._streams[OUT])
+        begun = recorded(model.place.device, model.transfers.streams[OUT])
+        model.place.delay(model.transfers.streams[OUT])
         write_back(pages)
         return Acknowledgement(begun)
 
@@ -189,7 +168,7 @@ def signalled_one_layer_early(model):
     load = model.transfers.load
 
     def too_early(pages):
-        begun = recorded(model.place.device, model.transfers._streams[IN])
+        begun = recorded(model.place.device, model.transfers.streams[IN])
         return LayerCounter([begun, *load(pages)._events[:-1]])
 
     model.transfers.load = too_early
@@ -279,13 +258,8 @@ def test_layers_come_in_the_order_of_the_model(simulated, way):
     hold = simulated.hold([part[2] for part in model.device["mamba"].layer(2)])
     counter = model.transfers.load(model.indices((2,), (1,)))
     counter.wait(2, model.compute)
-    seen = [
-        torch.zeros_like(part[2])
-        for part in (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))
-    ]
-    sources = [part[2] for part in (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))]
-    for to, source in zip(seen, sources, strict=True):
-        model.compute.copy(to, source, "kernel that reads layers 0 and 1")
+    sources = (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))
+    seen = [model.see(part[2], "kernel that reads layers 0 and 1") for part in sources]
     model.finish()
     assert not hold.expired
     assert counter.arrived() == 3
@@ -324,10 +298,7 @@ def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
             move({"kv": good, "swa": good})
     with pytest.raises(InvalidTransferError, match="no such pools: swa"):
         model.transfers.before_overwrite({"kv": good.device, "swa": good.device})
-    assert not model.transfers.engines["kv"]._host_fences._writes._count
-    assert not model.transfers.engines["kv"]._host_fences._reads._count
-    assert not model.transfers.engines["kv"]._device_fences._writes._count
-    assert not model.transfers.engines["kv"]._device_fences._reads._count
+    assert not any(fences._count for fences in model.transfers.engines["kv"]._fences.values())
 
 
 class Refused(Exception):

@@ -97,15 +97,15 @@ def broken(*arguments):
 
 def failing(bench, monkeypatch):
     """Copies are enqueued, and then something fails; what the host pages are that they use."""
-    host = bench.engine.host_slots.alloc(bench.kind.page_size)
-    copies, write_back = bench.engine._copies, bench.engine._copies.write_back
+    copies = bench.engine._copies[OUT]
+    enqueue_all = copies.enqueue_all
 
-    def fail(moves):
-        write_back(moves)
+    def fail():
+        enqueue_all()
         raise RuntimeError("a later copy is refused")
 
-    monkeypatch.setattr(copies, "write_back", fail)
-    return host
+    monkeypatch.setattr(copies, "enqueue_all", fail)
+    return bench.engine.host_slots.alloc(bench.kind.page_size)
 
 
 def fail_write_back(bench, host, hold=None):
@@ -114,6 +114,7 @@ def fail_write_back(bench, host, hold=None):
     with pytest.raises(RuntimeError, match="a later copy is refused"):
         bench.engine.write_back(bench.slots(2), host)
     bench.engine.host_slots.free(host)
+    bench.place.run_what_can()
     return bench.engine.host_slots.available_size() == bench.host_pool.size
 
 
@@ -164,9 +165,9 @@ def test_pages_of_a_stream_that_tells_nothing_are_not_handed_out_again(simulated
 def test_a_load_that_fails_holds_its_pages_too(simulated, monkeypatch):
     bench = Bench(simulated, "mha", "page_first", None)
     host = bench.filled_host(bench.content(0))
-    load = bench.engine._copies.load
+    load = bench.engine.load_layer
     monkeypatch.setattr(
-        bench.engine._copies, "load", lambda layer: broken() if layer else load(layer)
+        bench.engine, "load_layer", lambda layer: broken() if layer else load(layer)
     )
     hold = bench.hold_loads_into(2)
     with pytest.raises(RuntimeError, match="the bus is gone"):
@@ -176,6 +177,31 @@ def test_a_load_that_fails_holds_its_pages_too(simulated, monkeypatch):
     hold.release()
     bench.engine.streams[IN].synchronize()
     assert bench.engine.host_slots.alloc(bench.host_pool.size) is not None
+
+
+@pytest.mark.parametrize("direction", [OUT, IN])
+def test_a_staging_buffer_whose_filling_fails_is_waited_for(simulated, monkeypatch, direction):
+    """Some of its copies were enqueued on a stream of their own: pages are kept for them, too."""
+    bench = Bench(simulated, "mha", "page_first_direct", "dma")
+    staging, slots = bench.staging(direction), bench.engine.host_slots
+    step = "copy_rows" if direction == OUT else "copy_pieces"
+    fill = getattr(staging.filler, step)
+    monkeypatch.setattr(staging.filler, step, lambda *arguments: fill(*arguments) or broken())
+    host, hold = bench.filled_host(bench.content(0)), simulated.hold(staging.memory)
+    calls = {
+        OUT: lambda: bench.engine.write_back(bench.slots(2), host),
+        IN: lambda: bench.engine.load(host, bench.slots(2)),
+    }
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        calls[direction]()
+    slots.free(host)
+    simulated.run_what_can()
+    assert slots.alloc(bench.host_pool.size) is None
+    bench.run_kernel(2, bench.content(1))
+    hold.release()
+    bench.finish()
+    bench.engine.close()
+    assert slots.available_size() == bench.host_pool.size
 
 
 # How often copies are asked

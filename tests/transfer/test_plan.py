@@ -116,14 +116,16 @@ def test_layers_may_lie_anywhere():
 
 
 def test_pages_are_whole_and_in_order():
-    assert page_numbers(torch.tensor([8, 9, 10, 11, 0, 1, 2, 3]), 4).tolist() == [2, 0]
-    assert page_numbers(torch.tensor([[4, 5], [2, 3]]), 2).tolist() == [2, 1]
-    assert page_numbers(torch.tensor([7, 3, 7]), 1).tolist() == [7, 3, 7]
+    two = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3]), torch.arange(8).view(2, 4)
+    assert page_numbers(two, 4).tolist() == [[2, 0], [0, 1]]
+    assert page_numbers([torch.tensor([[4, 5], [2, 3]])], 2).tolist() == [[2, 1]]
+    assert page_numbers([torch.tensor([7, 3, 7])], 1).tolist() == [[7, 3, 7]]
     many = torch.randperm(5000).unsqueeze(1) * 16 + torch.arange(16)
-    assert torch.equal(page_numbers(many.view(-1), 16), many[:, 0] // 16)
-    many[4321, 7] += 1
+    assert torch.equal(page_numbers([many.view(-1)] * 2, 16)[1], many[:, 0] // 16)
+    wrong = many.clone()
+    wrong[4321, 7] += 1
     with pytest.raises(InvalidTransferError, match="whole pages of 16"):
-        page_numbers(many.view(-1), 16)
+        page_numbers([many.view(-1), wrong.view(-1)], 16)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,6 @@ def test_pages_are_whole_and_in_order():
 )
 def test_what_is_no_page_is_refused(wrong):
     with pytest.raises(InvalidTransferError, match=r"whole pages of 4 consecutive slots, got \d"):
-        page_numbers(torch.tensor(wrong), 4)
+        page_numbers([torch.tensor(wrong)], 4)
     with pytest.raises(InvalidTransferError, match=r"int64, got torch\.int32"):
-        page_numbers(torch.tensor([0], dtype=torch.int32), 1)
+        page_numbers([torch.tensor([0], dtype=torch.int32)], 1)

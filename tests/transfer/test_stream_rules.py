@@ -10,7 +10,8 @@ from __future__ import annotations
 import pytest
 from transfer_bench import LAYERS, POOLS, Bench, same
 
-from hicache_storage.transfer import Acknowledgement, recorded
+from hicache_storage.transfer import Acknowledgement, LayerCounter, recorded
+from hicache_storage.transfer.copies import DEVICE, HOST
 from hicache_storage.transfer.engine import IN, OUT
 from hicache_storage.transfer.plan import WAYS
 
@@ -156,28 +157,28 @@ def write_back_pages(bench, seeds, *, at_once=True):
 def staged_out_behind_slow_kernels(bench):
     """Staging buffers are used again, and gathering takes its time."""
     write_back_pages(bench, range(3))
-    bench.place.delay(bench.staging("_out").filler)
+    bench.place.delay(bench.staging(OUT).filler)
     write_back_pages(bench, range(3, 6))
 
 
 def staged_out_behind_a_slow_bus(bench):
     """Staging buffers are used again, and copies to the host take their time."""
     write_back_pages(bench, range(3))
-    bench.delay_draining("_out")
+    bench.delay_draining(OUT)
     write_back_pages(bench, range(3, 6))
 
 
 def staged_in_behind_a_slow_bus(bench):
     """Staging buffers are used again, and copies from the host take their time."""
     layers_behind_their_events(bench)
-    bench.place.delay(bench.staging("_in").filler)
+    bench.place.delay(bench.staging(IN).filler)
     layers_behind_their_events(bench, range(3, 6))
 
 
 def staged_in_behind_slow_kernels(bench):
     """Staging buffers are used again, and scattering takes its time."""
     layers_behind_their_events(bench)
-    bench.delay_draining("_in")
+    bench.delay_draining(IN)
     layers_behind_their_events(bench, range(3, 6))
 
 
@@ -264,8 +265,8 @@ def without_compute(direction):
     """Copies of one direction do not wait for the kernels launched so far."""
 
     def break_it(bench):
-        stream, wait = bench.engine.streams[direction], bench.engine._behind_compute
-        bench.engine._behind_compute = lambda behind: None if behind is stream else wait(behind)
+        wait = bench.engine._behind_compute
+        bench.engine._behind_compute = lambda way: None if way == direction else wait(way)
 
     return break_it
 
@@ -274,9 +275,26 @@ def without_engine_step(step):
     return lambda bench: setattr(bench.engine, step, nothing)
 
 
-def without_fence(pages, step):
-    """The fences of device or host pages leave out a wait, or do not note a copy."""
-    return lambda bench: setattr(getattr(bench.engine, pages), step, nothing)
+def without_fence(direction, step, side):
+    """The fences of a direction's copies leave out the pages of one side: they are not noted, or
+    the other direction does not wait."""
+
+    def break_it(bench):
+        fences, device_pages = bench.engine._fences[direction], bench.device_pool.page_num
+
+        def elsewhere(places):
+            return places[(places >= device_pages) == (side == DEVICE)]
+
+        whole = getattr(fences, step)
+        broken = {
+            "note": lambda places, until: whole(elsewhere(places), until),
+            "wait": lambda stream, places: whole(
+                stream, places if stream is bench.compute else elsewhere(places)
+            ),
+        }
+        setattr(fences, step, broken[step])
+
+    return break_it
 
 
 def without_staging_step(direction, step):
@@ -297,24 +315,24 @@ def acknowledged_when_begun(bench):
 
 
 def signalled_one_layer_early(bench):
-    copy_layers = bench.engine._copy_layers
+    load = bench.engine.load
 
-    def too_early(copy_layer):
+    def too_early(*arguments):
         begun = recorded(bench.place.device, bench.engine.streams[IN])
-        return [begun, *copy_layers(copy_layer)[:-1]]
+        return LayerCounter([begun, *load(*arguments)._events[:-1]])
 
-    bench.engine._copy_layers = too_early
+    bench.engine.load = too_early
 
 
 def signalled_when_begun(bench):
-    copy_layers = bench.engine._copy_layers
+    load = bench.engine.load
 
-    def too_early(copy_layer):
+    def too_early(*arguments):
         begun = recorded(bench.place.device, bench.engine.streams[IN])
         bench.place.delay(bench.engine.streams[IN])
-        return [begun] * len(copy_layers(copy_layer))
+        return LayerCounter([begun] * len(load(*arguments)._events))
 
-    bench.engine._copy_layers = too_early
+    bench.engine.load = too_early
 
 
 MUTANTS = {
@@ -329,35 +347,35 @@ MUTANTS = {
         overwrite_behind_load,
     ),
     "loads do not wait for write-backs": (
-        without_engine_step("_behind_copies"),
+        without_fence(OUT, "wait", DEVICE),
         load_behind_write_back,
     ),
     "write-backs do not wait for loads": (
-        without_fence("_device_fences", "before_read"),
+        without_fence(IN, "wait", DEVICE),
         write_back_behind_load,
     ),
     "device pages in write-back are not noted": (
-        without_fence("_device_fences", "reads"),
+        without_fence(OUT, "note", DEVICE),
         load_behind_write_back,
     ),
     "device pages in load are not noted": (
-        without_fence("_device_fences", "writes"),
+        without_fence(IN, "note", DEVICE),
         write_back_behind_load,
     ),
     "loads do not wait for their host pages": (
-        without_fence("_host_fences", "before_read"),
+        without_fence(OUT, "wait", HOST),
         load_from_a_page_in_write_back,
     ),
     "write-backs do not wait for their host pages": (
-        without_fence("_host_fences", "before_write"),
+        without_fence(IN, "wait", HOST),
         write_back_into_a_page_in_load,
     ),
     "host pages in write-back are not noted": (
-        without_fence("_host_fences", "writes"),
+        without_fence(OUT, "note", HOST),
         load_from_a_page_in_write_back,
     ),
     "host pages in load are not noted": (
-        without_fence("_host_fences", "reads"),
+        without_fence(IN, "note", HOST),
         write_back_into_a_page_in_load,
     ),
     "a write-back is acknowledged when it begins": (
@@ -373,27 +391,27 @@ MUTANTS = {
 }
 STAGING_MUTANTS = {
     "gathering does not wait for kernels": (
-        without_staging_step("_out", "begin"),
+        without_staging_step(OUT, "begin"),
         write_back_behind_kernels,
     ),
     "staging does not wait for host pages": (
-        without_staging_step("_in", "begin"),
+        without_staging_step(IN, "begin"),
         load_from_a_page_in_write_back,
     ),
     "gathering overruns a buffer": (
-        without_staging_step("_out", "_before_fill"),
+        without_staging_step(OUT, "_before_fill"),
         staged_out_behind_a_slow_bus,
     ),
     "copies leave before they are gathered": (
-        without_staging_step("_out", "hand_over"),
+        without_staging_step(OUT, "hand_over"),
         staged_out_behind_slow_kernels,
     ),
     "staging overruns a buffer": (
-        without_staging_step("_in", "_before_fill"),
+        without_staging_step(IN, "_before_fill"),
         staged_in_behind_slow_kernels,
     ),
     "scattering begins before pages have come": (
-        without_staging_step("_in", "hand_over"),
+        without_staging_step(IN, "hand_over"),
         staged_in_behind_a_slow_bus,
     ),
 }
@@ -434,7 +452,7 @@ def test_layers_do_not_wait_for_later_ones(simulated, way, kind, layout):
     made = Bench(simulated, kind, layout, way)
     content = made.content(0)
     host = made.filled_host(content)
-    hold = made.hold_layer(2, LAYERS - 1)
+    hold = made.hold_loads_into(2, [LAYERS - 1])
     counter = made.engine.load(host, made.slots(2))
     seen = []
     for layer in range(LAYERS - 1):

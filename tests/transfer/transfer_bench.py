@@ -25,6 +25,7 @@ from hicache_storage.pools import (
     host_tensor,
 )
 from hicache_storage.transfer import CudaDevice, PageTransfers
+from hicache_storage.transfer.copies import HOST
 from hicache_storage.transfer.simulator import StreamSimulator
 
 if TYPE_CHECKING:
@@ -107,13 +108,13 @@ def gate():
 
 
 class Simulated:
-    """The simulator: copies run piece by piece at random times, and what nothing orders is found
+    """The simulator: copies run piece by piece in a random order, and what nothing orders is found
     whenever it ran."""
 
     where = "cpu"
 
-    def __init__(self, seed, pause_seconds=0.0003):
-        self.device = StreamSimulator(seed, pause_seconds=pause_seconds)
+    def __init__(self, seed):
+        self.device = StreamSimulator(seed)
 
     def delay(self, stream):
         """Nothing: the verdict does not depend on time."""
@@ -126,6 +127,11 @@ class Simulated:
 
     def hold(self, tensors):
         return self.device.hold(tensors, HOLD_SECONDS)
+
+    def run_what_can(self):
+        """Run everything that nothing holds back: a query runs some of it."""
+        for _ in range(50):
+            self.device.event().query()
 
     def check(self):
         assert not self.device.races, str(self.device.races[0])
@@ -199,14 +205,42 @@ PLACES = [
 ]
 
 
-class Bench:
+class Rig:
+    """A place, and the model's stream there."""
+
+    def __init__(self, place):
+        self.place = place
+        self.compute = place.device.stream("compute")
+
+    def see(self, source, what):
+        """Launch a kernel that reads memory; what it will have seen."""
+        seen = torch.zeros_like(source)
+        if self.place.where == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.compute.copy(seen, source, what)
+        return seen
+
+    def wait(self, copy):
+        """Wait for a write-back."""
+        # One that is over already has waited for no gate, and what it copies must not, either.
+        if not copy.done():
+            self.place.release()
+        copy.wait()
+
+    def finish(self):
+        self.place.release()
+        self.compute.synchronize()
+        self.place.check()
+
+
+class Bench(Rig):
     """A pair of pools full of poison, the engine between them, and kernels that write and read
     device pages."""
 
     def __init__(self, place, kind, layout, way, *, staging_bytes=1):
-        self.place, self.kind = place, KINDS[kind]
+        super().__init__(place)
+        self.kind = KINDS[kind]
         self.device_pool, self.host_pool = self.kind.pair(layout, place.where)
-        self.compute = place.device.stream("compute")
         self.engine = PageTransfers.between(
             place.device,
             self.compute,
@@ -219,11 +253,8 @@ class Bench:
             # Kernels are loaded before one waits for the host.
             self.engine.write_back(self.slots(0), self.slots(0)).wait()
             self.engine.load(self.slots(0), self.slots(0)).synchronize()
-        for buffer in self.host_pool.buffers:
-            fill(buffer, POISON)
-        for layer in range(LAYERS):
-            for part in self.device_pool.layer(layer):
-                fill(part, POISON)
+        self.host_pages = self.engine._sides[HOST]
+        poison(self.device_pool, self.host_pool)
         if place.where == "cuda":
             torch.cuda.synchronize()
 
@@ -258,15 +289,8 @@ class Bench:
 
     def read_layer(self, page, layer):
         """Launch kernels that read a layer of a page; what they will have seen."""
-        seen = []
-        for source in self.device_pool.layer(layer):
-            seen.append(torch.zeros_like(source[page]))
-            if self.place.where == "cuda":
-                torch.cuda.current_stream().synchronize()
-            self.compute.copy(
-                seen[-1], source[page], f"kernel that reads layer {layer} of device page {page}"
-            )
-        return seen
+        what = f"kernel that reads layer {layer} of device page {page}"
+        return [self.see(source[page], what) for source in self.device_pool.layer(layer)]
 
     def read_pages(self, pages, counter):
         """Launch kernels that read pages layer by layer, each behind its event; what they will have
@@ -286,18 +310,14 @@ class Bench:
 
     def host_content(self, page):
         """Current content of a host page."""
-        parts = [
-            [part[page] for part in self.engine._host_pages.layer(layer)] for layer in range(LAYERS)
-        ]
+        parts = [[part[page] for part in self.host_pages.layer(layer)] for layer in range(LAYERS)]
         self.place.host("look at a host page", reads=[part for layer in parts for part in layer])
         return [[part.clone() for part in layer] for layer in parts]
 
     def write_host(self, page, content):
         """Fill a host page by hand, as a storage would."""
         for layer, parts in enumerate(content):
-            for destination, source in zip(
-                self.engine._host_pages.layer(layer), parts, strict=True
-            ):
+            for destination, source in zip(self.host_pages.layer(layer), parts, strict=True):
                 self.place.host("filling of a host page", writes=[destination[page]])
                 destination[page].copy_(source)
 
@@ -309,8 +329,8 @@ class Bench:
         return slots
 
     def staging(self, direction):
-        """The first staging of write-backs (`_out`) or of loads (`_in`)."""
-        return getattr(self.engine._copies, direction)[0].staging
+        """The first staging of a direction."""
+        return self.engine._copies[direction].lanes[0].staging
 
     def delay_draining(self, direction):
         """Let what drains the staging buffers take its time, from where filling them may begin."""
@@ -323,34 +343,25 @@ class Bench:
 
         staging.begin = slow
 
-    def hold_loads_into(self, page):
-        """Keep a load into a device page in flight until that is released."""
-        return self.place.hold(
-            [part[page] for layer in range(LAYERS) for part in self.device_pool.layer(layer)]
-        )
-
-    def hold_layer(self, page, layer):
-        """Keep a layer of a load into a device page in flight until that is released."""
-        return self.place.hold([part[page] for part in self.device_pool.layer(layer)])
+    def hold_loads_into(self, page, layers=range(LAYERS)):
+        """Keep layers of a load into a device page in flight until that is released."""
+        return self._hold(self.device_pool, page, layers)
 
     def hold_write_backs_into(self, page):
         """Keep a write-back into a host page in flight until that is released."""
-        host = self.engine._host_pages
-        return self.place.hold(
-            [part[page] for layer in range(LAYERS) for part in host.layer(layer)]
-        )
+        return self._hold(self.host_pages, page, range(LAYERS))
 
-    def wait(self, copy):
-        """Wait for a write-back."""
-        # One that is over already has waited for no gate, and what it copies must not, either.
-        if not copy.done():
-            self.place.release()
-        copy.wait()
+    def _hold(self, pages, page, layers):
+        return self.place.hold([part[page] for layer in layers for part in pages.layer(layer)])
 
-    def finish(self):
-        self.place.release()
-        self.compute.synchronize()
-        self.place.check()
+
+def poison(device_pool, host_pool):
+    """Fill both pools."""
+    for buffer in host_pool.buffers:
+        fill(buffer, POISON)
+    for layer in range(LAYERS):
+        for part in device_pool.layer(layer):
+            fill(part, POISON)
 
 
 def fill(tensor, byte):

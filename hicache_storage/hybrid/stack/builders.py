@@ -233,8 +233,7 @@ def _own_streams(config: StackConfig, closing: ExitStack) -> tuple[Device, Strea
     place = torch.device(config.device)
     if place.type == "cuda":
         return CudaDevice(place), CudaStream(torch.cuda.current_stream(place))
-    # Its pauses make missing waits visible in tests; here they would only cost time.
-    simulator = closing.enter_context(StreamSimulator(pause_seconds=0))
+    simulator = closing.enter_context(StreamSimulator())
     return simulator, simulator.stream("compute")
 
 

@@ -11,19 +11,12 @@ from hicache_storage.pools.cuda_runtime import cuda_runtime, forget_error
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.cuda.dma import copy_pieces, memcpy
 from hicache_storage.transfer.cuda.kernel import CudaRowCopy, is_capturing
-from hicache_storage.transfer.streams import StreamFailedError
+from hicache_storage.transfer.streams import StreamFailedError, own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_storage.transfer.streams import (
-        Event,
-        PageTable,
-        Priority,
-        RowCopy,
-        RowSide,
-        Stream,
-    )
+    from hicache_storage.transfer.streams import Event, Priority, RowSide, Stream
 
 PREPARED_UPLOADS: Final = 4
 """Page-locked buffers that a page table has from the beginning on."""
@@ -54,7 +47,7 @@ class CudaEvent:
         return self._is_recorded
 
     def record(self, stream: Stream) -> None:
-        cuda = _cuda(stream)
+        cuda = own(CudaStream, stream)
         cuda.refuse_capture()
         self.native.record(cuda.native)
         self._is_recorded = True
@@ -90,8 +83,7 @@ class CudaStream:
         self._handle: int = native.cuda_stream
 
     def wait_event(self, event: Event) -> None:
-        if not isinstance(event, CudaEvent):
-            raise TypeError(f"a CUDA stream waits for CUDA events, not for {type(event).__name__}")
+        event = own(CudaEvent, event)
         self.refuse_capture()
         if event.is_recorded:
             self.native.wait_event(event.native)
@@ -100,25 +92,22 @@ class CudaStream:
         with torch.cuda.stream(self.native):
             destination.copy_(source, non_blocking=True)
 
-    def upload(self, table: PageTable, columns: tuple[torch.Tensor, torch.Tensor]) -> None:
-        table = cast("CudaPageTable", table)
-        pinned, uploaded = table.take(columns)
+    def upload(self, table: object, numbers: torch.Tensor) -> None:
+        table = own(CudaPageTable, table)
+        pinned, uploaded = table.take(numbers)
         size = pinned.numel() * pinned.element_size()
-        _check(memcpy(table.columns[0], pinned.data_ptr(), size, self._handle), "upload")
+        _check(memcpy(table.rows[0], pinned.data_ptr(), size, self._handle), "upload")
         uploaded.record(self)
 
-    def copy_rows(
-        self, rows: RowCopy, table: PageTable, parts: range, pages: range, what: str
-    ) -> None:
-        columns = cast("CudaPageTable", table).columns
-        error = cast("CudaRowCopy", rows).launch(self._handle, columns, parts, pages)
+    def copy_rows(self, rows: object, parts: range, pages: range, what: str) -> None:
+        error = own(CudaRowCopy, rows).launch(self._handle, parts, pages)
         if error:
             raise StreamFailedError(f"{what} failed with CUDA error {error}")
 
     def copy_pieces(
-        self, destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, what: str
+        self, destinations: torch.Tensor, sources: torch.Tensor, size: int, what: str
     ) -> None:
-        _check(copy_pieces(destinations, sources, sizes, self._handle), what)
+        _check(copy_pieces(destinations, sources, size, self._handle), what)
 
     def synchronize(self) -> None:
         _wait(self.native)
@@ -150,10 +139,10 @@ class CudaPageTable:
         torch.cuda.current_stream(device).synchronize()
         self._event = event
         self._buffers = deque((_pinned(2 * pages), event()) for _ in range(PREPARED_UPLOADS))
-        self.columns = [self._memory.data_ptr()] * 2
-        """Addresses of the two columns of the last upload."""
+        self.rows = [self._memory.data_ptr()] * 2
+        """Addresses of the two rows of the last upload."""
 
-    def take(self, columns: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, CudaEvent]:
+    def take(self, numbers: torch.Tensor) -> tuple[torch.Tensor, CudaEvent]:
         """Put page numbers into a buffer; and the event to be recorded behind the upload from it."""
         buffer, uploaded = self._buffers[0]
         if uploaded.query():
@@ -161,11 +150,8 @@ class CudaPageTable:
         else:
             buffer, uploaded = _pinned(2 * self._pages), self._event()
         self._buffers.append((buffer, uploaded))
-        first, second = columns
-        self.columns[1] = self.columns[0] + first.numel() * first.element_size()
-        numbers = buffer[: first.numel() + second.numel()]
-        torch.cat((first, second), out=numbers)
-        return numbers, uploaded
+        self.rows[1] = self.rows[0] + numbers.shape[1] * numbers.element_size()
+        return buffer[: numbers.numel()].copy_(numbers.view(-1)), uploaded
 
 
 class CudaDevice:
@@ -182,6 +168,9 @@ class CudaDevice:
         self._device = cuda_device("cuda" if device is None else device)
         self._events = deque[torch.cuda.Event]()
         cuda_runtime()
+
+    def current(self) -> torch.cuda.device:
+        return torch.cuda.device(self._device)
 
     def stream(self, name: str, priority: Priority | None = None) -> CudaStream:
         lowest, highest = cast("Any", torch.cuda.Stream).priority_range()
@@ -200,7 +189,7 @@ class CudaDevice:
                 f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a "
                 "smaller staging_bytes, or way='kernel', which needs none"
             ) from error
-        for native in (_cuda(stream).native for stream in streams):
+        for native in (own(CudaStream, stream).native for stream in streams):
             # A former owner of this memory may still use it, on the current stream.
             native.wait_stream(torch.cuda.current_stream(self._device))
             # torch's allocator would otherwise hand the memory out again while this stream still
@@ -211,9 +200,12 @@ class CudaDevice:
     def page_table(self, pages: int) -> CudaPageTable:
         return CudaPageTable(pages, self._device, self.event)
 
-    def row_copy(self, destination: RowSide, source: RowSide, blocks: int) -> CudaRowCopy:
-        with torch.cuda.device(self._device):
-            return CudaRowCopy((destination, source), self._device, blocks)
+    def row_copy(
+        self, destination: RowSide, source: RowSide, table: object, blocks: int
+    ) -> CudaRowCopy:
+        rows = own(CudaPageTable, table).rows
+        with self.current():
+            return CudaRowCopy((destination, source), rows, self._device, blocks)
 
 
 def cuda_device(device: torch.device | str) -> torch.device:
@@ -252,11 +244,3 @@ def _wait(native: torch.cuda.Event | torch.cuda.Stream) -> None:
         native.synchronize()
     except RuntimeError as error:
         raise StreamFailedError(str(error)) from error
-
-
-def _cuda(stream: Stream) -> CudaStream:
-    if not isinstance(stream, CudaStream):
-        raise TypeError(
-            f"a CUDA event is recorded on a CUDA stream, not on {type(stream).__name__}"
-        )
-    return stream

@@ -9,12 +9,12 @@ import ctypes
 import functools
 from typing import TYPE_CHECKING, Final, cast
 
+import torch
+
 from hicache_storage.pools.cuda_runtime import cuda_runtime, forget_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
 _DEFAULT_KIND: Final = 4
 """cudaMemcpyDefault: the direction follows from the addresses."""
@@ -26,23 +26,25 @@ _NO_BATCHES: Final = (36, 801)
 """cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported: copied one by one then."""
 
 
-def copy_pieces(
-    destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, stream: int
-) -> int:
+def copy_pieces(destinations: torch.Tensor, sources: torch.Tensor, size: int, stream: int) -> int:
     """Enqueue copies; returns CUDA's error. See `Stream.copy_pieces`."""
     count, batch = min(destinations.numel(), sources.numel()), memcpy_batch()
     if batch is not None:
-        error = batch(destinations.data_ptr(), sources.data_ptr(), sizes.data_ptr(), count, stream)
+        sizes = _sizes(count, size).data_ptr()
+        error = batch(destinations.data_ptr(), sources.data_ptr(), sizes, count, stream)
         if error not in _NO_BATCHES:
             return error
         # The driver knows no batches: its refusal must not surface at the next kernel.
         forget_error()
     # A loop over pieces: CUDA before 12.8 copies them one by one.
-    arrays = (
-        cast("list[int]", each.view(-1)[:count].tolist()) for each in (destinations, sources, sizes)
-    )
-    errors = (memcpy(to, origin, size, stream) for to, origin, size in zip(*arrays, strict=True))
+    arrays = (cast("list[int]", each.view(-1)[:count].tolist()) for each in (destinations, sources))
+    errors = (memcpy(to, origin, size, stream) for to, origin in zip(*arrays, strict=True))
     return next(filter(None, errors), 0)
+
+
+@functools.lru_cache
+def _sizes(count: int, size: int) -> torch.Tensor:
+    return torch.full((count,), size, dtype=torch.int64)
 
 
 def memcpy(destination: int, source: int, size: int, stream: int) -> int:

@@ -53,12 +53,19 @@ class CudaRowCopy:
 
     Args:
         sides: where it writes, and where it reads.
+        rows: addresses of the rows of page numbers of the next launch.
         device: where it runs, with its number.
         blocks: multiprocessors that it occupies at most.
     """
 
-    def __init__(self, sides: tuple[RowSide, RowSide], device: torch.device, blocks: int) -> None:
-        self._columns = [side.column for side in sides]
+    def __init__(
+        self,
+        sides: tuple[RowSide, RowSide],
+        rows: Sequence[int],
+        device: torch.device,
+        blocks: int,
+    ) -> None:
+        self._rows = rows
         self._blocks = blocks
         addresses = [[address(view) for view in side.views] for side in sides]
         self.move, word = make_move(sides, addresses)
@@ -66,24 +73,22 @@ class CudaRowCopy:
         self._function = kernel(f"sm_{major}{minor}", word)
         # Both tables in one: int64 for the parts of either side.
         self._tables = torch.tensor(addresses, device=device)
-        self._bases = [table.data_ptr() for table in self._tables]
+        self._sides = [
+            (arguments, table.data_ptr(), side.row)
+            for arguments, table, side in zip(
+                (self.move.to, self.move.origin), self._tables, sides, strict=True
+            )
+        ]
         # `void**`: the addresses of the arguments, of which there is one.
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.move))
 
-    def launch(self, stream: int, columns: Sequence[int], parts: range, pages: range) -> int:
-        """Enqueue it for some parts and pages; returns CUDA's error.
-
-        Args:
-            columns: addresses of the page numbers of the table's columns.
-        """
-        move = self.move
-        for side, base, column in zip(
-            (move.to, move.origin), self._bases, self._columns, strict=True
-        ):
-            side.parts = base + 8 * parts.start
-            side.pages = 0 if column is None else columns[column] + 8 * pages.start
-        move.parts = len(parts)
-        move.pages = len(pages)
+    def launch(self, stream: int, parts: range, pages: range) -> int:
+        """Enqueue it for some parts and pages; returns CUDA's error."""
+        for arguments, table, row in self._sides:
+            arguments.parts = table + 8 * parts.start
+            arguments.pages = 0 if row is None else self._rows[row] + 8 * pages.start
+        self.move.parts = len(parts)
+        self.move.pages = len(pages)
         return launch(self._function, self._blocks, stream, ctypes.addressof(self._arguments))
 
 
@@ -122,9 +127,8 @@ def compiled(arch: str) -> Any:
     Raises:
         ConfigError: NVRTC or cuda-core is missing.
     """
+    core, utils = nvidia("cuda.core"), nvidia("cuda.core.utils")
     try:
-        core = importlib.import_module("cuda.core")
-        utils = importlib.import_module("cuda.core.utils")
         options = core.ProgramOptions(arch=arch, std="c++17", name=SOURCE.name)
         program = core.Program(SOURCE.read_text(), "c++", options)
         try:
@@ -132,11 +136,8 @@ def compiled(arch: str) -> Any:
         except OSError:
             # No folder that can be written to: compiled by each process.
             return program.compile("cubin")
-    except (ImportError, RuntimeError) as error:
-        raise ConfigError(
-            "copies on CUDA need cuda-core, cuda-bindings and NVRTC, which compiles their kernel: "
-            f"pip install 'hicache-storage[cuda]' ({error})"
-        ) from error
+    except RuntimeError as error:
+        raise _missing(error) from error
 
 
 @functools.cache
@@ -173,16 +174,26 @@ def is_capturing(stream: int) -> bool:
     return bool(int(driver().cuStreamIsCapturing(stream)[1] or 0))
 
 
-@functools.cache
-def driver() -> Any:
-    """NVIDIA's bindings of the driver.
+def nvidia(module: str) -> Any:
+    """A module of NVIDIA's.
 
     Raises:
-        ConfigError: they are not installed.
+        ConfigError: it is not installed.
     """
     try:
-        return importlib.import_module("cuda.bindings.driver")
+        return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            "copies on CUDA need cuda-bindings; pip install 'hicache-storage[cuda]'"
-        ) from error
+        raise _missing(error) from error
+
+
+def _missing(error: Exception) -> ConfigError:
+    return ConfigError(
+        "copies on CUDA need cuda-core, cuda-bindings and NVRTC, which compiles their kernel: "
+        f"pip install 'hicache-storage[cuda]' ({error})"
+    )
+
+
+@functools.cache
+def driver() -> Any:
+    """NVIDIA's bindings of the driver."""
+    return nvidia("cuda.bindings.driver")

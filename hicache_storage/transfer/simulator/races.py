@@ -13,34 +13,14 @@ if TYPE_CHECKING:
 
 HOST: Final = 0
 """The actor that enqueues and waits: calls of several threads are ordered by the caller."""
+Clock = dict[int, int]
+"""A vector clock: the last known step of each actor."""
 
 
-class Clock:
-    """A vector clock: the last known step of each actor."""
-
-    __slots__ = ("_times",)
-
-    def __init__(self, times: dict[int, int] | None = None) -> None:
-        self._times = dict(times or {})
-
-    def tick(self, actor: int) -> int:
-        """Let an actor take a step; its new time."""
-        self._times[actor] = time = self._times.get(actor, 0) + 1
-        return time
-
-    def join(self, other: Clock) -> None:
-        """Know what `other` knows, too."""
-        for actor, time in other._times.items():
-            if time > self._times.get(actor, 0):
-                self._times[actor] = time
-
-    def knows(self, actor: int, time: int) -> bool:
-        """Return True if a step of an actor happened before this clock."""
-        return self._times.get(actor, 0) >= time
-
-    def copy(self) -> Clock:
-        """A snapshot."""
-        return Clock(self._times)
+def join(clock: Clock, other: Clock) -> None:
+    """Let a clock know what `other` knows, too."""
+    for actor, time in other.items():
+        clock[actor] = max(time, clock.get(actor, 0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,13 +32,12 @@ class Access:
     where: str
     """Name of its stream, or `host`."""
     actor: int
-    time: int
     clock: Clock
     """Vector clock of the access, itself included."""
 
     def follows(self, other: Access) -> bool:
         """Return True if `other` is before it by a stream's order, by events, or by the host."""
-        return self.clock.knows(other.actor, other.time)
+        return self.clock.get(other.actor, 0) >= other.clock[other.actor]
 
     def __str__(self) -> str:
         return f"{self.what!r} ({self.where})"

@@ -19,15 +19,14 @@ from hicache_storage.transfer import (
 from hicache_storage.transfer.engine import IN, OUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from hicache_storage.objects.requests import PoolRequest, RegisteredPool
     from hicache_storage.pools import MHAHostPool
     from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
-    from hicache_storage.transfer import Device, Event, LayeredPages, Stream
-    from hicache_storage.transfer.copies import PageMoves
+    from hicache_storage.transfer import Device, LayeredPages, Stream
     from hicache_storage.transfer.host_slots import Completion
 
 
@@ -59,31 +58,29 @@ class StagingEngine(PageTransfers):
 class WritesBackTooEarly(Engine):
     """Copies out without waiting for the kernels that write the pages."""
 
-    def _behind_compute(self, stream: Stream) -> None:
-        if stream is not self.streams[OUT]:
-            super()._behind_compute(stream)
+    def _behind_compute(self, direction: str) -> None:
+        if direction != OUT:
+            super()._behind_compute(direction)
 
 
 class GathersTooEarly(StagingEngine):
     """Gathers pages without waiting for the kernels that write them."""
 
-    def begin(self, direction: str, moves: PageMoves) -> None:
-        if direction == OUT:
-            self._copies.write_back(moves)
-        else:
-            super().begin(direction, moves)
+    def _behind_compute(self, direction: str) -> None:
+        if direction != OUT:
+            super()._behind_compute(direction)
 
 
 class LoadsOverKernels(Engine):
     """Copies in without waiting for the kernels that still read the pages."""
 
-    def _behind_compute(self, stream: Stream) -> None:
-        if stream is not self.streams[IN]:
-            super()._behind_compute(stream)
+    def _behind_compute(self, direction: str) -> None:
+        if direction != IN:
+            super()._behind_compute(direction)
 
 
 class LoadsOverCopiesOut(Engine):
-    def _behind_copies(self, device_pages: torch.Tensor) -> None:
+    def _behind_copies(self, direction: str, pages: torch.Tensor) -> None:
         pass
 
 
@@ -106,15 +103,15 @@ class AcknowledgesTooEarly(Engine):
 
 
 class SignalsAllLayersAtTheEnd(Engine):
-    def _copy_layers(self, copy_layer: Callable[[int], bool]) -> list[Event]:
-        arrivals = super()._copy_layers(copy_layer)
-        return [arrivals[-1]] * len(arrivals)
+    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
+        events = super().load(host_indices, device_indices)._events
+        return LayerCounter([events[-1]] * len(events))
 
 
 class SignalsOneLayerEarly(Engine):
-    def _copy_layers(self, copy_layer: Callable[[int], bool]) -> list[Event]:
+    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
         begun = recorded(self.device, self.streams[IN])
-        return [begun, *super()._copy_layers(copy_layer)[:-1]]
+        return LayerCounter([begun, *super().load(host_indices, device_indices)._events[:-1]])
 
 
 class BlocksWhileLoading(Engine):
@@ -127,7 +124,7 @@ class BlocksWhileLoading(Engine):
 
 
 class FreesUnderACopy(Engine):
-    def _hold(self, host_pages: torch.Tensor, until: Completion, behind: str | None) -> None:
+    def _hold(self, host_pages: torch.Tensor, until: Completion, behind: object) -> None:
         pass
 
 

@@ -73,7 +73,7 @@ class RealController:
         self._identity = StorageIdentity(
             model="m", kv_dtype="int64", page_size=page_size, layout="page_first"
         )
-        self.simulator = StreamSimulator(seed, pause_seconds=0.0006)
+        self.simulator = StreamSimulator(seed)
         self.compute = self.simulator.stream("compute")
         self._streams = {name: self.simulator.stream(name) for name in ("write-back", "load")}
         self.device_memory, self.host_memory, self.state_slots = {}, {}, None
