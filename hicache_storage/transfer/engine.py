@@ -204,9 +204,7 @@ class PageTransfers(CopyStreams):
             for direction, written in WRITTEN.items()
         }
         pages = [side.page_num for side in self._sides]
-        # Fences have the device's pages before the host's.
-        self._fences = {direction: PageFences(sum(pages)) for direction in WRITTEN}
-        self._first = torch.tensor([0, pages[DEVICE]]).unsqueeze(1)
+        self._fences = {direction: PageFences(max(pages)) for direction in WRITTEN}
         self._marks = torch.zeros(max(pages), dtype=torch.int64)
         self._numbers = torch.arange(max(pages))
         # CUDA allows memory to be unlocked and unmapped under a copy, which then reads or writes
@@ -289,7 +287,7 @@ class PageTransfers(CopyStreams):
         if pages.numel():
             self._check_range(pages)
             for fences in self._fences.values():
-                fences.wait(self._compute, pages[DEVICE])
+                fences.wait(self._compute, pages)
 
     # Steps, for transfers of several pools at once
     # -----------------------------------------------------------
@@ -328,7 +326,7 @@ class PageTransfers(CopyStreams):
 
     def end(self, direction: str, pages: torch.Tensor, until: Event) -> None:
         """Fence the pages until an event that was recorded behind the copies of all layers."""
-        self._fences[direction].note(self._places(pages), until)
+        self._fences[direction].note(pages, until)
         # The caller may free the host pages at any time; they are handed out when the copy has
         # ended. Copies of one direction end in order.
         self._hold(pages[HOST], until, direction)
@@ -354,10 +352,7 @@ class PageTransfers(CopyStreams):
         # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
         # (rule ST-3).
         other = self._fences[IN if direction == OUT else OUT]
-        other.wait(self.streams[direction], self._places(pages))
-
-    def _places(self, pages: torch.Tensor) -> torch.Tensor:
-        return (pages + self._first).view(-1)
+        other.wait(self.streams[direction], pages)
 
     def _check_range(self, pages: torch.Tensor) -> None:
         low, high = (cast("list[int]", each.tolist()) for each in pages.aminmax(dim=1))
@@ -369,10 +364,10 @@ class PageTransfers(CopyStreams):
                 )
 
     def _has_repeated(self, pages: torch.Tensor) -> bool:
-        if len(pages) > len(self._marks):
+        if pages.numel() > self._marks.numel():
             return True
         # Of two marks on a page one remains.
-        numbers = self._numbers[: len(pages)]
+        numbers = self._numbers[: pages.numel()]
         self._marks.scatter_(0, pages, numbers)
         return not self._marks.gather(0, pages).equal(numbers)
 

@@ -119,7 +119,7 @@ class HostSlots:
         """
         with self._lock:
             # Not `+= 1`, which counts a page once that occurs twice in `pages`.
-            self._users.index_add_(0, pages, pages.new_ones(len(pages)))
+            self._users.index_add_(0, pages, pages.new_ones(pages.numel()))
             self._uses.setdefault(behind, deque()).append(_Use(pages, until))
             if sum(map(len, self._uses.values())) >= self._ask_at:
                 # The next allocation reports a failed stream.
@@ -157,23 +157,25 @@ class HostSlots:
 
     def _release(self) -> None:
         """Forget the copies that are done, and give back what waited for them."""
+        import torch
+
         # All are asked before anything changes: a failed stream raises.
         ended = [
             (behind, use)
             for behind, uses in self._uses.items()
             for use in takewhile(lambda use: use.until.query(), uses)
         ]
-        for behind, use in ended:
+        if not ended:
+            return
+        for behind, _ in ended:
             self._uses[behind].popleft()
             if not self._uses[behind]:
                 del self._uses[behind]
-            self._users.index_add_(0, use.pages, -use.pages.new_ones(len(use.pages)))
-            idle = use.pages[(self._users[use.pages] == 0) & self._parked[use.pages]]
-            if idle.numel():
-                # A load may hold a page twice, which goes back once.
-                once = idle.unique()
-                self._parked[once] = False
-                slots = once.unsqueeze(1) * self._page_size + once.new_tensor(
-                    range(self._page_size)
-                )
-                self._pool.free(slots.view(-1))
+        pages = torch.cat([use.pages for _, use in ended])
+        self._users.index_add_(0, pages, -pages.new_ones(pages.numel()))
+        # A load may hold a page twice, which goes back once.
+        idle = pages[(self._users[pages] == 0) & self._parked[pages]].unique()
+        if idle.numel():
+            self._parked[idle] = False
+            slots = idle.unsqueeze(1) * self._page_size + idle.new_tensor(range(self._page_size))
+            self._pool.free(slots.view(-1))

@@ -214,8 +214,8 @@ def test_fences_against_a_model(data, kept):
     for number in range(data.draw(st.integers(1, 30))):
         pages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
         stream = Waits()
-        fences.wait(stream, torch.tensor(pages))
+        fences.wait(stream, torch.tensor([pages]))
         known = [last[page] for page in pages if page in last]
         assert stream.events == [max(*known, number - kept)] if known else not stream.events
-        fences.note(torch.tensor(pages), number)
+        fences.note(torch.tensor([pages] * 2), number)
         last.update(dict.fromkeys(pages, number))

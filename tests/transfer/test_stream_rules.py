@@ -280,19 +280,20 @@ def without_fence(direction, step, side):
     the other direction does not wait."""
 
     def break_it(bench):
-        fences, device_pages = bench.engine._fences[direction], bench.device_pool.page_num
+        fences = bench.engine._fences[direction]
+        note, wait = fences.note, fences.wait
 
-        def elsewhere(places):
-            return places[(places >= device_pages) == (side == DEVICE)]
+        def note_others(*arguments):
+            note(*arguments)
+            fences._last[side] = 0
 
-        whole = getattr(fences, step)
-        broken = {
-            "note": lambda places, until: whole(elsewhere(places), until),
-            "wait": lambda stream, places: whole(
-                stream, places if stream is bench.compute else elsewhere(places)
-            ),
-        }
-        setattr(fences, step, broken[step])
+        def wait_for_others(stream, pages):
+            last = fences._last.clone()
+            fences._last[side] *= stream is bench.compute
+            wait(stream, pages)
+            fences._last = last
+
+        setattr(fences, step, {"note": note_others, "wait": wait_for_others}[step])
 
     return break_it
 
