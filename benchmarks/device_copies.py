@@ -161,9 +161,7 @@ class Case:
 
     def ours(self, way: Way | None) -> tuple[PageTransfers, dict[str, Copy]]:
         """Our copies in both directions; checked."""
-        engine = PageTransfers.between(
-            self.device, self.compute, self.device_pool, self.host_pool, way=way
-        )
+        engine = PageTransfers(self.device, self.compute, self.device_pool, self.host_pool, way=way)
         self._check(engine)
         last: list[Any] = []
 

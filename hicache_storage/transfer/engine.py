@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.pools import DevicePoolBase, HostPoolBase
-    from hicache_storage.transfer.host_slots import Completion, SlotPool
+    from hicache_storage.pools import HostPoolBase
+    from hicache_storage.transfer.host_slots import Completion
     from hicache_storage.transfer.pages import LayeredPages
     from hicache_storage.transfer.plan import Way
     from hicache_storage.transfer.streams import Device, Event, Stream
@@ -155,8 +155,9 @@ class PageTransfers(CopyStreams):
     Args:
         device: makes the streams.
         compute: the stream whose kernels read and write the device pages.
-        device_pages, host_pages: the two pools, of the same layers, page size and rows.
-        host_pool: hands out the slots of `host_pages`.
+        device_pages: a device pool, or other pages of the same layers, page size and rows as the
+            host pool's.
+        host_pool: one of the SDK's.
         way: None lets lengths decide. `kernel`: a kernel reads and writes the host memory. `dma`:
             DMA wherever pieces are contiguous, for loads in growing groups of layers. For
             benchmarks, and machines that differ from those that were measured.
@@ -176,8 +177,7 @@ class PageTransfers(CopyStreams):
         device: Device,
         compute: Stream,
         device_pages: LayeredPages,
-        host_pages: LayeredPages,
-        host_pool: SlotPool,
+        host_pool: HostPoolBase,
         *,
         way: Way | None = None,
         staging_bytes: int = STAGING_BYTES,
@@ -185,6 +185,11 @@ class PageTransfers(CopyStreams):
     ) -> None:
         import torch
 
+        from hicache_storage.pools import DevicePoolBase
+
+        if isinstance(device_pages, DevicePoolBase):
+            device_pages.check_host_pool(host_pool)
+        host_pages = HostPages(host_pool)
         check_pages(device_pages, host_pages)
         super().__init__(device, compute, streams)
         self.host_slots = HostSlots(host_pool)
@@ -213,36 +218,6 @@ class PageTransfers(CopyStreams):
         used = self._sides, self._copies
         weakref.finalize(self, _settle, self.streams.values(), used).atexit = False
         logger.info("copies of %s: %s", type(host_pool).__name__, describe(plan))
-
-    @classmethod
-    def between(
-        cls,
-        device: Device,
-        compute: Stream,
-        device_pool: DevicePoolBase,
-        host_pool: HostPoolBase,
-        *,
-        way: Way | None = None,
-        staging_bytes: int = STAGING_BYTES,
-        streams: Mapping[str, Stream] | None = None,
-    ) -> Self:
-        """The engine of two of the SDK's pools.
-
-        Raises:
-            InvalidPoolError: the pools do not fit each other; the message names the argument that
-                differs.
-        """
-        device_pool.check_host_pool(host_pool)
-        return cls(
-            device,
-            compute,
-            device_pool,
-            HostPages(host_pool),
-            host_pool,
-            way=way,
-            staging_bytes=staging_bytes,
-            streams=streams,
-        )
 
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor

@@ -84,7 +84,7 @@ class HybridTransfers(CopyStreams):
         )
         """Layers of the model, as far as a pool has a share in them."""
         self.engines = {
-            name: PageTransfers.between(
+            name: PageTransfers(
                 device,
                 compute,
                 pair.device_pool,

@@ -78,7 +78,7 @@ class Stack:
         device, compute = self.simulator, self.compute
         transfers = None if poolwise else HybridTransfers(device, compute, pairs)
         self.engines = {
-            name: PageTransfers.between(device, compute, *pair[:2]) for name, pair in pairs.items()
+            name: PageTransfers(device, compute, *pair[:2]) for name, pair in pairs.items()
         }
         if transfers is not None:
             self.engines = transfers.engines

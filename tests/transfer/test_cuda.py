@@ -47,7 +47,7 @@ def many_pages(device, way, layout="page_first", pages=MANY_PAGES, **fields):
         MHADevicePool(size=slots, device="cuda", **size),
         MHAHostPool(size=slots, layout=layout, **size),
     )
-    engine = PageTransfers.between(device, device.stream("compute"), *pools, way=way)
+    engine = PageTransfers(device, device.stream("compute"), *pools, way=way)
     engine.host_slots.alloc(slots)
     device_pages, host_pages = (
         ((torch.randperm(pages) * 2).unsqueeze(1) * size["page_size"])
@@ -86,9 +86,7 @@ def test_no_call_waits_for_a_copy(cuda, way, kind, layout):
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_many_pages_come_back(cuda, kind, layout, way):
     device, host = KINDS[kind].pair(layout, "cuda", 3000)
-    engine = PageTransfers.between(
-        cuda.device, cuda.device.stream("compute"), device, host, way=way
-    )
+    engine = PageTransfers(cuda.device, cuda.device.stream("compute"), device, host, way=way)
     size, pages = KINDS[kind].page_size, torch.randperm(1500) * 2
     slots, backwards = (
         (each.unsqueeze(1) * size + torch.arange(size)).view(-1) for each in (pages, pages.flip(0))
@@ -217,7 +215,7 @@ def test_streams_have_priorities():
 def test_the_current_stream_of_a_model_is_taken(cuda):
     device, host = KINDS["mha"].pair("page_first", "cuda")
     compute = CudaStream(torch.cuda.current_stream())
-    with PageTransfers.between(cuda.device, compute, device, host) as engine:
+    with PageTransfers(cuda.device, compute, device, host) as engine:
         device.layer(0)[0].fill_(3)
         engine.write_back(torch.arange(2), torch.arange(2)).wait()
         assert engine._sides[HOST].layer(0)[0][0].eq(3).all()
@@ -248,7 +246,7 @@ def test_memory_that_is_not_page_locked_is_refused(cuda):
     arguments = dict(KINDS["mha"].arguments, size=device.size, layer_num=LAYERS)
     host = MHAHostPool(**arguments, pin_memory=False)
     with pytest.raises(InvalidPoolError, match="pin_memory=True"):
-        PageTransfers.between(cuda.device, cuda.device.stream("compute"), device, host)
+        PageTransfers(cuda.device, cuda.device.stream("compute"), device, host)
     assert launches()
 
 

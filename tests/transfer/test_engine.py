@@ -215,7 +215,7 @@ def test_repeated_pages_are_found(simulated):
 
 def test_pools_that_do_not_fit_are_refused(simulated):
     device, host = KINDS["mha"].pair("page_first", "cpu")
-    compute, pages = simulated.device.stream("compute"), HostPages(host)
+    compute = simulated.device.stream("compute")
     for layers, field in (
         (device.layers[1:], "layer_num: 2 and 3"),
         ([(v, k) for k, v in device.layers], "element type and shape of the rows of layer 0"),
@@ -225,14 +225,14 @@ def test_pools_that_do_not_fit_are_refused(simulated):
         ),
     ):
         with pytest.raises(InvalidPoolError, match=f"differ in {field}"):
-            PageTransfers(simulated.device, compute, DevicePages(layers, PAGE), pages, host)
+            PageTransfers(simulated.device, compute, DevicePages(layers, PAGE), host)
     with pytest.raises(InvalidPoolError, match="differ in page_size: 4 and 2"):
-        PageTransfers(simulated.device, compute, DevicePages(device.layers, 2 * PAGE), pages, host)
+        PageTransfers(simulated.device, compute, DevicePages(device.layers, 2 * PAGE), host)
     _, other = KINDS["mla"].pair("page_first", "cpu")
     with pytest.raises(InvalidPoolError, match="MHADevicePool is backed up by MHAHostPool"):
-        PageTransfers.between(simulated.device, compute, device, other)
+        PageTransfers(simulated.device, compute, device, other)
     with pytest.raises(InvalidTransferError, match="way must be None or one of kernel, dma"):
-        PageTransfers.between(simulated.device, compute, device, host, way="auto")
+        PageTransfers(simulated.device, compute, device, host, way="auto")
 
 
 def test_pages_that_copies_do_not_know_are_refused():

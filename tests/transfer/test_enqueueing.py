@@ -29,7 +29,7 @@ def engine(kind, layout, way, pages=PAGES, staging_bytes=1, device=None):
     device = device or StubbedDevice()
     pools = KINDS[kind].pair(layout, "cpu", pages)
     compute = device.stream("compute")
-    return PageTransfers.between(device, compute, *pools, way=way, staging_bytes=staging_bytes)
+    return PageTransfers(device, compute, *pools, way=way, staging_bytes=staging_bytes)
 
 
 def slots(pages, page_size):

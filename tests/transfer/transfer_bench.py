@@ -241,7 +241,7 @@ class Bench(Rig):
         super().__init__(place)
         self.kind = KINDS[kind]
         self.device_pool, self.host_pool = self.kind.pair(layout, place.where)
-        self.engine = PageTransfers.between(
+        self.engine = PageTransfers(
             place.device,
             self.compute,
             self.device_pool,

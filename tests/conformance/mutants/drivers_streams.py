@@ -11,7 +11,6 @@ from drivers_plain import Plain
 
 from hicache_storage.transfer import (
     Acknowledgement,
-    HostPages,
     LayerCounter,
     PageTransfers,
     recorded,
@@ -36,7 +35,7 @@ class Engine(PageTransfers):
     def __init__(
         self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool
     ) -> None:
-        super().__init__(device, compute, device_pages, HostPages(host_pool), host_pool)
+        super().__init__(device, compute, device_pages, host_pool)
 
 
 class StagingEngine(PageTransfers):
@@ -45,10 +44,7 @@ class StagingEngine(PageTransfers):
     def __init__(
         self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool
     ) -> None:
-        pages = HostPages(host_pool)
-        super().__init__(
-            device, compute, device_pages, pages, host_pool, way="dma", staging_bytes=1
-        )
+        super().__init__(device, compute, device_pages, host_pool, way="dma", staging_bytes=1)
 
 
 # Engines

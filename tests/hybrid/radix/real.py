@@ -176,7 +176,7 @@ class RealController:
         )
 
     def _entry(self, name, device_pool, host_pool, layers, *, allocates=True, **fields):
-        copies = PageTransfers.between(
+        copies = PageTransfers(
             self.simulator, self.compute, device_pool, host_pool, streams=self._streams
         )
         slots = device_pool if allocates else None
