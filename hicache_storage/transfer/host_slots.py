@@ -14,6 +14,8 @@ from hicache_storage.transfer.pages import page_numbers
 if TYPE_CHECKING:
     import torch
 
+    from hicache_storage.pools import HostPoolBase, SlotAllocator
+
 ASK_AT: Final = 64
 """Number of recorded uses from which on finished ones are dropped.
 
@@ -29,24 +31,6 @@ class Completion(Protocol):
         ...
 
 
-class SlotPool(Protocol):
-    """Protocol of slot allocators: any host pool."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def size(self) -> int:
-        """Slots in the pool."""
-        ...
-
-    def alloc(self, count: int) -> torch.Tensor | None: ...
-
-    def free(self, indices: torch.Tensor) -> int: ...
-
-    def available_size(self) -> int: ...
-
-
 class _Use(NamedTuple):
     pages: torch.Tensor
     until: Completion
@@ -59,7 +43,7 @@ class HostSlots:
     done. Thread-safe.
     """
 
-    def __init__(self, pool: SlotPool) -> None:
+    def __init__(self, pool: HostPoolBase | SlotAllocator) -> None:
         import torch
 
         self._pool = pool
@@ -146,7 +130,7 @@ class HostSlots:
             return self._pool.available_size()
 
     def _pages(self, indices: torch.Tensor) -> torch.Tensor:
-        (pages,) = page_numbers([indices], self._page_size)
+        pages = page_numbers([indices], self._page_size)[0]
         self._refuse("out of range", pages[(pages < 0) | (pages >= len(self._users))])
         return pages
 
@@ -174,7 +158,7 @@ class HostSlots:
         pages = torch.cat([use.pages for _, use in ended])
         self._users.index_add_(0, pages, -pages.new_ones(pages.numel()))
         # A load may hold a page twice, which goes back once.
-        idle = pages[(self._users[pages] == 0) & self._parked[pages]].unique()
+        idle = pages[(self._users[pages] == 0) & self._parked[pages]].unique()  # type: ignore[no-untyped-call] # torch does not annotate it
         if idle.numel():
             self._parked[idle] = False
             slots = idle.unsqueeze(1) * self._page_size + idle.new_tensor(range(self._page_size))

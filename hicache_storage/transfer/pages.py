@@ -167,18 +167,19 @@ def check_pages(device: LayeredPages, host: LayeredPages) -> None:
     Raises:
         InvalidPoolError: the message names the field in which they differ.
     """
-    for field in ("page_size", "layer_num"):
-        _check_equal(field, getattr(device, field), getattr(host, field))
-    for layer in range(device.layer_num):
-        rows = [
+    sides = device, host
+    compared: dict[str, list[object]] = {
+        "page_size": [pages.page_size for pages in sides],
+        "layer_num": [pages.layer_num for pages in sides],
+    }
+    for layer in range(min(pages.layer_num for pages in sides)):
+        compared[f"element type and shape of the rows of layer {layer}"] = [
             [(str(part.dtype), tuple(part.shape[1:])) for part in pages.layer(layer)]
-            for pages in (device, host)
+            for pages in sides
         ]
-        _check_equal(f"element type and shape of the rows of layer {layer}", *rows)
-
-
-def _check_equal(field: str, device: object, host: object) -> None:
-    if device != host:
-        raise InvalidPoolError(
-            f"device and host pages differ in {field}: {device} and {host}; make them equal"
-        )
+    for field, (on_device, on_host) in compared.items():
+        if on_device != on_host:
+            raise InvalidPoolError(
+                f"device and host pages differ in {field}: {on_device} and {on_host}; make them "
+                "equal"
+            )

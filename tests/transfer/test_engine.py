@@ -159,23 +159,6 @@ def test_the_counter_tells_what_has_arrived(simulated, way):
     assert counter.arrived() == LAYERS
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_pages_beyond_the_pieces_of_a_transfer_go_by_the_kernel(simulated, monkeypatch, way):
-    """A call that finds a stream's queue full waits; nothing of a transfer is left out."""
-    monkeypatch.setattr("hicache_storage.transfer.copies.MAX_PIECES", 2 * LAYERS)
-    for layout in ("layer_first", "page_first_direct"):
-        bench = Bench(simulated, "mha", layout, way)
-        contents, pages = [bench.content(seed) for seed in range(6)], (3, 1, 2, 5, 0, 4)
-        for page, content in zip(pages, contents, strict=True):
-            bench.run_kernel(page, content)
-        bench.engine.write_back(bench.slots(*pages), bench.slots(*range(6)))
-        elsewhere = (5, 4, 3, 2, 1, 0)
-        counter = bench.engine.load(bench.slots(*range(6)), bench.slots(*elsewhere))
-        seen = bench.read_pages(elsewhere, counter)
-        bench.finish()
-        assert all(map(same, seen, contents))
-
-
 def test_indices_that_do_not_fit_are_refused(simulated):
     bench = Bench(simulated, "mha", "page_first", None)
     engine, host = bench.engine, bench.engine.host_slots.alloc(2 * PAGE)

@@ -19,40 +19,36 @@ from hicache_storage.transfer.simulator.simulator import SimulatedRows
 RELEASE_SECONDS = 0.05
 
 
-def held_write_back(bench):
-    """A write-back that cannot go on for a while; what tells that it is over."""
-    host = bench.engine.host_slots.alloc(bench.kind.page_size)
-    hold = bench.hold_write_backs_into(int(host[0]) // bench.kind.page_size)
-    acknowledgement = bench.engine.write_back(bench.slots(2), host)
-    assert not acknowledgement.done()
+def held_copy(bench, direction=OUT):
+    """A copy that cannot go on for a while; what tells that it is over."""
+    if direction == OUT:
+        host = bench.engine.host_slots.alloc(bench.kind.page_size)
+        hold = bench.hold_write_backs_into(int(host[0]) // bench.kind.page_size)
+        copy = bench.engine.write_back(bench.slots(2), host)
+    else:
+        hold = bench.hold_loads_into(2)
+        copy = bench.engine.load(bench.filled_host(bench.content(0)), bench.slots(2))
+    assert not copy.done()
     threading.Timer(RELEASE_SECONDS, hold.release).start()
-    return acknowledgement
+    return copy
 
 
-def test_closing_waits_for_copies_and_takes_no_more(simulated):
+@pytest.mark.parametrize("direction", [OUT, IN])
+def test_closing_waits_for_copies_and_takes_no_more(simulated, direction):
     bench = Bench(simulated, "mha", "page_first", None)
     with bench.engine as engine:
-        acknowledgement = held_write_back(bench)
-    assert acknowledgement.done()
+        copy = held_copy(bench, direction)
+    assert copy.done()
     engine.close()
     for call in (engine.write_back, engine.load):
         with pytest.raises(InvalidTransferError, match="closed"):
             call(bench.slots(0), bench.slots(0))
 
 
-def test_closing_waits_for_loads(simulated):
-    bench = Bench(simulated, "mha", "page_first", None)
-    hold = bench.hold_loads_into(2)
-    counter = bench.engine.load(bench.filled_host(bench.content(0)), bench.slots(2))
-    threading.Timer(RELEASE_SECONDS, hold.release).start()
-    bench.engine.close()
-    assert counter.done()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_drops_the_pools_waits_for_their_copies(simulated, way):
     bench = Bench(simulated, "mha", "page_first", way)
-    acknowledgement = held_write_back(bench)
+    acknowledgement = held_copy(bench)
     del bench
     gc.collect()
     assert acknowledgement.done()

@@ -96,7 +96,7 @@ def write_back_behind_load(bench):
     bench.finish()
 
 
-def load_from_a_page_in_write_back(bench):
+def load_of_a_page_in_write_back(bench):
     """A host page is loaded elsewhere before its write-back is acknowledged."""
     content, host = bench.content(0), bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.run_kernel(2, content)
@@ -108,7 +108,7 @@ def load_from_a_page_in_write_back(bench):
     assert same(seen, content)
 
 
-def write_back_into_a_page_in_load(bench):
+def write_back_over_a_load(bench):
     """A host page is written back to while it is being loaded elsewhere."""
     old, new = bench.content(0), bench.content(1)
     host = bench.filled_host(old)
@@ -227,8 +227,8 @@ ANY = [
     load_behind_kernels,
     load_behind_write_back,
     write_back_behind_load,
-    load_from_a_page_in_write_back,
-    write_back_into_a_page_in_load,
+    load_of_a_page_in_write_back,
+    write_back_over_a_load,
     layers_behind_their_events,
     host_pages_of_a_load_stay,
     host_pages_of_a_write_back_stay,
@@ -303,7 +303,7 @@ def without_staging_step(direction, step):
     return lambda bench: setattr(bench.staging(direction), step, nothing)
 
 
-def acknowledged_when_begun(bench):
+def acknowledged_early(bench):
     write_back = bench.engine.write_back
 
     def too_early(*arguments):
@@ -336,85 +336,80 @@ def signalled_when_begun(bench):
     bench.engine.load = too_early
 
 
-MUTANTS = {
-    "write-backs do not wait for kernels": (without_compute(OUT), write_back_behind_kernels),
-    "loads do not wait for kernels": (without_compute(IN), load_behind_kernels),
-    "kernels do not wait for write-backs": (
-        without_engine_step("before_overwrite"),
-        overwrite_behind_write_back,
-    ),
-    "kernels do not wait for loads": (
-        without_engine_step("before_overwrite"),
-        overwrite_behind_load,
-    ),
-    "loads do not wait for write-backs": (
-        without_fence(OUT, "wait", DEVICE),
-        load_behind_write_back,
-    ),
-    "write-backs do not wait for loads": (
-        without_fence(IN, "wait", DEVICE),
-        write_back_behind_load,
-    ),
-    "device pages in write-back are not noted": (
-        without_fence(OUT, "note", DEVICE),
-        load_behind_write_back,
-    ),
-    "device pages in load are not noted": (
-        without_fence(IN, "note", DEVICE),
-        write_back_behind_load,
-    ),
-    "loads do not wait for their host pages": (
-        without_fence(OUT, "wait", HOST),
-        load_from_a_page_in_write_back,
-    ),
-    "write-backs do not wait for their host pages": (
-        without_fence(IN, "wait", HOST),
-        write_back_into_a_page_in_load,
-    ),
-    "host pages in write-back are not noted": (
-        without_fence(OUT, "note", HOST),
-        load_from_a_page_in_write_back,
-    ),
-    "host pages in load are not noted": (
-        without_fence(IN, "note", HOST),
-        write_back_into_a_page_in_load,
-    ),
-    "a write-back is acknowledged when it begins": (
-        acknowledged_when_begun,
-        write_back_behind_kernels,
-    ),
-    "layers are signalled before their copy": (signalled_when_begun, layers_behind_their_events),
-    "host pages in load are not held": (without_engine_step("_hold"), host_pages_of_a_load_stay),
-    "host pages in write-back are not held": (
-        without_engine_step("_hold"),
-        host_pages_of_a_write_back_stay,
-    ),
-}
+MUTANTS = (
+    {
+        "write-backs do not wait for kernels": (without_compute(OUT), write_back_behind_kernels),
+        "loads do not wait for kernels": (without_compute(IN), load_behind_kernels),
+        "a write-back is acknowledged when it begins": (
+            acknowledged_early,
+            write_back_behind_kernels,
+        ),
+        "layers are signalled before their copy": (
+            signalled_when_begun,
+            layers_behind_their_events,
+        ),
+    }
+    | {
+        name: (without_engine_step(step), program)
+        for name, step, program in [
+            (
+                "kernels do not wait for write-backs",
+                "before_overwrite",
+                overwrite_behind_write_back,
+            ),
+            ("kernels do not wait for loads", "before_overwrite", overwrite_behind_load),
+            ("host pages in load are not held", "_hold", host_pages_of_a_load_stay),
+            ("host pages in write-back are not held", "_hold", host_pages_of_a_write_back_stay),
+        ]
+    }
+    | {
+        name: (without_fence(direction, step, side), program)
+        for name, direction, step, side, program in [
+            ("loads do not wait for write-backs", OUT, "wait", DEVICE, load_behind_write_back),
+            ("write-backs do not wait for loads", IN, "wait", DEVICE, write_back_behind_load),
+            (
+                "device pages in write-back are not noted",
+                OUT,
+                "note",
+                DEVICE,
+                load_behind_write_back,
+            ),
+            ("device pages in load are not noted", IN, "note", DEVICE, write_back_behind_load),
+            (
+                "loads do not wait for their host pages",
+                OUT,
+                "wait",
+                HOST,
+                load_of_a_page_in_write_back,
+            ),
+            (
+                "write-backs do not wait for their host pages",
+                IN,
+                "wait",
+                HOST,
+                write_back_over_a_load,
+            ),
+            (
+                "host pages in write-back are not noted",
+                OUT,
+                "note",
+                HOST,
+                load_of_a_page_in_write_back,
+            ),
+            ("host pages in load are not noted", IN, "note", HOST, write_back_over_a_load),
+        ]
+    }
+)
 STAGING_MUTANTS = {
-    "gathering does not wait for kernels": (
-        without_staging_step(OUT, "begin"),
-        write_back_behind_kernels,
-    ),
-    "staging does not wait for host pages": (
-        without_staging_step(IN, "begin"),
-        load_from_a_page_in_write_back,
-    ),
-    "gathering overruns a buffer": (
-        without_staging_step(OUT, "_before_fill"),
-        staged_out_behind_a_slow_bus,
-    ),
-    "copies leave before they are gathered": (
-        without_staging_step(OUT, "hand_over"),
-        staged_out_behind_slow_kernels,
-    ),
-    "staging overruns a buffer": (
-        without_staging_step(IN, "_before_fill"),
-        staged_in_behind_slow_kernels,
-    ),
-    "scattering begins before pages have come": (
-        without_staging_step(IN, "hand_over"),
-        staged_in_behind_a_slow_bus,
-    ),
+    name: (without_staging_step(direction, step), program)
+    for name, direction, step, program in [
+        ("gathering does not wait for kernels", OUT, "begin", write_back_behind_kernels),
+        ("staging does not wait for host pages", IN, "begin", load_of_a_page_in_write_back),
+        ("gathering overruns a buffer", OUT, "_before_fill", staged_out_behind_a_slow_bus),
+        ("copies leave before they are gathered", OUT, "hand_over", staged_out_behind_slow_kernels),
+        ("staging overruns a buffer", IN, "_before_fill", staged_in_behind_slow_kernels),
+        ("scattering begins before pages have come", IN, "hand_over", staged_in_behind_a_slow_bus),
+    ]
 }
 BROKEN = [
     (name, *mutant, way, layout)

@@ -112,10 +112,10 @@ class Position(NamedTuple):
     """A place in a stream: behind so many of its operations."""
 
     stream: SimulatedStream
-    count: int
+    number: int
 
     def is_reached(self) -> bool:
-        return self.stream.ran >= self.count
+        return self.stream.ran >= self.number
 
 
 class StreamSimulator:
@@ -392,8 +392,8 @@ class SimulatedEvent:
         if self.position is None:
             return
         self._simulator.run_until(self.position)
-        stream, count = self.position
-        if stream.error is not None and count >= stream.failed_at:
+        stream, number = self.position
+        if stream.error is not None and number >= stream.failed_at:
             raise StreamFailedError(f"an operation failed: {stream.error!r}") from stream.error
         with self._simulator.lock:
             join(self._simulator.clock, self.clock)
