@@ -68,7 +68,7 @@ def run_alone(engine, device, host):
 def test_no_call_waits_for_a_copy(cuda, way, kind, layout):
     bench = Bench(cuda, kind, layout, way)
     contents = [bench.content(seed) for seed in range(3)]
-    host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
+    host = bench.alloc(3)
     for page, content in enumerate(contents):
         bench.run_kernel(page, content, at_once=True)
     bench.compute.synchronize()
@@ -175,7 +175,7 @@ def test_copies_stay_out_of_a_graph(cuda):
     """A graph has no events of later loads; its stream waits before each replay, and the capture
     goes on."""
     bench = Bench(cuda, "mha", "page_first", None)
-    content, host = bench.content(0), bench.engine.host_slots.alloc(bench.kind.page_size)
+    content, host = bench.content(0), bench.alloc()
     bench.write_host(int(host[0]) // bench.kind.page_size, content)
     seen = [
         [torch.zeros_like(part[2]) for part in bench.device_pool.layer(layer)]
@@ -243,7 +243,7 @@ def test_the_runtime_is_the_one_that_torch_uses():
 
 def test_memory_that_is_not_page_locked_is_refused(cuda):
     device, _ = KINDS["mha"].pair("page_first", "cuda")
-    arguments = dict(KINDS["mha"].arguments, size=device.size, layer_num=LAYERS)
+    arguments = dict(KINDS["mha"].fields, size=device.size, layer_num=LAYERS)
     host = MHAHostPool(**arguments, pin_memory=False)
     with pytest.raises(InvalidPoolError, match="pin_memory=True"):
         PageTransfers(cuda.device, cuda.device.stream("compute"), device, host)
@@ -322,7 +322,7 @@ def test_pools_of_a_device_that_is_not_the_current_one(way):
     bench = Bench(place, "mha", "page_first_direct", way)
     content = bench.content(0)
     torch.cuda.synchronize(1)
-    host = bench.engine.host_slots.alloc(bench.kind.page_size)
+    host = bench.alloc()
     bench.run_kernel(0, content, at_once=True)
     bench.engine.write_back(bench.slots(0), host).wait()
     counter = bench.engine.load(host, bench.slots(3))

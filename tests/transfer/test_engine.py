@@ -31,11 +31,7 @@ def test_pages_come_back_as_they_went(simulated, kind, layout, way, staging_byte
     )
     for page, content in zip(pages, contents, strict=True):
         bench.run_kernel(page, content)
-    host = (
-        torch.cat([bench.engine.host_slots.alloc(bench.kind.page_size) for _ in pages])
-        .view(4, -1)[[2, 3, 0, 1]]
-        .view(-1)
-    )
+    host = torch.cat([bench.alloc() for _ in pages]).view(4, -1)[[2, 3, 0, 1]].view(-1)
     acknowledgement = bench.engine.write_back(bench.slots(*pages), host)
     counter = bench.engine.load(host, bench.slots(*elsewhere))
     seen = bench.read_pages(elsewhere, counter)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from transfer_bench import PAGE as PAGE_SIZE
-from transfer_bench import POOLS, Bench
+from transfer_bench import PAGES, POOLS, Bench
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import HybridTransfers, Indices, LayerMap, PoolPair, StreamFailedError
@@ -22,8 +22,8 @@ RELEASE_SECONDS = 0.05
 def held_copy(bench, direction=OUT):
     """A copy that cannot go on for a while; what tells that it is over."""
     if direction == OUT:
-        host = bench.engine.host_slots.alloc(bench.kind.page_size)
-        hold = bench.hold_write_backs_into(int(host[0]) // bench.kind.page_size)
+        host = bench.alloc()
+        hold = bench.hold_write_backs_into(host)
         copy = bench.engine.write_back(bench.slots(2), host)
     else:
         hold = bench.hold_loads_into(2)
@@ -56,7 +56,7 @@ def test_whoever_drops_the_pools_waits_for_their_copies(simulated, way):
 
 def test_a_failed_copy_is_told_when_it_is_closed(simulated, monkeypatch):
     bench = Bench(simulated, "mha", "page_first", None)
-    hold = bench.hold_write_backs_into(0)
+    hold = bench.hold_write_backs_into(bench.slots(0))
     bench.engine.write_back(bench.slots(2), bench.slots(0))
     monkeypatch.setattr(SimulatedRows, "pages", broken)
     hold.release()
@@ -73,7 +73,7 @@ def test_pools_moved_together_are_closed_together(simulated):
     }
     with HybridTransfers(simulated.device, simulated.device.stream("compute"), pairs) as transfers:
         bench = benches["page_first"]
-        hold = bench.hold_write_backs_into(0)
+        hold = bench.hold_write_backs_into(bench.slots(0))
         acknowledgement = transfers.write_back(
             {name: Indices(bench.slots(2), bench.slots(0)) for name in benches}
         )
@@ -101,7 +101,7 @@ def failing(bench, monkeypatch):
         raise RuntimeError("a later copy is refused")
 
     monkeypatch.setattr(copies, "enqueue_all", fail)
-    return bench.engine.host_slots.alloc(bench.kind.page_size)
+    return bench.alloc()
 
 
 def fail_write_back(bench, host, hold=None):
@@ -117,7 +117,7 @@ def fail_write_back(bench, host, hold=None):
 def test_host_pages_stay_until_what_was_enqueued_before_a_failure_is_over(simulated, monkeypatch):
     bench = Bench(simulated, "mha", "page_first", None)
     host = failing(bench, monkeypatch)
-    hold = bench.hold_write_backs_into(int(host[0]) // PAGE_SIZE)
+    hold = bench.hold_write_backs_into(host)
     assert not fail_write_back(bench, host)
     hold.release()
     bench.engine.streams[OUT].synchronize()
@@ -143,7 +143,7 @@ def test_without_an_event_the_stream_is_waited_for(simulated, monkeypatch):
     bench = Bench(simulated, "mha", "page_first", None)
     host = failing(bench, monkeypatch)
     without_events(bench, monkeypatch)
-    hold = bench.hold_write_backs_into(int(host[0]) // PAGE_SIZE)
+    hold = bench.hold_write_backs_into(host)
     assert fail_write_back(bench, host, hold)
     assert not hold.expired
     bench.engine.streams[OUT].synchronize()
@@ -155,7 +155,7 @@ def test_pages_of_a_stream_that_tells_nothing_are_not_handed_out_again(simulated
     without_events(bench, monkeypatch)
     monkeypatch.setattr(bench.engine.streams[OUT], "synchronize", broken)
     assert not fail_write_back(bench, host)
-    assert bench.engine.host_slots.alloc(bench.host_pool.size) is None
+    assert bench.alloc(PAGES) is None
 
 
 def test_a_load_that_fails_holds_its_pages_too(simulated, monkeypatch):
@@ -169,10 +169,10 @@ def test_a_load_that_fails_holds_its_pages_too(simulated, monkeypatch):
     with pytest.raises(RuntimeError, match="the bus is gone"):
         bench.engine.load(host, bench.slots(2))
     bench.engine.host_slots.free(host)
-    assert bench.engine.host_slots.alloc(bench.host_pool.size) is None
+    assert bench.alloc(PAGES) is None
     hold.release()
     bench.engine.streams[IN].synchronize()
-    assert bench.engine.host_slots.alloc(bench.host_pool.size) is not None
+    assert bench.alloc(PAGES) is not None
 
 
 @pytest.mark.parametrize("direction", [OUT, IN])
@@ -212,12 +212,12 @@ def test_slots_that_are_free_are_taken_without_asking_any_copy(simulated, monkey
     monkeypatch.setattr(
         type(simulated.device.event()), "query", lambda event: asked.append(event) or query(event)
     )
-    taken = [bench.engine.host_slots.alloc(PAGE_SIZE) for _ in range(5)]
-    hold = bench.hold_write_backs_into(int(taken[0][0]) // PAGE_SIZE)
+    taken = [bench.alloc() for _ in range(5)]
+    hold = bench.hold_write_backs_into(taken[0])
     for host in taken:
         bench.engine.write_back(bench.slots(2), host)
         bench.engine.host_slots.free(host)
-    assert bench.engine.host_slots.alloc(PAGE_SIZE) is not None
+    assert bench.alloc() is not None
     assert not asked
     assert bench.engine.host_slots.available_size() == 0
     assert len(asked) == 1

@@ -30,7 +30,7 @@ def overwrite_behind_write_back(bench):
     old, new, host = (
         bench.content(0),
         bench.content(1),
-        bench.engine.host_slots.alloc(bench.kind.page_size),
+        bench.alloc(),
     )
     bench.run_kernel(2, old)
     bench.compute.synchronize()
@@ -39,7 +39,7 @@ def overwrite_behind_write_back(bench):
     bench.run_kernel(2, new, at_once=True)
     seen = bench.read(2)
     bench.wait(acknowledgement)
-    assert same(bench.host_content(int(host[0]) // bench.kind.page_size), old)
+    assert same(bench.host_content(host), old)
     bench.finish()
     assert same(seen, new)
 
@@ -73,14 +73,14 @@ def load_behind_kernels(bench):
 def load_behind_write_back(bench):
     """A page is loaded into a page whose copy out has just begun."""
     old, new = bench.content(0), bench.content(1)
-    source, out = bench.filled_host(new), bench.engine.host_slots.alloc(bench.kind.page_size)
+    source, out = bench.filled_host(new), bench.alloc()
     bench.run_kernel(2, old)
     bench.compute.synchronize()
     bench.place.delay(bench.engine.streams[OUT])
     acknowledgement = bench.engine.write_back(bench.slots(2), out)
     seen = bench.read(2, bench.engine.load(source, bench.slots(2)))
     bench.wait(acknowledgement)
-    assert same(bench.host_content(int(out[0]) // bench.kind.page_size), old)
+    assert same(bench.host_content(out), old)
     bench.finish()
     assert same(seen, new)
 
@@ -88,17 +88,17 @@ def load_behind_write_back(bench):
 def write_back_behind_load(bench):
     """A page is copied out while it is being loaded."""
     content = bench.content(0)
-    source, out = bench.filled_host(content), bench.engine.host_slots.alloc(bench.kind.page_size)
+    source, out = bench.filled_host(content), bench.alloc()
     bench.place.delay(bench.engine.streams[IN])
     bench.engine.load(source, bench.slots(2))
     bench.wait(bench.engine.write_back(bench.slots(2), out))
-    assert same(bench.host_content(int(out[0]) // bench.kind.page_size), content)
+    assert same(bench.host_content(out), content)
     bench.finish()
 
 
 def load_of_a_page_in_write_back(bench):
     """A host page is loaded elsewhere before its write-back is acknowledged."""
-    content, host = bench.content(0), bench.engine.host_slots.alloc(bench.kind.page_size)
+    content, host = bench.content(0), bench.alloc()
     bench.run_kernel(2, content)
     bench.compute.synchronize()
     bench.place.delay(bench.engine.streams[OUT])
@@ -119,7 +119,7 @@ def write_back_over_a_load(bench):
     acknowledgement = bench.engine.write_back(bench.slots(2), host)
     seen = bench.read(4, counter)
     bench.wait(acknowledgement)
-    assert same(bench.host_content(int(host[0]) // bench.kind.page_size), new)
+    assert same(bench.host_content(host), new)
     bench.finish()
     assert same(seen, old)
 
@@ -139,7 +139,7 @@ def layers_behind_their_events(bench, seeds=range(3)):
 def write_back_pages(bench, seeds, *, at_once=True):
     """Copy out three pages: that have been there for a while, or whose kernels are still to run."""
     contents, pages = [bench.content(seed) for seed in seeds], (4, 0, 3)
-    host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
+    host = bench.alloc(3)
     for page, content in zip(pages, contents, strict=True):
         bench.run_kernel(page, content, at_once=at_once)
     if at_once:
@@ -147,7 +147,7 @@ def write_back_pages(bench, seeds, *, at_once=True):
     bench.wait(bench.engine.write_back(bench.slots(*pages), host))
     for number, content in enumerate(contents):
         assert same(
-            bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size),
+            bench.host_content(host[number * bench.kind.page_size :]),
             content,
         )
     bench.engine.host_slots.free(host)
@@ -199,10 +199,10 @@ def host_pages_of_a_load_stay(bench):
 def host_pages_of_a_write_back_stay(bench):
     """A backup is given up while it is copied: what is put into host pages meanwhile stays
     whole."""
-    host = bench.engine.host_slots.alloc(bench.kind.page_size)
+    host = bench.alloc()
     bench.run_kernel(2, bench.content(0))
     bench.place.delay(bench.engine.streams[OUT])
-    hold = bench.hold_write_backs_into(int(host[0]) // bench.kind.page_size)
+    hold = bench.hold_write_backs_into(host)
     acknowledgement = bench.engine.write_back(bench.slots(2), host)
     _freed_pages_stay(bench, host, hold)
     bench.wait(acknowledgement)

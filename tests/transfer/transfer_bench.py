@@ -6,30 +6,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from hicache_storage.pools import (
-    IndexerDevicePool,
-    IndexerHostPool,
-    MambaDevicePool,
-    MambaHostPool,
-    MHADevicePool,
-    MHAHostPool,
-    MLADevicePool,
-    MLAHostPool,
-    host_tensor,
-)
+from hicache_storage.pools import host_tensor
 from hicache_storage.transfer import CudaDevice, PageTransfers
 from hicache_storage.transfer.copies import HOST
 from hicache_storage.transfer.simulator import StreamSimulator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.support.pools import POOL_KINDS
 
 LAYERS, PAGES, PAGE = 3, 6, 2
 POISON = 0xA5
@@ -50,47 +36,26 @@ extern "C" __global__ void gate(const volatile int* open, unsigned long long nan
 """A kernel that ends when the host sets a number, or too late for its test."""
 
 
-@dataclass(frozen=True)
 class PoolKind:
-    """A device pool and the host pool that backs it up, made of the same arguments."""
+    """A device pool and the host pool that backs it up, made of the same fields."""
 
-    device: Callable[..., Any]
-    host: Callable[..., Any]
-    arguments: dict[str, Any]
-    page_size: int = PAGE
+    def __init__(self, name, **fields):
+        self.device, self.host = POOL_KINDS[name]
+        self.fields = fields
+        self.page_size = fields.get("page_size", 1)
 
     def pair(self, layout, where, pages=PAGES):
-        arguments = dict(self.arguments, size=pages * self.page_size, layer_num=LAYERS)
-        return self.device(**arguments, device=where), self.host(**arguments, layout=layout)
+        fields = dict(self.fields, size=pages * self.page_size, layer_num=LAYERS)
+        return self.device(**fields, device=where), self.host(**fields, layout=layout)
 
 
+BF16 = torch.bfloat16
+STATE = {"temporal_shape": (2, 3), "conv_shapes": ((5,), (3, 2)), "conv_dtype": BF16}
 KINDS = {
-    "mha": PoolKind(
-        MHADevicePool,
-        MHAHostPool,
-        {"page_size": PAGE, "head_num": 2, "head_dim": 6, "v_head_dim": 4, "dtype": torch.bfloat16},
-    ),
-    "mla": PoolKind(
-        MLADevicePool,
-        MLAHostPool,
-        {"page_size": PAGE, "kv_cache_dim": 5, "dtype": torch.float8_e4m3fn},
-    ),
-    "mamba": PoolKind(
-        MambaDevicePool,
-        MambaHostPool,
-        {
-            "temporal_shape": (2, 3),
-            "conv_shapes": ((5,), (3, 2)),
-            "temporal_dtype": torch.float32,
-            "conv_dtype": torch.bfloat16,
-        },
-        page_size=1,
-    ),
-    "indexer": PoolKind(
-        IndexerDevicePool,
-        IndexerHostPool,
-        {"page_size": PAGE, "index_head_dim": 32, "quant_block_size": 16},
-    ),
+    "mha": PoolKind("mha", page_size=PAGE, head_num=2, head_dim=6, v_head_dim=4, dtype=BF16),
+    "mla": PoolKind("mla", page_size=PAGE, kv_cache_dim=5, dtype=torch.float8_e4m3fn),
+    "mamba": PoolKind("mamba", temporal_dtype=torch.float32, **STATE),
+    "indexer": PoolKind("indexer", page_size=PAGE, index_head_dim=32, quant_block_size=16),
 }
 POOLS = [(name, layout) for name, kind in KINDS.items() for layout in kind.host.LAYOUTS]
 
@@ -308,8 +273,13 @@ class Bench(Rig):
             return self.read_pages([page], counter)[0]
         return [self.read_layer(page, layer) for layer in range(LAYERS)]
 
-    def host_content(self, page):
-        """Current content of a host page."""
+    def alloc(self, pages=1):
+        """Slots of host pages; None if fewer are free."""
+        return self.engine.host_slots.alloc(pages * self.kind.page_size)
+
+    def host_content(self, host):
+        """Current content of the first of some host pages."""
+        page = int(host[0]) // self.kind.page_size
         parts = [[part[page] for part in self.host_pages.layer(layer)] for layer in range(LAYERS)]
         self.place.host("look at a host page", reads=[part for layer in parts for part in layer])
         return [[part.clone() for part in layer] for layer in parts]
@@ -323,7 +293,7 @@ class Bench(Rig):
 
     def filled_host(self, *contents):
         """Host pages that hold these; their slots."""
-        slots = self.engine.host_slots.alloc(len(contents) * self.kind.page_size)
+        slots = self.alloc(len(contents))
         for start, content in zip(slots[:: self.kind.page_size].tolist(), contents, strict=True):
             self.write_host(start // self.kind.page_size, content)
         return slots
@@ -347,9 +317,9 @@ class Bench(Rig):
         """Keep layers of a load into a device page in flight until that is released."""
         return self._hold(self.device_pool, page, layers)
 
-    def hold_write_backs_into(self, page):
+    def hold_write_backs_into(self, host):
         """Keep a write-back into a host page in flight until that is released."""
-        return self._hold(self.host_pages, page, range(LAYERS))
+        return self._hold(self.host_pages, int(host[0]) // self.kind.page_size, range(LAYERS))
 
     def _hold(self, pages, page, layers):
         return self.place.hold([part[page] for layer in layers for part in pages.layer(layer)])
