@@ -265,11 +265,11 @@ class Case:
 def sides_of(case: Case, sglang: Any) -> tuple[dict[str, dict[str, Copy]], str]:
     """All sides of a case, by name, and the plan that was chosen."""
     engine, chosen = case.ours(None)
-    plan = engine._copies.plan[0]
+    plan = engine.plan[0]
     sides = {PINNED: case.pinned(), CHOSEN: chosen}
     for way in ("kernel", "dma"):
         other, copies = case.ours(way)
-        forced = other._copies.plan[0]
+        forced = other.plan[0]
         if (forced.out, forced.into) != (plan.out, plan.into):
             sides[way] = copies
     if sglang is not None and case.layout == "page_first":

@@ -195,12 +195,13 @@ class PageTransfers(CopyStreams):
         self.host_slots = HostSlots(host_pool)
         self._layers = LayerMap(range(host_pages.layer_num))
         self._sides = device_pages, host_pages
-        plan = make_plan(device_pages, host_pages, way)
+        self.plan = make_plan(device_pages, host_pages, way)
+        """How each part is copied."""
         # A write-back writes the host's pages, a load the device's.
         self._copies = {
             direction: PageCopies(
                 device,
-                plan,
+                self.plan,
                 self.streams[direction],
                 self._sides[written].page_num,
                 staging_bytes,
@@ -217,7 +218,7 @@ class PageTransfers(CopyStreams):
         # memory anyway.
         used = self._sides, self._copies
         weakref.finalize(self, _settle, self.streams.values(), used).atexit = False
-        logger.info("copies of %s: %s", type(host_pool).__name__, describe(plan))
+        logger.info("copies of %s: %s", type(host_pool).__name__, describe(self.plan))
 
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor
