@@ -157,9 +157,10 @@ class HostSlots:
                 del self._uses[behind]
         pages = torch.cat([use.pages for _, use in ended])
         self._users.index_add_(0, pages, -pages.new_ones(pages.numel()))
-        # A load may hold a page twice, which goes back once.
-        idle = pages[(self._users[pages] == 0) & self._parked[pages]].unique()  # type: ignore[no-untyped-call] # torch does not annotate it
+        idle = pages[(self._users[pages] == 0) & self._parked[pages]]
         if idle.numel():
             self._parked[idle] = False
-            slots = idle.unsqueeze(1) * self._page_size + idle.new_tensor(range(self._page_size))
+            # A load may hold a page twice, which goes back once.
+            once = idle.new_tensor(sorted(set(cast("list[int]", idle.tolist()))))
+            slots = once.unsqueeze(1) * self._page_size + once.new_tensor(range(self._page_size))
             self._pool.free(slots.view(-1))
