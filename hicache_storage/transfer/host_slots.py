@@ -161,6 +161,7 @@ class HostSlots:
         if idle.numel():
             self._parked[idle] = False
             # A load may hold a page twice, which goes back once.
-            once = idle.new_tensor(sorted(set(cast("list[int]", idle.tolist()))))
+            once = idle.sort().values
+            once = once[once.diff(prepend=once.new_full((1,), -1)) != 0]
             slots = once.unsqueeze(1) * self._page_size + once.new_tensor(range(self._page_size))
             self._pool.free(slots.view(-1))
