@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from hicache_storage.pools.device.pages import DevicePages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
@@ -17,30 +17,6 @@ __all__ = ["DevicePages", "HostPages", "LayeredPages", "check_pages", "page_numb
 
 NAMED_SLOTS: Final = 8
 """How many slots an error message names."""
-
-
-class LayeredPages(Protocol):
-    """Memory whose pages can be copied one layer at a time, on the device or on the host."""
-
-    @property
-    def page_size(self) -> int:
-        """Slots per page."""
-        ...
-
-    @property
-    def page_num(self) -> int:
-        """Pages in the pool."""
-        ...
-
-    @property
-    def layer_num(self) -> int: ...
-
-    def layer(self, layer: int) -> Sequence[torch.Tensor]:
-        """A layer's share of all pages: one view (pages, rows per page, ...) for each part.
-
-        K before V.
-        """
-        ...
 
 
 # For each layout: the axes of slots, which are split into pages and rows where pages are not an
@@ -97,11 +73,16 @@ class HostPages:
         self._layers = list(zip(*(view.unbind() for view in views), strict=True))
 
     def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """A layer's share of all pages: one view (pages, rows per page, ...) for each part."""
         return self._layers[layer]
 
     def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
         """A layer's share of one page: one view (rows per page, ...) for each part, K before V."""
         return [part[first_slot // self.page_size] for part in self._layers[layer]]
+
+
+LayeredPages = DevicePages | HostPages
+"""Memory whose pages can be copied one layer at a time, on the device or on the host."""
 
 
 def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> torch.Tensor:
