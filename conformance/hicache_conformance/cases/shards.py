@@ -271,11 +271,11 @@ class ShardCases:
             )
             for rank in readers:
                 for key, page in zip(keys, rank.get(keys), strict=True):
-                    check(
-                        page is not None,
-                        "SET-4",
-                        f"key {short(key)} was set (True), and a get answers False",
-                    )
+                    checked("SET-4")
+                    if page is None:
+                        raise Violation(
+                            "SET-4", f"key {short(key)} was set (True), and a get answers False"
+                        )
                     _check_shards(context, rank, key, page)
 
     @covers("ID-7", "LC-4", levels=IDENTITY, needs=[*SHARED, "clears"])

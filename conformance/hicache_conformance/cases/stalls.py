@@ -14,7 +14,7 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import check
+from hicache_conformance.model.violation import NotPromised, check, checked
 from hicache_storage.layers import StorageOptions
 from hicache_storage.plugins import registry
 
@@ -62,9 +62,12 @@ class StallCases:
 
         The late writer spoils no page of the other one.
         """
-        for config in _configs(context):
-            for plan in _plans(injector):
-                _meet(context, injector, config, plan, lambda other, _: other.clear())
+        met = [
+            _meet(context, injector, config, plan, lambda other, _: other.clear())
+            for config in _configs(context)
+            for plan in _plans(injector)
+        ]
+        _require_meeting(met, injector)
 
     @covers("SET-1", "GET-1", "EV-2", levels=FAULTS)
     def test_a_writer_that_is_held_up(self, context: CaseContext, injector: FaultInjector) -> None:
@@ -76,8 +79,11 @@ class StallCases:
         plans, config = _plans(injector), _configs(context)[-1]
         # Leases take their time, so that only some requests are tried, other ones with another
         # seed.
-        for plan in context.chance("where").sample(plans, min(len(plans), LEASE_ROUNDS)):
+        met = [
             _meet(context, injector, config, plan, partial(_delete, context), after=after)
+            for plan in context.chance("where").sample(plans, min(len(plans), LEASE_ROUNDS))
+        ]
+        _require_meeting(met, injector)
 
 
 def _configs(context: CaseContext) -> list[Mapping[str, object]]:
@@ -104,6 +110,18 @@ def _plans(injector: FaultInjector) -> list[FaultPlan]:
     ]
 
 
+def _require_meeting(met: Sequence[bool], injector: FaultInjector) -> None:
+    """Make sure that a set was held up.
+
+    Raises:
+        NotPromised: no set makes a request that the injector can hold up by itself.
+    """
+    if not any(met):
+        raise NotPromised(
+            f"no single request of a set can be held up on the injector {injector.name}"
+        )
+
+
 def _meet(
     context: CaseContext,
     injector: FaultInjector,
@@ -112,7 +130,7 @@ def _meet(
     remove: Callable[[StorageUnderTest, Sequence[str]], object],
     *,
     after: float = 0.0,
-) -> None:
+) -> bool:
     """Hold up a set, let another storage remove and set pages meanwhile, and look at those.
 
     Args:
@@ -122,6 +140,9 @@ def _meet(
         plan: what holds it up.
         remove: done by the other storage first.
         after: seconds that the set was held up before.
+
+    Returns:
+        Whether a set was held up.
     """
     writer = _joined(context, config)
     if shares_in_process(context):
@@ -140,7 +161,7 @@ def _meet(
         # A set makes no such request.
         injector.heal()
         setting.answer()
-        return
+        return False
     time.sleep(after)
     remove(other, held)
     stored, until = list[str](), time.monotonic() + CLEARING_SECONDS
@@ -161,6 +182,7 @@ def _meet(
         else (other,)
     ):
         _check_right(reader, stored, plan, keeps=strict)
+    return True
 
 
 def _check_right(
@@ -177,6 +199,8 @@ def _check_right(
     Raises:
         Violation: GET-1 for a wrong page, SET-1 for one that is damaged or gone.
     """
+    if stored:
+        checked("EV-2")
     found = reader.get(stored) if stored else []
     check_hits(reader, stored, found, plan)
     scenario = f"was stored (True) while another set was held up ({plan})"

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
@@ -353,7 +353,7 @@ class EngineStorage(ForeignStorage):
                 blanks = [memory.pool.get_dummy_flat_data_page() for _ in keys]
                 found = self._caught("batch_get", lambda: driver.batch_get(keys, blanks))
                 check(
-                    found is None or (isinstance(found, (list, tuple)) and len(found) == len(keys)),
+                    found is None or _items(found, len(keys)) is not None,
                     "GET-3",
                     f"batch_get of {len(keys)} keys answered {type(found).__name__}, must be a list "
                     f"with one page, or None, for each",
@@ -457,16 +457,23 @@ def _listed(call: str, answer: Any, count: int) -> list[bool]:
     Raises:
         Violation: GET-3, it is no list with one truth value for each page.
     """
+    listed = _items(answer, count)
     check(
-        isinstance(answer, (list, tuple))
-        and len(answer) == count
         # By the name of the type, because NumPy's truth value is no `bool` and NumPy is no need.
-        and all(type(ok).__name__ in ("bool", "bool_") for ok in answer),
+        listed is not None and all(type(ok).__name__ in ("bool", "bool_") for ok in listed),
         "GET-3",
         f"{call} answered {answer!r:.80}, must be a list with one truth value for each of {count} "
         f"keys",
     )
-    return [bool(ok) for ok in answer]
+    return [bool(ok) for ok in listed or ()]
+
+
+def _items(answer: Any, count: int) -> list[Any] | None:
+    """The items of a list or tuple of this length; None if it is none."""
+    if not isinstance(answer, (list, tuple)):
+        return None
+    listed = list(cast("Sequence[Any]", answer))
+    return listed if len(listed) == count else None
 
 
 def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolTransfer]]:
