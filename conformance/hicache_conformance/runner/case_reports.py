@@ -159,7 +159,7 @@ def _outcome(
         broken, log = violation["rule"], violation["log"]
         causes = msgspec.convert(violation["causes"], tuple[Cause, ...])
     rules: tuple[str, ...] = tuple(case["rules"])
-    judged: list[str] = json.loads(str(properties.get(CHECKS_PROPERTY, '[""]')))
+    judged: list[str] = json.loads(str(properties.get(CHECKS_PROPERTY, "[]")))
     if outcome is Outcome.FAIL:
         judged.append(broken)
     checked = tuple(rule for rule in rules if rule in judged or "" in judged)
