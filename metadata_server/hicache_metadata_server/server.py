@@ -272,7 +272,9 @@ class _Server(uvicorn.Server):
         self._app = app
 
     async def on_tick(self, counter: int) -> bool:
-        self._connections.end_silent(asyncio.get_running_loop().time())
+        # uvicorn ticks ten times a second.
+        if counter % 10 == 0:
+            self._connections.end_silent(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

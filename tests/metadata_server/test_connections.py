@@ -124,6 +124,7 @@ class Client:
 
     def __init__(self, registry, *, active_at=0.0):
         self.active_at, self.ended = active_at, False
+        self.is_active = self.is_served = False
         registry.add(self)
 
     def abort(self):
@@ -133,24 +134,34 @@ class Client:
 def test_those_that_never_had_an_answer_go_first_then_those_that_are_silent_for_longest():
     registry = Connections(3)
     idle, silent, busy = Client(registry), Client(registry), Client(registry)
-    registry.answered(idle)
-    registry.heard(silent)
-    registry.heard(busy)
+    idle.is_active = idle.is_served = busy.is_active = True
     new = Client(registry)
     assert (silent.ended, idle.ended, busy.ended, new.ended) == (True, False, False, False)
-    registry.answered(busy)
-    registry.answered(new)
-    registry.heard(idle)
+    for client in (busy, new):
+        client.is_active = client.is_served = True
+    registry.end_silent(1.0)
+    idle.is_active = True
+    registry.end_silent(2.0)
     last = Client(registry)
     assert (busy.ended, idle.ended, new.ended, last.ended) == (True, False, False, False)
 
 
+def test_one_connection_goes_where_all_are_active():
+    registry = Connections(2)
+    clients = [Client(registry), Client(registry)]
+    for client in clients:
+        client.is_active = True
+    Client(registry)
+    assert [client.ended for client in clients] == [True, False]
+
+
 def test_connections_that_are_silent_for_long_are_closed():
     registry = Connections(10)
-    silent, answered, late = Client(registry), Client(registry), Client(registry, active_at=1.0)
-    registry.answered(answered)
+    silent, served, active = Client(registry), Client(registry), Client(registry)
+    served.is_served = active.is_active = True
+    registry.end_silent(1.0)
     registry.end_silent(connections.SILENT_SECONDS + 0.5)
-    assert (silent.ended, answered.ended, late.ended) == (True, True, False)
+    assert (silent.ended, served.ended, active.ended) == (True, True, False)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/v2/scopes"])

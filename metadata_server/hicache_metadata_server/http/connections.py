@@ -48,9 +48,9 @@ def part_end(last: bytes, data: bytes, begin: int) -> int:
         last: the three bytes before `begin`; the end of a head may lie across.
         begin: index at which the part begins.
     """
-    across = (last + data[begin : begin + 3]).find(HEAD_END)
+    across = (last + data[begin : begin + 3]).find(HEAD_END) if data[begin] in HEAD_END else -1
     found = data.find(HEAD_END, begin) if across < 0 else begin + across - len(last)
-    if across < 0 and found < 0:
+    if found < 0 and across < 0:
         return len(data)
     end = found + len(HEAD_END)
     return end if data.find(HEAD_END, end) >= 0 else len(data)
@@ -60,7 +60,8 @@ class Connections:
     """Open connections, the one that has been silent for longest first.
 
     Beyond the limit, the first one is closed for each new one: first of those that never had a
-    response, which cost an attacker nothing.
+    response, which cost an attacker nothing. The order is that of the last sweep: a connection sets
+    a flag when it is active, and requests do no more.
     """
 
     def __init__(self, limit: int) -> None:
@@ -71,22 +72,8 @@ class Connections:
     def add(self, connection: HttpConnection) -> None:
         """Add a connection, and close another one if there are too many."""
         if len(self._new) + len(self._served) >= self._limit:
-            self._end(next(iter(self._new or self._served)))
+            self._end(self._first_silent(self._new) or self._first_silent(self._served))
         self._new[connection] = None
-
-    def heard(self, connection: HttpConnection) -> None:
-        """Note that a connection has sent something."""
-        group = self._served if connection in self._served else self._new
-        if connection in group:
-            group.move_to_end(connection)
-
-    def answered(self, connection: HttpConnection) -> None:
-        """Note that a connection has been sent something."""
-        if connection in self._new:
-            del self._new[connection]
-            self._served[connection] = None
-        elif connection in self._served:
-            self._served.move_to_end(connection)
 
     def remove(self, connection: HttpConnection) -> None:
         """Forget a connection."""
@@ -94,14 +81,34 @@ class Connections:
         self._served.pop(connection, None)
 
     def end_silent(self, now: float) -> None:
-        """Close connections that are silent for too long."""
-        for group in (self._new, self._served):
-            while group and now - (first := next(iter(group))).active_at > SILENT_SECONDS:
-                self._end(first)
+        """Close connections that are silent for too long; called once a second."""
+        for connection in (*self._new, *self._served):
+            if connection.is_active:
+                self._move(connection)
+                connection.active_at = now
+            elif now - connection.active_at > SILENT_SECONDS:
+                self._end(connection)
 
-    def _end(self, connection: HttpConnection) -> None:
+    def _first_silent(self, group: OrderedDict[HttpConnection, None]) -> HttpConnection | None:
+        # Each step clears a flag, and the flags of all are set by requests alone.
+        while group:
+            first = next(iter(group))
+            if not first.is_active:
+                return first
+            self._move(first)
+        return None
+
+    def _move(self, connection: HttpConnection) -> None:
+        """Clear the flag of a connection, and put it behind the others of its group."""
+        connection.is_active = False
         self.remove(connection)
-        connection.abort()
+        group = self._served if connection.is_served else self._new
+        group[connection] = None
+
+    def _end(self, connection: HttpConnection | None) -> None:
+        if connection is not None:
+            self.remove(connection)
+            connection.abort()
 
 
 class HttpConnection(asyncio.Protocol):
@@ -124,6 +131,10 @@ class HttpConnection(asyncio.Protocol):
         """uvicorn takes no more for now."""
         self._has_ended = False
         """The client sends no more."""
+        self.is_active = False
+        """True if there were bytes in either direction since the last sweep."""
+        self.is_served = False
+        """True if there was a response."""
         self.active_at = self._loop.time()
 
     # Protocol of the network's transport.
@@ -142,8 +153,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Deliver what uvicorn takes now."""
-        self.active_at = self._loop.time()
-        self._connections.heard(self)
+        self.is_active = True
         if self._unread:
             data = self._unread[self._at :] + data
         self._unread = data
@@ -170,8 +180,8 @@ class HttpConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send bytes."""
-        self.active_at = self._loop.time()
-        self._connections.answered(self)
+        self.is_active = True
+        self.is_served = True
         self._transport.write(data)
 
     def pause_reading(self) -> None:
@@ -203,21 +213,20 @@ class HttpConnection(asyncio.Protocol):
     def _deliver(self) -> None:
         """Deliver parts with the end of one head at most each, until uvicorn pauses."""
         for _ in range(MAX_PARTS):
-            if self._is_paused or not self._unread or self.is_closing():
-                return
             begin, self._at = self._at, part_end(self._last, self._unread, self._at)
             part = self._unread[begin : self._at]
-            self._last = (self._last + part[-3:])[-3:]
+            self._last = part[-3:] if len(part) > 2 else (self._last + part)[-3:]
             if self._at == len(self._unread):
                 self._unread = b""
             self._http.data_received(part)
-        if self._unread:
-            self._transport.pause_reading()
-            self._loop.call_soon(self._resume)
+            if not self._unread or self._is_paused or self.is_closing():
+                return
+        self._transport.pause_reading()
+        self._loop.call_soon(self._resume)
 
     def _resume(self) -> None:
         """Deliver the rest, and read on when there is none."""
-        if not self._is_paused:
+        if self._unread and not self._is_paused and not self.is_closing():
             self._deliver()
         if self._unread or self.is_closing():
             return
