@@ -254,7 +254,13 @@ class V2Scope:
 
     def initialize(self) -> bool:
         """Make the scope; returns whether it is new."""
-        part = p.ScopeGeometry(scope=self.name, slots=self.slots, slot_bytes=self.slot_bytes)
+        part = p.ScopeGeometry(
+            scope=self.name,
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            geometry="page_first",
+            identity="cf-identity",
+        )
         request = p.Initialize(scopes=[part])
         return self.client.call("/v2/initialize", request, p.Initialized).created[0]
 
