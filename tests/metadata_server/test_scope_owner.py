@@ -32,9 +32,11 @@ from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
     Incarnation,
     Observer,
+    ScopeEntry,
     ServerRecord,
     placement,
     process_has_ended,
+    surplus,
     this_process,
 )
 from hicache_metadata_server.shared.scope_log import ScopeLogStore
@@ -461,6 +463,74 @@ def test_a_server_that_drains_gives_its_scopes_to_another(world, two):
     assert serving(two, "0:kv") == [1], "there is nobody else"
 
 
+def owned(servers):
+    return [sorted(server.service.scopes) for server in servers]
+
+
+def test_idle_scopes_go_to_a_server_that_joins(world, two):
+    one, other = two
+    for names in (("0:kv", "0:mamba"), ("1:kv",), ("2:kv",), ("3:kv",)):
+        one.make(*names)
+        one.change(names[0], "a")
+        assert one.write()
+        one.beat()
+    scopes = tuple(one.service.scopes)
+    world.check = lambda: (
+        all(len(serving(two, name)) <= 1 for name in scopes) or pytest.fail("two serve")
+    )
+    pass_time(world, two, scope_owner.IDLE_SECONDS + 2.0)
+    # Of five, of which two are asked for together.
+    assert owned(two) == [["0:kv", "0:mamba", "3:kv"], ["1:kv", "2:kv"]]
+    assert other.live("1:kv", ["a"]) == ["a"]
+    before = owned(two)
+    pass_time(world, two, scope_owner.OFFER_SECONDS + 2.0)
+    assert owned(two) == before, "they are even"
+    late = Server(world, 2)
+    other.service.draining = True
+    pass_time(world, [*two, late], 2.0)
+    assert owned([other]) == [[]]
+    other.service.draining = False
+    pass_time(world, [*two, late], scope_owner.OFFER_SECONDS + 2.0)
+    assert sorted(map(len, owned([*two, late]))) == [1, 2, 2]
+    late.close()
+
+
+def test_a_scope_that_is_asked_for_stays(world, two):
+    one = two[0]
+    one.make("0:kv")
+    one.beat()
+    one.make("1:kv")
+    for number in range(10):
+        assert one.live("0:kv", ["a"]) == []
+        one.change("1:kv", f"k{number}")
+        assert one.write()
+        pass_time(world, two, scope_owner.IDLE_SECONDS - 1.0)
+    assert owned(two) == [["0:kv", "1:kv"], []]
+    pass_time(world, two, scope_owner.IDLE_SECONDS + 1.0)
+    assert sorted(map(len, owned(two))) == [1, 1]
+
+
+def test_scopes_that_another_server_cannot_read_are_not_offered_again_and_again(
+    world, two, monkeypatch
+):
+    one, other = two
+    one.make("0:kv")
+    one.beat()
+    one.make("1:kv")
+    refused = list[str]()
+
+    async def refuse(name):
+        refused.append(name)
+
+    monkeypatch.setattr(other.owner, "_take", refuse)
+    pass_time(world, two, scope_owner.OFFER_SECONDS)
+    assert set(refused) == {"0:kv", "1:kv"}
+    assert owned(two) == [["0:kv", "1:kv"], []]
+    refused.clear()
+    pass_time(world, two, 2.0)
+    assert len(set(refused)) <= 1
+
+
 def test_a_request_waits_for_no_owner_for_ever(world, two):
     one, other = two
     one.make("0:kv")
@@ -644,6 +714,25 @@ def test_another_primary_begins_all_observations_anew():
     assert observer.is_gone("never seen") is False
 
 
+def test_what_a_server_has_more_than_another():
+    def entry(group):
+        return ScopeEntry(p.ScopeGeometry(scope=group, slots=1), group=group)
+
+    def record(*, draining=False):
+        return ServerRecord("", 1, LEASE, 0, draining)
+
+    entries = {name: entry(name[0]) for name in ("a", "b", "b2", "c", "d")}
+    owners = dict.fromkeys(entries, "x") | {"c": "y", "d": ""}
+    servers = {"x": record(), "y": record()}
+    # The pair would only change places.
+    assert surplus(owners, entries, servers, "x") == {"a": ["a"]}
+    assert surplus(owners, entries, servers, "y") == {}
+    servers["z"] = record()
+    assert surplus(owners, entries, servers, "x") == {"a": ["a"], "b": ["b", "b2"]}
+    servers["z"] = servers["y"] = record(draining=True)
+    assert surplus(owners, entries, servers, "x") == {}
+
+
 def test_free_scopes_go_to_the_server_with_the_fewest():
     def record(scopes, *, draining=False):
         return ServerRecord("", 1, LEASE, scopes, draining)
@@ -759,6 +848,9 @@ class ManyServers(RuleBasedStateMachine):
         for server in self.servers:
             server.paused = False
         pass_time(self.world, self.servers, 2 * LEASE)
+        # One may be on its way to a server with fewer.
+        while not all(serving(self.servers, scope) for scope in SCOPES):
+            pass_time(self.world, self.servers, 0.25)
         for scope, keys in self.acknowledged.items():
             (number,) = serving(self.servers, scope)
             assert self.servers[number].live(scope, keys) == keys

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.metadata_server.servers import SERVE, Served
 from tests.metadata_server.writers import SLOTS, Writer, check_kept
 from tests.support.metadata import HttpClient, Refused, V2Client, V2Scope
 
-pytestmark = pytest.mark.slow(seconds=79)
+pytestmark = pytest.mark.slow(seconds=10)
 
 
 class SharedWriter(Writer):
@@ -53,6 +54,36 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
         body = {"scopes": [{"scope": "0:kv", "keys": []}]}
         until(lambda: is_served(scopes[1].client.http, body))
         check_kept(scopes[1], writers)
+
+
+def test_scopes_are_even_again_after_a_drain_and_no_client_sees_it(tmp_path):
+    """With one scope in use all the time, the others go back to the server that had drained."""
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(tmp_path, appendonly="yes", appendfsync="no"))
+        places = [
+            stack.enter_context(Served(command=f"{SERVE} --store {redis.url}")) for _ in range(2)
+        ]
+        wires = [stack.enter_context(closing(HttpClient(place.url))) for place in places]
+        scopes = [
+            V2Scope(V2Client(wires[0]), f"{rank}:kv", SLOTS, 4096, random.Random(1))
+            for rank in range(4)
+        ]
+        for scope in scopes:
+            scope.initialize()
+        busy = scopes[0]
+        answers = []
+
+        def owners():
+            body = {"scopes": [{"scope": busy.name, "keys": ["a"]}]}
+            answers.append(wires[0].post("/v2/lookup", body).status)
+            return [one["owner"] for one in json.loads(wires[0].get("/v2/scopes").body)["scopes"]]
+
+        assert wires[1].post("/v2/drain", {"enabled": True}).status == 200
+        until(lambda: set(owners()) == {places[0].url})
+        assert wires[1].post("/v2/drain", {"enabled": False}).status == 200
+        until(lambda: sorted(map(owners().count, (place.url for place in places))) == [2, 2])
+        assert owners()[0] == places[0].url
+        assert set(answers) == {200}
 
 
 def is_served(wire, body):

@@ -197,6 +197,33 @@ def homes(owners: Mapping[str, str], entries: Mapping[str, ScopeEntry]) -> dict[
     return found
 
 
+def surplus(
+    owners: Mapping[str, str],
+    entries: Mapping[str, ScopeEntry],
+    servers: Mapping[str, ServerRecord],
+    me: str,
+) -> dict[str, list[str]]:
+    """Groups of a server that another server should have, with their scopes; smallest first.
+
+    With any one of them, the server with the fewest scopes has fewer than this one has now. So
+    servers that are as even as their groups allow move nothing.
+
+    Args:
+        owners: by scope; empty for none.
+        entries: by scope.
+        servers: that may take scopes.
+        me: this server.
+    """
+    loads = Counter(owners.values())
+    fewest = min((loads[name] for name in ready_servers(servers)), default=0)
+    groups = dict[str, list[str]]()
+    for name in sorted(entries):
+        if owners[name] == me:
+            groups.setdefault(entries[name].group, []).append(name)
+    found = [group for group, names in groups.items() if fewest + len(names) < loads[me]]
+    return {group: groups[group] for group in sorted(found, key=lambda one: len(groups[one]))}
+
+
 def placement(
     free: Mapping[str, Sequence[str]],
     servers: Mapping[str, ServerRecord],

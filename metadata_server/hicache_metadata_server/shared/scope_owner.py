@@ -30,6 +30,7 @@ from hicache_metadata_server.shared.ownership import (
     placement,
     process_has_ended,
     ready_servers,
+    surplus,
     this_process,
 )
 from hicache_metadata_server.shared.scope_log import (
@@ -63,6 +64,10 @@ STATUS_SECONDS: Final = 1.0
 """Interval in which a server publishes the slots of its scopes by state."""
 SHORTEN_SECONDS: Final = 1.0
 """Longest time in which the logs of scopes are compacted before these are given back."""
+IDLE_SECONDS: Final = 3.0
+"""Time without a request after which a scope may go to a server with fewer scopes."""
+OFFER_SECONDS: Final = 30.0
+"""Interval in which a scope that no other server has taken is offered again."""
 UNREADABLE_SECONDS: Final = 10.0
 """Interval in which a scope that cannot be read is tried again."""
 WAIT_SECONDS: Final = 1.0
@@ -168,6 +173,10 @@ class ScopeOwner:
         """When each scope was last found that cannot be read."""
         self._free_since: dict[str, float] = {}
         """When this server has first found a group without owner."""
+        self._used: dict[str, tuple[tuple[int, ...], float]] = {}
+        """Counts of the requests of each owned scope, and since when they are these."""
+        self._offered: dict[str, float] = {}
+        """When each group was given back for a server with fewer scopes."""
         self._polling = asyncio.Lock()
         service.url, service.log_bytes = url, store.log_bytes
         service.others_with_leases = self._others_with_leases
@@ -563,7 +572,40 @@ class ScopeOwner:
             late = now - self._free_since[group] >= 2 * BEAT_SECONDS and not self._service.draining
             if server == me or late:
                 taking += free[group]
+        if not (taking or leaving or self._service.draining):
+            leaving = self._surplus(owners, alive)
         return taking, leaving
+
+    def _surplus(self, owners: Mapping[str, str], alive: Mapping[str, ServerRecord]) -> list[str]:
+        """Scopes of one idle group, if a server with fewer scopes should have them."""
+        now, idle = self._clock(), self._idle()
+        # A server that cannot read them leaves them to this one again.
+        self._offered = {
+            group: then for group, then in self._offered.items() if now - then < OFFER_SECONDS
+        }
+        if any(
+            not owners[name] and one.group in self._offered for name, one in self.entries.items()
+        ):
+            # One at a time: the next choice depends on who takes it.
+            return []
+        groups = surplus(owners, self.entries, alive, self.incarnation.id)
+        for group, names in groups.items():
+            if group not in self._offered and idle.issuperset(names):
+                self._offered[group] = now
+                _log.info("scopes_offered", scopes=names)
+                return names
+        return []
+
+    def _idle(self) -> set[str]:
+        """Owned scopes that have not been asked for a while."""
+        now, before = self._clock(), self._used
+        self._used = {}
+        for log in self._store.logs():
+            if (scope := self._service.scopes.get(log.name)) is not None:
+                counts = (scope.hits, scope.misses, log.seq)
+                known = before.get(log.name)
+                self._used[log.name] = known if known and known[0] == counts else (counts, now)
+        return {name for name, (_, since) in self._used.items() if now - since >= IDLE_SECONDS}
 
     async def _verify(self) -> None:
         """Drop scopes that Redis gives to another server, or has lost.
