@@ -97,7 +97,7 @@ def check(settings: ServerSettings) -> list[tuple[str, str]]:
     """
     _begin_log(settings)
     if is_shared(settings.store):
-        from hicache_metadata_server.shared.assembly import check_store as check_shared_store
+        from hicache_metadata_server.shared.preflight import check_store as check_shared_store
 
         _advertised_url(settings)
         check_shared_store(settings.store, settings.durability, settings.store_replicas)
@@ -174,8 +174,8 @@ def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
 
 def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
     """Application and access control of one server of several on one Redis."""
-    from hicache_metadata_server.shared.assembly import check_store
     from hicache_metadata_server.shared.owned_scopes import owner_app, owner_service
+    from hicache_metadata_server.shared.preflight import check_store
 
     url = _advertised_url(settings)
     check_store(settings.store, settings.durability, settings.store_replicas)

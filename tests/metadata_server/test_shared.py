@@ -11,9 +11,8 @@ from structlog.testing import capture_logs
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.shared.assembly import check_store
 from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall, new_script
-from hicache_metadata_server.shared.preflight import kept_by
+from hicache_metadata_server.shared.preflight import check_store, kept_by
 from hicache_metadata_server.shared.redis_clients import client_of
 from hicache_metadata_server.storage.address import parse_address, redacted
 from tests.metadata_server.http_calls import running_shared

@@ -18,7 +18,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import scope_log
-from hicache_metadata_server.shared.assembly import check_store
+from hicache_metadata_server.shared.preflight import check_store
 from hicache_metadata_server.storage.address import AddressKind, TlsFiles, parse_address, redacted
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import PATIENCE_SECONDS, running_shared

@@ -67,6 +67,21 @@ class ScriptCall(NamedTuple):
         return ("EVAL", self.script.source, len(self.keys), *self.keys, *self.arguments)
 
 
+def open_connection(url: str, replicas: int = 0) -> RedisConnection:
+    """Return a connection to the store at an address; nothing is sent yet.
+
+    Raises:
+        StoreError: the client library is not installed.
+        ValueError: the address is not valid.
+    """
+    try:
+        return RedisConnection(url, replicas=replicas)
+    except ImportError as error:
+        raise StoreError(
+            f"a shared store needs one more package: pip install 'hicache-storage[redis]' ({error})"
+        ) from error
+
+
 class RedisConnection:
     """Connections to one Redis or to a cluster, opened on demand and reopened when they break.
 

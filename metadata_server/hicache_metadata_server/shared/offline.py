@@ -10,7 +10,7 @@ from hicache_metadata_server.core.changes import Recovered
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.shared.assembly import open_connection
+from hicache_metadata_server.shared.connection import open_connection
 from hicache_metadata_server.shared.preflight import check_redis
 from hicache_metadata_server.shared.scope_log import (
     ScopeLog,

@@ -21,7 +21,7 @@ from hicache_metadata_server.core.service import MAX_SCOPES, MetadataService
 from hicache_metadata_server.core.tenants import Caller, may_use
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.handlers import DecodedRequest, Handlers, Response, Result
-from hicache_metadata_server.shared.assembly import open_connection
+from hicache_metadata_server.shared.connection import open_connection
 from hicache_metadata_server.shared.ownership import LEASE_SECONDS
 from hicache_metadata_server.shared.scope_log import ScopeLogStore
 from hicache_metadata_server.shared.scope_owner import BEAT_SECONDS, ScopeOwner

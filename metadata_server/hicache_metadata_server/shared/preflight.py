@@ -6,12 +6,14 @@ on a Redis with such a setting.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.protocol import StoreDurability
+from hicache_metadata_server.shared.connection import open_connection
 
 if TYPE_CHECKING:
     from hicache_metadata_server.shared.connection import RedisConnection
@@ -27,6 +29,26 @@ _FIXES: Final = {
 }
 
 _log = structlog.get_logger()
+
+
+def check_store(url: str, durability: StoreDurability, replicas: int = 0) -> None:
+    """Check that the store is reached and keeps changes as durably as stated.
+
+    Raises:
+        StoreError: it is not reached, or does not keep them.
+        ValueError: the address is not valid.
+    """
+
+    async def check() -> None:
+        connection = open_connection(url, replicas)
+        try:
+            await check_redis(connection, durability)
+        finally:
+            await connection.close()
+
+    # A loop of its own: connections belong to the event loop that opened them, and the server's
+    # does not run yet.
+    asyncio.run(check())
 
 
 async def check_redis(connection: RedisConnection, wanted: StoreDurability) -> None:
