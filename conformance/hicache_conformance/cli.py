@@ -2,37 +2,65 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import shlex
-import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import parse_levels, rules
-from hicache_conformance.model.settings import RunFile, Settings, parse_page_bytes
-from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
-from hicache_conformance.runner.repro import repro
-from hicache_conformance.runner.verify import verify
+from hicache_conformance.model.settings import Settings, parse_page_bytes
+from hicache_conformance.model.verdict import judge
+from hicache_conformance.report.terminal import (
+    BROKEN,
+    NOT_CONFORMANT,
+    ProgressBar,
+    conclude,
+)
 from hicache_storage.tools.options import parse_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-    from types import FrameType
+    from hicache_conformance.model.outcomes import RunRecord
 
 app = typer.Typer(
     help="Judge drivers by the contract.",
     no_args_is_help=True,
 )
-SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
+Config = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="KEY=VALUE",
+        help="An option of the driver; may be repeated. {tmp} stands for an empty directory.",
+    ),
+]
+StartServer = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="COMMAND",
+        help="Start a server for the driver by this, with {port:NAME} and {tmp} filled in, here and "
+        "in -c; it is killed and restarted. In the place of the driver's own; may be repeated. "
+        "Reports show it as it is.",
+    ),
+]
+Interface = Annotated[
+    str,
+    typer.Option(
+        help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang, vllm-tier "
+        "or lmcache-l2. -c fills the options that its engine hands to it."
+    ),
+]
+CaseSeconds = Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")]
 Seed = Annotated[
     int | None, typer.Option(help="Of everything random; drawn and printed if not given.")
 ]
@@ -54,15 +82,7 @@ def run(
     driver: Annotated[
         str, typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it.")
     ],
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--config",
-            "-c",
-            metavar="KEY=VALUE",
-            help="An option of the driver; may be repeated. {tmp} stands for an empty directory.",
-        ),
-    ] = None,
+    config: Config = None,
     level: Annotated[
         str, typer.Option(metavar="LEVELS", help="Levels to run, comma-separated, or all.")
     ] = "all",
@@ -70,9 +90,7 @@ def run(
     report: ReportDirectory = None,
     profile: ProfileName = "default",
     case: Cases = None,
-    case_seconds: Annotated[
-        float, typer.Option(help="A case that takes longer is taken for hanging.")
-    ] = 300.0,
+    case_seconds: CaseSeconds = 300.0,
     run_id: Annotated[
         str | None,
         typer.Option(help="Name of this run within the identities' salts; drawn if not given."),
@@ -85,32 +103,14 @@ def run(
             "stores no others; 0 for pages of any length, which is the default for most drivers.",
         ),
     ] = None,
-    start_server: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Start a server for the driver by this, with {port:NAME} and {tmp} filled in, "
-            "here and in -c; it is killed and "
-            "restarted. In the place of the driver's own; may be repeated. Reports show it as it "
-            "is.",
-        ),
-    ] = None,
-    interface: Annotated[
-        str,
-        typer.Option(
-            help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang, "
-            "vllm-tier or lmcache-l2. -c fills the options that its engine hands to it."
-        ),
-    ] = "",
+    start_server: StartServer = None,
+    interface: Interface = "",
 ) -> None:
     """Run the suite against a driver.
 
     Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
     its work.
     """
-    from hicache_conformance.runner.child_process import RunInterrupted
-    from hicache_conformance.runner.child_process import run as run_suite
-
     console = Console(stderr=True)
     try:
         # All that can be checked without the driver is checked before the child process starts.
@@ -125,36 +125,106 @@ def run(
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
-    request = RunFile(
+    settings = Settings(
+        **_given(seed=seed, run=run_id),
+        profile=profile,
+        levels=levels,
+        page_bytes=unit,
         driver=driver,
         config=options,
-        settings=Settings.fresh(seed, profile, levels, run_id, unit),
-        cases=case or [],
-        services=start_server or None,
         interface=interface,
+        services=start_server or None,
+        cases=case or [],
+        case_seconds=case_seconds,
     )
     console.print(
-        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {request.settings.seed}, "
-        f"profile {profile}",
+        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile "
+        f"{profile}",
         highlight=False,
     )
+    record = _run(console, settings)
+    raise typer.Exit(conclude(console, record, settings, report))
+
+
+@app.command()
+def verify(
+    results: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RESULTS", help="results.json of a report, or the directory of the report."
+        ),
+    ],
+    driver: Annotated[
+        str, typer.Option(help="The driver, where it is not the installed one of the file's name.")
+    ] = "",
+    config: Config = None,
+    start_server: StartServer = None,
+    interface: Interface = "",
+    case_seconds: CaseSeconds = 300.0,
+) -> None:
+    """Repeat the run of a results.json that somebody has published, and compare.
+
+    Seed, levels, profile, page length and cases are those of the file. It is compared with what is
+    found here: driver and files, verdict, the outcome of each rule and case, and the badge.json
+    beside it. Options and servers are those of this command line, as a file is not to be trusted.
+
+    It proves that about this machine. It does not prove who made the file, nor anything of a
+    driver's dependencies and servers, nor that no other seed finds a fault.
+
+    Exits with 0 if all is the same, 1 if something differs, 2 if it could not be run.
+    """
+    from hicache_conformance.runner import verify as verification
+
+    console = Console(stderr=True)
+
+    def say(lines: list[str], style: str) -> None:
+        for line in lines:
+            console.print(Text(line, style), soft_wrap=True)
+
     try:
-        with ProgressBar(console) as bar:
-            ran = run_suite(request, case_seconds=case_seconds, progress=bar.update)
-    except RunInterrupted as interrupted:
-        ran = interrupted.result
-    raise typer.Exit(conclude(console, ran, request.settings, report))
+        published = verification.read(results)
+        options = parse_pairs(config or [])
+        settings = verification.settings_of(published, driver, interface, options, start_server)
+        _check_interface(interface, settings.driver, options)
+        _check_commands(start_server or [])
+    except (OSError, ValueError) as error:
+        say([str(error)], "red")
+        raise typer.Exit(BROKEN) from error
+    about = published.driver
+    console.print(
+        f"driver [bold]{escape(about.name)}[/] of {escape(about.distribution)} "
+        f"{escape(about.version)}, levels {', '.join(settings.levels)}, seed {settings.seed}, "
+        f"profile {settings.profile}: {escape(published.verdict)}",
+        highlight=False,
+    )
+    record = _run(console, replace(settings, case_seconds=case_seconds))
+    if record.broken or record.header is None or record.signal:
+        raise typer.Exit(conclude(console, record, settings, None))
+    judgement = judge(record, settings.levels, record.catalogue)
+    now = verification.results_of(record.header, judgement)
+    say(verification.notes(published, now), "yellow")
+    found = verification.compare(published, now)
+    badge = (results if results.is_dir() else results.parent) / "badge.json"
+    if badge.exists():
+        found += verification.compare_badge(badge, record.header, judgement)
+    if found:
+        say([*found, f"different: {len(found)} differences"], "red")
+        raise typer.Exit(NOT_CONFORMANT)
+    rules_judged = sum(rule.selected for rule in judgement.rules)
+    same = f"the same: {judgement.verdict} again, with the same outcome of each of"
+    say([f"{same} {rules_judged} rules"], "green")
 
 
-app.command()(repro)
-app.command()(verify)
+def _run(console: Console, settings: Settings) -> RunRecord:
+    from hicache_conformance.runner.run import run as run_suite
+
+    with ProgressBar(console) as bar:
+        return run_suite(settings, progress=bar.update)
 
 
-@app.callback()
-def conformance(context: typer.Context) -> None:
-    """Check whether a driver keeps the HiCacheStorage v2 contract."""
-    # For all commands: each starts processes, servers or mounts that must not outlive it.
-    context.with_resource(_exit_on_signals())
+def _given(**values: object) -> dict[str, Any]:
+    """Return what is not None: the others are drawn."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @app.command("rules")
@@ -270,28 +340,6 @@ def _check_commands(commands: list[str]) -> None:
 
 def _in_package(path: str) -> str:
     return str(Path(path).relative_to(Path(__file__).parents[1]))
-
-
-@contextlib.contextmanager
-def _exit_on_signals() -> Generator[None]:
-    """Raise SIGTERM and SIGHUP as `SystemExit(128 + number)`, as SIGINT is `KeyboardInterrupt`.
-
-    For the main thread only.
-    """
-    # Child processes and mounts are ended by `finally` blocks, which the default action of these
-    # signals skips.
-    before = {number: signal.signal(number, _exit) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _exit(number: int, _: FrameType | None) -> None:
-    # The first is enough: another must not interrupt what it has begun to end.
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def _check_profile(profile: str) -> None:

@@ -6,11 +6,21 @@ hooks waits in `session` until a conformance case is collected.
 
 from __future__ import annotations
 
+import faulthandler
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicache_conformance.model.pytest_keys import CASE_MARK, CASE_PROPERTY, DRAWN_INPUT, drawn_seed
+from hicache_conformance.model import RUN_VARIABLE
+from hicache_conformance.model.pytest_keys import (
+    CASE_MARK,
+    CASE_PROPERTY,
+    DRAWN_INPUT,
+    STARTING_SECONDS,
+    drawn_seed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -49,12 +59,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and the hooks that need to remember something."""
     config.addinivalue_line(
         "markers", f"{CASE_MARK}(rules, levels, ...): a conformance case and the rules it tests"
     )
-    config.pluginmanager.register(_Hooks(config), "hicache-conformance-hooks")
+    is_worker = hasattr(config, "workerinput")
+    if RUN_VARIABLE not in os.environ:
+        config.pluginmanager.register(_Hooks(config), "hicache-conformance-hooks")
+    elif is_worker:
+        _begin_worker()
+        config.pluginmanager.register(_WorkerHooks(config), "hicache-conformance-hooks")
+    # Else it is the controller of a command line, which has a plugin of its own.
+
+
+def _begin_worker() -> None:
+    """Make a worker of a command line's run a session of its own, with the log of the run."""
+    # So that what a driver has started ends with the run.
+    os.setsid()
+    log = Path(os.environ[RUN_VARIABLE]).with_name("log").open("a")
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    log.close()
+    _end_after(STARTING_SECONDS)
+
+
+def _end_after(seconds: float) -> None:
+    """Say where each thread is, and end the process, unless another time is set before.
+
+    By a thread of C: a driver may keep the interpreter's lock.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 class _Hooks:
@@ -82,14 +118,6 @@ class _Hooks:
             self._session.note_violation(item, call.excinfo.value)
         return (yield)
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        if self._session is not None:
-            self._session.started(nodeid)
-
-    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        if self._session is not None and self._session.is_over():
-            item.session.shouldstop = "the run goes on in another process"
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if any(name == CASE_PROPERTY for name, _ in report.user_properties):
             self._begin().reported(report)
@@ -107,6 +135,24 @@ class _Hooks:
     def pytest_configure_node(self, node: Any) -> None:
         # pytest-xdist: all workers take their chances from one seed.
         node.workerinput[DRAWN_INPUT] = drawn_seed(self._config)
+
+
+class _WorkerHooks(_Hooks):
+    """Hooks of the worker of a command line's run."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._begin().end_full_process()
+        _end_after(self._begin().settings.case_seconds)
+        try:
+            return (yield)
+        finally:
+            _end_after(STARTING_SECONDS)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self) -> None:
+        # pytest cancels it when the case has raised.
+        _end_after(self._begin().settings.case_seconds)
 
 
 def _is_case(item: pytest.Item) -> bool:

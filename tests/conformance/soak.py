@@ -49,10 +49,9 @@ APART = tuple(
         "conformance/hicache_conformance/cli.py",
         "conformance/hicache_conformance/interfaces",
         "conformance/hicache_conformance/report",
-        "conformance/hicache_conformance/runner/child_process.py",
         "conformance/hicache_conformance/runner/preflight.py",
-        "conformance/hicache_conformance/runner/replay.py",
-        "conformance/hicache_conformance/runner/repro.py",
+        "conformance/hicache_conformance/runner/run.py",
+        "conformance/hicache_conformance/runner/verify.py",
         "hicache_storage/cli",
         "hicache_storage/tools",
     )

@@ -19,12 +19,12 @@ from hicache_conformance.model.cause import (
     places_in_driver,
     stacks_in_driver,
 )
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, RunRecord
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import judge
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.channel import Channel
-from hicache_conformance.runner.case_reports import describe_violation
+from hicache_conformance.runner.violations import describe_violation
 from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 
@@ -301,8 +301,8 @@ def judged(*outcomes):
     header = Header(
         driver="d", seed=1, profile="smoke", levels=["core"], spec_version="2", suite_version="0"
     )
-    stream = OutcomeStream(header, outcomes=list(outcomes), finished=True)
-    return judge(stream, [Level.CORE], {})
+    record = RunRecord(header, outcomes=list(outcomes), finished=True)
+    return judge(record, [Level.CORE], {})
 
 
 def test_rules_that_one_mistake_breaks_are_one_finding():

@@ -139,24 +139,39 @@ def test_what_the_suite_cannot_work_with_exits_2(site, arguments, words):
     assert words in ran.output.replace("\n", " ")
 
 
-def test_a_driver_that_ends_the_process_leaves_a_report(site, tmp_path, results):
+def test_a_driver_that_always_ends_the_process_leaves_a_report(site, tmp_path, results):
     ran = site.hicache(*RUN, "Dies", "--level", "core", *SMOKE, "--report", str(tmp_path))
-    assert ran.status == 2
+    assert ran.status == 1, ran.output
+    assert "fail LC-3: the driver ended the process with status 3" in ran.output
     report = results(tmp_path)
-    assert report["verdict"] == "incomplete"
-    assert report["reason"].startswith("crashed during LC-3")
-    died = [rule for rule in report["rules"] if rule["outcome"] == "error"]
-    assert "LC-3" in {rule["id"] for rule in died}
-    assert "crashed during" in (tmp_path / "index.html").read_text("utf-8")
+    assert report["reason"] == "breaks LC-3; the driver ended the process"
+    assert report["totals"]["fail"] == 1
+    assert "ended the process with status 3" in (tmp_path / "index.html").read_text("utf-8")
+
+
+def test_a_crash_costs_one_case_and_is_shown_with_its_signal_and_place(site, tmp_path, results):
+    arguments = ("--case", "test_holes", "--case", "test_no_keys")
+    ran = site.hicache(*RUN, "AbortsInLargeReads", *arguments, *SMOKE, "--report", str(tmp_path))
+    assert ran.status == 1, ran.output
+    cases = {case["name"]: case for rule in results(tmp_path)["rules"] for case in rule["cases"]}
+    crashed = cases.pop("test_holes")
+    assert re.fullmatch(
+        r"LC-3: the driver ended the process with SIGABRT in read \(drivers_failing.py:\d+\)",
+        crashed["reason"],
+    )
+    assert "os.abort()" in crashed["detail"]
+    assert "_pytest" not in crashed["detail"]
+    # The others are judged, in another process.
+    assert {case["outcome"] for case in cases.values()} == {"pass"}
 
 
 def test_a_driver_that_hangs_is_ended(site, tmp_path, results):
     # Its gets wait for ever: `waits` means that the deadline layer waits too.
     ran = site.hicache(
-        *RUN, "Hangs", "--level", "core", *SMOKE, "--case-seconds", "15", "--report", str(tmp_path)
+        *RUN, "Hangs", "--level", "core", *SMOKE, "--case-seconds", "5", "--report", str(tmp_path)
     )
     assert ran.status == 1
-    assert "FT-3: on an empty store, batch_get_v2() has not come back after 12 s" in ran.output
+    assert "FT-3: on an empty store, batch_get_v2() has not come back after 5 s" in ran.output
     assert results(tmp_path)["reason"] == "breaks FT-3; the driver hangs in batch_get_v2()"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -62,7 +61,7 @@ def test_a_driver_that_always_hangs_is_judged_at_once(site, tmp_path, results, d
         for case in each["cases"]
         if case["outcome"] == "fail"
     ]
-    assert "has not come back after 2 s" in case["reason"]
+    assert "has not come back after 3 s" in case["reason"]
     # The driver's frames come first.
     assert frame in case["detail"].split("File ")[1]
     assert "time.sleep(3600)" in case["detail"]
@@ -142,12 +141,9 @@ def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(
 
 
 def _outcomes(scratch):
-    return sum(
-        json.loads(line)[0] == "outcome"
-        for path in scratch.glob("hicache-conformance-*/outcomes.jsonl")
-        for line in path.read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    )
+    """Count the outcomes that pytest has printed."""
+    logs = [path.read_text() for path in scratch.glob("hicache-conformance-*/log")]
+    return sum(len(line) for log in logs for line in re.findall(r"^[.sxF]+", log, re.MULTILINE))
 
 
 @pytest.mark.long

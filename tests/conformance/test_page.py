@@ -5,14 +5,12 @@ from __future__ import annotations
 import shlex
 from html.parser import HTMLParser
 
-import pytest
-
 from hicache_conformance.model.cause import Cause
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream, Replay
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Replay, RunRecord
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import judge
 from hicache_conformance.report.page import page
-from hicache_conformance.report.results import reproduction, shrinking
+from hicache_conformance.report.results import reproduction
 
 HOSTILE = (
     "</title></pre></script><script>alert(1)</script><img src=x onerror='alert(2)'>\" onclick=\"x"
@@ -66,9 +64,9 @@ class _Elements(HTMLParser):
 
 def _shown(text):
     header, outcome = _header(text), _outcome(text)
-    stream = OutcomeStream(header, outcomes=[outcome], finished=True)
+    record = RunRecord(header, outcomes=[outcome], finished=True)
     found = _Elements()
-    found.feed(page(header, judge(stream, [Level.CORE], {}), {}))
+    found.feed(page(header, judge(record, [Level.CORE], {}), {}))
     return found
 
 
@@ -79,14 +77,8 @@ def test_what_a_page_shows_is_text():
     assert any(HOSTILE in text for text in hostile.texts)
 
 
-@pytest.mark.parametrize("make", ["reproduction", "shrinking"])
-def test_a_command_is_one_command_whatever_the_names_are(make):
-    header = _header(COMMAND)
-    command = (
-        reproduction(header, COMMAND)
-        if make == "reproduction"
-        else shrinking(header, "GET-1", COMMAND)
-    )
+def test_a_command_is_one_command_whatever_the_names_are():
+    command = reproduction(_header(COMMAND), COMMAND)
     words = shlex.split(command)
     # A name that is quoted is one word; a shell would end a command at each of these.
     assert COMMAND in words

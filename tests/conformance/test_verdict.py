@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-import pytest
-
 from hicache_conformance.model.case import Case
 from hicache_conformance.model.outcomes import (
     CaseOutcome,
     Header,
     Outcome,
-    OutcomeStream,
-    StreamWriter,
+    RunRecord,
 )
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import Verdict, judge
@@ -48,14 +44,17 @@ def header(**fields):
     )
 
 
-def judged(*outcomes, catalogue=(), levels=CORE, finished=True, undeclared=(), **stream):
+def judged(*outcomes, catalogue=(), levels=CORE, finished=True, undeclared=(), **more):
     known = {
         case.name: case
         for case in catalogue
         or [planned(o.function, *o.rules, levels=map(Level, o.levels)) for o in outcomes]
     }
-    record = OutcomeStream(
-        header(undeclared=list(undeclared)), outcomes=list(outcomes), finished=finished, **stream
+    record = RunRecord(
+        header(undeclared=list(undeclared)),
+        outcomes=list(outcomes),
+        finished=finished,
+        **more,
     )
     return judge(record, levels, known)
 
@@ -184,40 +183,7 @@ def test_levels_are_judged_by_their_own_cases():
     assert both.outcome is Outcome.FAIL
 
 
-def test_a_crash_names_the_rule_that_was_running():
-    judgement = judged(
-        *all_core_pass(),
-        finished=False,
-        running=ended("test_get[x]", "GET-1", outcome=Outcome.UNTESTED),
-    )
+def test_a_run_that_did_not_end_has_no_verdict():
+    judgement = judged(*all_core_pass(), finished=False)
     assert judgement.verdict is Verdict.INCOMPLETE
-    assert judgement.reason == "crashed during GET-1"
-    assert rule(judgement, "GET-1").outcome is Outcome.ERROR
-
-
-def test_a_stream_without_a_footer_is_unfinished(tmp_path):
-    path = tmp_path / "outcomes.jsonl"
-    writer = StreamWriter(path)
-    writer.header(header())
-    suite = {"test_a": planned("test_a", "GET-1"), "test_b": planned("test_b", "GET-2")}
-    writer.catalogue(suite)
-    writer.collected(2)
-    writer.start("test_a", ("GET-1",), ("core",))
-    writer.outcome(ended("test_a", "GET-1"))
-    writer.start("test_b", ("GET-2",), ("core",))
-    with path.open("a") as file:
-        file.write('["outcome", {"case": "tes')
-    stream = OutcomeStream.read(path)
-    assert (stream.header, stream.cases, [case.case for case in stream.outcomes]) == (
-        header(),
-        2,
-        ["test_a"],
-    )
-    assert stream.catalogue == suite
-    assert stream.running is not None
-    assert stream.running.case == "test_b"
-    assert not stream.finished
-    with pytest.raises(msgspec.DecodeError):
-        stream.feed("nonsense")
-    with pytest.raises(ValueError, match="unknown kind"):
-        stream.feed('["surprise", 1]')
+    assert judgement.reason == "the run ended before its time"

@@ -9,7 +9,7 @@ import msgspec
 
 from hicache_conformance.interfaces.interface import Setup
 from hicache_conformance.interfaces.profile import current
-from hicache_conformance.model.settings import RunFile
+from hicache_conformance.model.settings import Settings
 from hicache_storage.spec import DriverConfig
 from hicache_storage.spec.config import parse_bytes
 
@@ -48,7 +48,7 @@ def _model() -> type[DriverConfig]:
 
     What else stands on a command line is a mistake.
     """
-    run, foreign = RunFile.of_environment(), current()
+    run, foreign = Settings.of_environment(), current()
     setup = foreign.setup if foreign else Setup()
     names = {*setup.options, *(run.config if run else ())}
     if setup.capacity_option:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hicache_conformance.harness.driver_files import driver_files
 from hicache_conformance.interfaces.interface import Interface, InterfaceProfile, Setup
 from hicache_conformance.model.rules import rules
-from hicache_conformance.model.settings import RunFile
+from hicache_conformance.model.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -69,7 +69,7 @@ def current() -> ForeignDriver | None:
 
     None where it is a driver of the contract's own.
     """
-    run = RunFile.of_environment()
+    run = Settings.of_environment()
     if run is None or not run.interface:
         return None
     return foreign_driver(run.interface, run.driver, run.config)

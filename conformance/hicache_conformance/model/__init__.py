@@ -1,1 +1,7 @@
 """Rules, cases, fault plans, outcomes and verdicts: the data of a conformance run."""
+
+from typing import Final
+
+RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
+"""Environment variable by which `hicache conformance run` tells the processes of a run where its
+`Settings` are. Here, where neither pytest nor the SDK is imported."""

@@ -120,13 +120,6 @@ def damage(defect: str) -> Cause:
     )
 
 
-def stack_of(ident: int) -> str:
-    """Return the stack of a thread, innermost frame first; empty if it has ended."""
-    top = _current_frames().get(ident)
-    frames = [] if top is None else [frame for frame, _ in traceback.walk_stack(top)]
-    return "\n".join(_lines([(frame, frame.f_lineno) for frame in frames[:_MAX_FRAMES]]))
-
-
 def stacks_in_driver() -> str:
     """Stacks of the other threads that are inside a call of the driver, innermost frame first.
 

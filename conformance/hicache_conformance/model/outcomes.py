@@ -1,26 +1,17 @@
-"""Outcomes of cases and rules, and the file that a run streams them to.
-
-The file has one line of JSON, a kind and its content, for each of these: a header, all cases of the
-suite, the number of those collected, a start and an outcome for each of them, a footer. A driver that takes the process down leaves a
-file without a footer, whose last start says which case it was.
-"""
+"""Outcomes of cases, and the record of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from hicache_conformance.model.case import Case
 from hicache_conformance.model.cause import Cause  # noqa: TC001 - msgspec reads the annotations
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
-from hicache_storage.tools.options import HIDDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
 
 class Outcome(StrEnum):
@@ -109,11 +100,6 @@ class Replay:
     test_class: str = ""
     """Class in the author's own pytest that ran it; empty for `hicache conformance run`."""
 
-    @property
-    def hidden(self) -> list[str]:
-        """Options that were given and cannot be read here, because they hold secrets."""
-        return [name for name, value in self.options.items() if HIDDEN in value]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverFiles:
@@ -164,12 +150,12 @@ class Header:
     """Command that begins such a run again, without seed and cases; empty for `hicache conformance
     run`."""
     replay: Replay | None = None
-    """For `hicache conformance repro`; None where that cannot repeat the run."""
+    """For `hicache conformance verify`; None where that cannot repeat the run."""
 
 
 @dataclass(slots=True)
-class OutcomeStream:
-    """All that a run has written down so far."""
+class RunRecord:
+    """All that is known of a run so far."""
 
     header: Header | None = None
     catalogue: dict[str, Case] = field(default_factory=dict[str, Case])
@@ -186,30 +172,8 @@ class OutcomeStream:
     signal: int = 0
     """The signal that ended it; 0 for none."""
     finished: bool = False
-
-    def feed(self, line: str) -> None:
-        """Take one line of the file."""
-        kind, content = msgspec.json.decode(line, type=tuple[str, Any])
-        match kind:
-            case "header":
-                self.header = msgspec.convert(content, Header)
-            case "catalogue":
-                self.catalogue = {case.name: case for case in msgspec.convert(content, list[Case])}
-            case "collected":
-                self.cases = content
-            case "start":
-                self.running = msgspec.convert(content, CaseOutcome)
-            case "outcome":
-                self.outcomes.append(msgspec.convert(content, CaseOutcome))
-                self.running = None
-            case "broken":
-                self.broken = content
-            case "stopped":
-                self.stopped = content
-            case "footer":
-                self.finished = True
-            case _:
-                raise ValueError(f"a line of unknown kind {kind!r}")
+    log: str = ""
+    """What its processes printed."""
 
     @property
     def undeclared(self) -> list[str]:
@@ -221,68 +185,6 @@ class OutcomeStream:
         """Kind of the thing under test."""
         return self.header.subject if self.header else "driver"
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a whole file; an incomplete last line is what a crash leaves, and is ignored."""
-        stream = cls()
-        for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
-            # Lines are written whole, so that only the last one can be cut.
-            if line.endswith("\n"):
-                stream.feed(line)
-        return stream
-
-
-class StreamWriter:
-    """Writes the file; every line has reached the file before the next case begins."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.write_bytes(b"")
-
-    def header(self, header: Header) -> None:
-        """Say what is known before the first case."""
-        self._write("header", header)
-
-    def catalogue(self, cases: Mapping[str, Case]) -> None:
-        """Say which cases the suite has.
-
-        The process that judges the run reads them here: to import them, and with them torch, takes
-        it two seconds.
-        """
-        self._write("catalogue", list(cases.values()))
-
-    def collected(self, cases: int) -> None:
-        """Say how many cases there are."""
-        self._write("collected", cases)
-
-    def start(self, case: str, rules: tuple[str, ...], levels: tuple[str, ...]) -> None:
-        """A case begins."""
-        self._write(
-            "start", CaseOutcome(case=case, rules=rules, levels=levels, outcome=Outcome.UNTESTED)
-        )
-
-    def outcome(self, outcome: CaseOutcome) -> None:
-        """A case has ended."""
-        self._write("outcome", outcome)
-
-    def broken(self, reason: str) -> None:
-        """No case can be run."""
-        self._write("broken", reason)
-
-    def stopped(self, reason: str) -> None:
-        """The run ends before all cases have been judged."""
-        self._write("stopped", reason)
-
-    def footer(self) -> None:
-        """The run has come to its end."""
-        self._write("footer", None)
-
-    def _write(self, kind: str, content: object) -> None:
-        # Opened for each line: the file reaches the kernel with the close, and survives whatever
-        # the next case does to this process.
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode((kind, content)) + b"\n")
-
 
 DETAIL_LIMIT: Final = 12_000
 """Characters of a detail that are kept."""
@@ -291,13 +193,11 @@ PREFLIGHT: Final = "preflight"
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
-    """Results of a run: its stream, its log, and whether it hung."""
+class PreflightStep:
+    """A step of the preflight that has begun."""
 
-    stream: OutcomeStream
-    log: str
-    """What the child printed."""
-    hung: bool
-    """Whether it was ended because a case took too long."""
-    case_seconds: float
-    """How long a case might take."""
+    rule: str
+    """Broken if it does not end."""
+    name: str
+    seconds: float
+    """In which it has to end."""

@@ -28,6 +28,14 @@ PLANS_PROPERTY: Final = "hicache_plans"
 """User property of a report: the fault plans that the case injected below the driver, as JSON."""
 VIOLATION_PROPERTY: Final = "hicache_violation"
 """User property of a report: the broken rule, its message and its causes, as JSON."""
+MESSAGE: Final = "hicache_message"
+"""Stands for a case where the start of one carries what the worker of a run tells its controller:
+the event of pytest-xdist that arrives at once, whatever the next call does to the process. Its
+location holds the kind of the message and, as JSON, its content."""
+STARTING_SECONDS: Final = 240.0
+"""Patience with a worker in which no case runs: it starts, or opens the driver for the first time."""
+FULL_STATUS: Final = 75
+"""Exit status of a worker that another one has to replace."""
 DRAWN_INPUT: Final = "hicache_drawn"
 """Key of a pytest-xdist worker's input: the seed and the name of the controller's run."""
 

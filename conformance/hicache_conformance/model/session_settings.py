@@ -1,6 +1,6 @@
 """Settings of a pytest session.
 
-Apart from `settings`, because processes that only look up drivers read the run file without pytest.
+Apart from `settings`, because processes that only look up drivers read a run's without pytest.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ import pytest
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.pytest_keys import drawn_seed
 from hicache_conformance.model.rules import parse_levels
-from hicache_conformance.model.settings import (
-    PAGE_VARIABLE,
-    RunFile,
-    Settings,
-    parse_page_bytes,
-)
+from hicache_conformance.model.settings import PAGE_VARIABLE, Settings, parse_page_bytes
 
 _SETTINGS: Final = pytest.StashKey[Settings]()
 
@@ -33,8 +28,7 @@ def settings_of(config: pytest.Config) -> Settings:
     """
     # Once a session: a drawn seed must be the same for every case.
     if _SETTINGS not in config.stash:
-        run = RunFile.of_environment()
-        config.stash[_SETTINGS] = run.settings if run else _of_options(config)
+        config.stash[_SETTINGS] = Settings.of_environment() or _of_options(config)
     return config.stash[_SETTINGS]
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
+from hicache_conformance.model import RUN_VARIABLE
 from hicache_conformance.model.rules import Level
 from hicache_storage.spec.config import parse_bytes
 from hicache_storage.tools.options import TMP, UNIQUE
@@ -22,9 +23,6 @@ from hicache_storage.tools.options import TMP, UNIQUE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
-"""Environment variable by which `hicache conformance run` tells its child process where its
-`RunFile` is."""
 PAGE_VARIABLE: Final = "HICACHE_CONFORMANCE_PAGE_BYTES"
 """Environment variable by which the processes of a run learn what the lengths of its pages are
 multiples of."""
@@ -34,65 +32,43 @@ _PORT: Final = re.compile(r"\{port:([A-Za-z0-9_.-]+)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings that do not depend on the driver."""
+    """Settings of a run: of chance, and of a command line what it is about."""
 
-    seed: int
-    run: str
+    # The seed decides what cases do, the run's name only what pages are called: repeated by its
+    # seed, a run must not find the pages of the first one.
+    seed: int = field(default_factory=lambda: secrets.randbelow(2**32))
+    run: str = field(default_factory=lambda: secrets.token_hex(4))
     """Goes into the identities' salts, so that pages left by an earlier run of the same seed are
     not found."""
     profile: str = "default"
     levels: tuple[Level, ...] = tuple(Level)
-    shrinks: bool = False
-    """Make a failure as short as possible, also where the profile does not."""
     page_bytes: int = 0
     """Bytes that every page is a multiple of; 0 for pages of any length."""
-
-    @classmethod
-    def fresh(
-        cls,
-        seed: int | None,
-        profile: str,
-        levels: tuple[Level, ...],
-        run: str | None = None,
-        page_bytes: int = 0,
-    ) -> Self:
-        """Settings of a new run; a seed is drawn where none is given."""
-        # The seed decides what cases do, the run's name only what pages are called: repeated by its
-        # seed, a run must not find the pages of the first one.
-        drawn = secrets.randbelow(2**32) if seed is None else seed
-        return cls(
-            seed=drawn,
-            run=run or secrets.token_hex(4),
-            profile=profile,
-            levels=levels,
-            page_bytes=page_bytes,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFile:
-    """Parameters that the command line hands to its child process, out of sight of `ps`."""
-
-    settings: Settings
     driver: str = ""
-    """As `hicache drivers` lists it."""
+    """As `hicache drivers` lists it; empty in an author's own pytest."""
     config: dict[str, str] = field(default_factory=dict[str, str])
     """Options of the driver, with placeholders."""
-    stream: str = ""
-    """File that the outcomes go to; the child process of a run is told which."""
-    cases: list[str] = field(default_factory=list[str])
-    """Names that a case must contain one of; empty for all."""
-    services: list[str] | None = None
-    """Commands of the servers that the driver needs; None for those that it names itself."""
     interface: str = ""
     """Interface of a foreign driver; empty for the contract's own."""
+    services: list[str] | None = None
+    """Commands of the servers that the driver needs; None for those that it names itself."""
+    cases: list[str] = field(default_factory=list[str])
+    """Names that a case must contain one of; empty for all."""
     case_seconds: float = 300.0
     """A case that takes longer is taken for hanging."""
-    done: list[str] = field(default_factory=list[str])
-    """Cases that a process before this one has begun, and that are not run again."""
+    home: str = ""
+    """Directory of a command line's run."""
+
+    @property
+    def shrinks(self) -> bool:
+        """Return whether a failure is made as short as possible, also where the profile does not.
+
+        A case that is named is run to be understood.
+        """
+        return bool(self.cases)
 
     def write(self, path: Path) -> None:
-        """Write it for `read`."""
+        """Write them for `read`."""
         # Created before it is written, because options may hold secrets.
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(self))
@@ -104,7 +80,7 @@ class RunFile:
 
     @classmethod
     def of_environment(cls) -> Self | None:
-        """The run file of this process, where it is the child of a command line."""
+        """The settings that a command line has given to the processes of its run; None elsewhere."""
         path = os.environ.get(RUN_VARIABLE)
         return cls.read(Path(path)) if path else None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStream
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, RunRecord, failing_cases
 from hicache_conformance.model.rules import LEVEL_NEEDS, Level, Rule, rules
 
 if TYPE_CHECKING:
@@ -69,12 +69,7 @@ class RuleResult:
 
     def failing(self) -> list[CaseOutcome]:
         """The cases that found it broken, or else those in which the suite broke."""
-        failed = [
-            case
-            for case in self.cases
-            if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.rule.id)
-        ]
-        return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
+        return failing_cases(self.rule.id, self.cases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +123,7 @@ class Judgement:
 
 
 def judge(
-    stream: OutcomeStream,
+    record: RunRecord,
     selected: Collection[Level],
     catalogue: Mapping[str, Case],
     by_id: Mapping[str, Rule] | None = None,
@@ -136,39 +131,18 @@ def judge(
     """Judge what a run has written down.
 
     Args:
-        stream: the run.
+        record: the run.
         selected: the levels that were asked for.
         catalogue: all cases of the suite by function name; one that left no outcome makes its rules
             untested.
         by_id: the rules to judge by; those of the contract if not given.
     """
-    # A crash is an outcome of its case. Otherwise the rules of that case would merely be untested,
-    # and the cause would be lost.
-    outcomes = [*stream.outcomes, *_crash(stream)]
     results = [
-        _result(rule, outcomes, selected, catalogue, stream)
+        _result(rule, record.outcomes, selected, catalogue, record)
         for rule in (rules() if by_id is None else by_id).values()
     ]
-    verdict, reason = _verdict(results, stream)
+    verdict, reason = _verdict(results, record)
     return Judgement(verdict, reason, results)
-
-
-def _crash(stream: OutcomeStream) -> list[CaseOutcome]:
-    """The case that took the process down, if one did."""
-    if stream.finished or stream.stopped or stream.running is None:
-        return []
-    case = stream.running
-    reason = f"crashed during {', '.join(case.rules)}: the process ended in {case.case} and left no outcome"
-    return [
-        CaseOutcome(
-            case=case.case,
-            rules=case.rules,
-            levels=case.levels,
-            outcome=Outcome.ERROR,
-            reason=reason,
-            detail=reason,
-        )
-    ]
 
 
 def _result(
@@ -176,7 +150,7 @@ def _result(
     outcomes: list[CaseOutcome],
     selected: Collection[Level],
     catalogue: Mapping[str, Case],
-    stream: OutcomeStream,
+    record: RunRecord,
 ) -> RuleResult:
     mine = [case for case in outcomes if rule.id in case.rules or rule.id == case.broken_rule]
     levels = [level for level in Level if level in selected and _counts_in(rule, level, mine)]
@@ -186,7 +160,7 @@ def _result(
         return result
     # Before the cases are looked at: a foreign driver may keep a rule by chance, and its interface
     # still does not promise it.
-    not_promised = stream.header.not_promised.get(rule.id) if stream.header else None
+    not_promised = record.header.not_promised.get(rule.id) if record.header else None
     if not_promised:
         result.levels = dict.fromkeys(levels, Outcome.NOT_DECLARED)
         result.outcome = Outcome.NOT_DECLARED
@@ -194,7 +168,7 @@ def _result(
         return result
     reasons = dict[Outcome, str]()
     for level in levels:
-        verdicts = list(_verdicts(rule, level, mine, catalogue, stream))
+        verdicts = list(_verdicts(rule, level, mine, catalogue, record))
         where = f"level {level}: " if len(levels) > 1 else ""
         for outcome, reason in verdicts:
             reasons.setdefault(outcome, reason if outcome is Outcome.FAIL else where + reason)
@@ -217,7 +191,7 @@ def _verdicts(
     level: Level,
     mine: list[CaseOutcome],
     catalogue: Mapping[str, Case],
-    stream: OutcomeStream,
+    record: RunRecord,
 ) -> Iterable[tuple[Outcome, str]]:
     ran = [case for case in mine if level in case.levels]
     passed = [case for case in ran if case.outcome is Outcome.PASS]
@@ -238,14 +212,14 @@ def _verdicts(
     # it would have found is not known.
     left = {case.name for case in planned} - {case.function for case in ran}
     if left:
-        not_run = f"not judged: {stream.stopped}" if stream.stopped else ""
+        not_run = f"not judged: {record.stopped}" if record.stopped else ""
         yield Outcome.UNTESTED, not_run or f"{', '.join(sorted(left))}{DID_NOT_RUN}"
     if not ran and not left:
         missing = [
-            need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in stream.undeclared
+            need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in record.undeclared
         ]
         if missing:
-            yield Outcome.NOT_DECLARED, f"the {stream.subject} does not declare {missing[-1]}"
+            yield Outcome.NOT_DECLARED, f"the {record.subject} does not declare {missing[-1]}"
         else:
             yield Outcome.UNTESTED, "no case of this suite tests it yet"
 
@@ -256,7 +230,7 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
     return next(outcome for outcome in _WORST_FIRST if outcome in present)
 
 
-def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict, str]:
+def _verdict(results: list[RuleResult], record: RunRecord) -> tuple[Verdict, str]:
     def ids(outcome: Outcome) -> list[str]:
         return [
             result.rule.id for result in results if result.selected and result.outcome is outcome
@@ -265,17 +239,12 @@ def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict,
     failed, broken, untested = ids(Outcome.FAIL), ids(Outcome.ERROR), ids(Outcome.UNTESTED)
     # Failures come first, also of a run that crashed: what was found before stands.
     if failed:
-        ended = f"; {stream.stopped}" if stream.stopped else ""
+        ended = f"; {record.stopped}" if record.stopped else ""
         return Verdict.NON_CONFORMANT, f"breaks {_listed(failed)}{ended}"
-    if stream.broken or stream.stopped:
-        return Verdict.INCOMPLETE, stream.broken or stream.stopped
-    if not stream.finished:
-        where = (
-            f"crashed during {', '.join(stream.running.rules)}"
-            if stream.running
-            else "the run ended before its time"
-        )
-        return Verdict.INCOMPLETE, where
+    if record.broken or record.stopped:
+        return Verdict.INCOMPLETE, record.broken or record.stopped
+    if not record.finished:
+        return Verdict.INCOMPLETE, "the run ended before its time"
     if broken:
         return Verdict.INCOMPLETE, f"the suite itself broke in {_listed(broken)}"
     if untested:
@@ -286,7 +255,7 @@ def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict,
     return (
         Verdict.CONFORMANT,
         (
-            f"every rule of the selected levels that the {stream.subject}'s capabilities bind it to "
+            f"every rule of the selected levels that the {record.subject}'s capabilities bind it to "
             f"holds"
         ),
     )

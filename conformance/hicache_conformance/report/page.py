@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level
-from hicache_conformance.report.results import reproduction, shrinking
+from hicache_conformance.report.results import reproduction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,16 +76,8 @@ def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
                 for case in mine
                 if case.outcome is outcome
             ]
-            # Only of failures that the rule is about; the file lies beside the page.
-            again = (
-                shrinking(header, result.rule.id, "results.json")
-                if mine == result.failing()
-                else ""
-            )
             if cases:
-                groups.append(
-                    {"rule": result.rule, "outcome": outcome, "cases": cases, "shrinking": again}
-                )
+                groups.append({"rule": result.rule, "outcome": outcome, "cases": cases})
     return groups
 
 

@@ -53,7 +53,7 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
             if level in header.levels
         },
         "interface": header.interface,
-        # What `hicache conformance repro` reads, beyond what stands above.
+        # What `hicache conformance verify` reads, beyond what stands above.
         "replay": header.replay and asdict(header.replay),
         "shared_causes": [
             {"cause": asdict(shared.cause), "rules": shared.rules}
@@ -92,24 +92,6 @@ def reproduction(header: Header, case: str) -> str:
     if header.profile != "default":
         parts.append(f"--profile {header.profile}")
     return " ".join(parts)
-
-
-def shrinking(header: Header, rule: str, file: str) -> str:
-    """The command that runs the cases again that found a rule broken, and shrinks what leads to it.
-
-    Args:
-        header: of the run.
-        rule: the broken rule.
-        file: path of its `results.json`.
-
-    Returns:
-        Empty where the file does not say enough.
-    """
-    if header.replay is None:
-        return ""
-    hidden = [f"-c {quote(f'{name}=...')}" for name in header.replay.hidden]
-    servers = [f"--start-server {quote(command)}" for command in header.replay.services or ()]
-    return " ".join(["hicache conformance repro", quote(file), rule, *hidden, *servers])
 
 
 def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, object]) -> bool:

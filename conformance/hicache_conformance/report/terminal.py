@@ -16,9 +16,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.model.outcomes import Outcome, OutcomeStream
+from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.verdict import DID_NOT_RUN, STOPPED_AT, Verdict, judge
-from hicache_conformance.report.results import reproduction, shrinking
+from hicache_conformance.report.results import reproduction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from hicache_conformance.model.outcomes import RunResult
+    from hicache_conformance.model.outcomes import CaseOutcome, RunRecord
     from hicache_conformance.model.rules import Rule
     from hicache_conformance.model.settings import Settings
     from hicache_conformance.model.verdict import Judgement, RuleResult
@@ -37,10 +37,7 @@ SPEED_SECONDS: Final = 120.0
 TRACEBACK_LINES: Final = 6
 """Lines of a traceback in the terminal: the three innermost frames of the driver."""
 LEFT_OUT: Final = f"cases of theirs{DID_NOT_RUN}"
-WITHOUT_A_REPORT: Final = (
-    "tracebacks, bytes and the driver's log: add --report DIR, then `hicache conformance repro DIR "
-    "RULE`"
-)
+LOG_LIMIT: Final = 3000
 STYLES: Final = {
     Outcome.PASS: "green",
     Outcome.FAIL: "bold red",
@@ -53,12 +50,12 @@ STYLES: Final = {
 }
 
 
-def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
+def exit_status(judgement: Judgement, record: RunRecord) -> int:
     """Return the exit status of a command that judged a run."""
-    if stream.signal:
-        return 128 + stream.signal
+    if record.signal:
+        return 128 + record.signal
     # A run that did not come to its end has no verdict, whatever it had found until then.
-    if not stream.finished and not stream.stopped:
+    if not record.finished and not record.stopped:
         return BROKEN
     if judgement.verdict is Verdict.CONFORMANT:
         return CONFORMANT
@@ -69,7 +66,7 @@ def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
 
 def conclude(
     console: Console,
-    ran: RunResult,
+    record: RunRecord,
     settings: Settings,
     report: Path | None,
     rules: Mapping[str, Rule] | None = None,
@@ -78,38 +75,31 @@ def conclude(
 
     Args:
         console: where to.
-        ran: the run.
+        record: the run.
         settings: what was asked for.
         report: directory of the report; None for none.
         rules: the rules to judge by; those of the contract if not given.
     """
-    stream = ran.stream
-    if stream.broken or stream.header is None:
-        reason = stream.broken or stream.stopped or f"the suite could not begin:\n{ran.log[-3000:]}"
+    if record.broken or record.header is None:
+        log = record.log[-LOG_LIMIT:]
+        reason = record.broken or record.stopped or f"the suite could not begin:\n{log}"
         console.print(Text(reason, "red"))
-        return 128 + stream.signal if stream.signal else BROKEN
-    judgement = judge(stream, settings.levels, stream.catalogue, rules)
+        return 128 + record.signal if record.signal else BROKEN
+    judgement = judge(record, settings.levels, record.catalogue, rules)
     if report is not None:
         from hicache_conformance.report import write_report
 
-        write_report(report, stream.header, judgement, stream.catalogue)
-        (report / "pytest.log").write_text(ran.log, encoding="utf-8")
-    show(console, judgement, stream, report and report / "results.json")
-    if not stream.finished and not stream.stopped:
-        reason = (
-            f"the run hung for {ran.case_seconds:.0f} s and was ended"
-            if ran.hung
-            else ran.log[-1500:]
-        )
-        console.print(Text(reason, "red"))
+        write_report(report, record.header, judgement, record.catalogue)
+        (report / "pytest.log").write_text(record.log, encoding="utf-8")
+    show(console, judgement, record)
+    if not record.finished and not record.stopped:
+        console.print(Text(record.log[-LOG_LIMIT:], "red"))
     if report is not None:
         console.print(f"report: {report / 'index.html'}", highlight=False, soft_wrap=True)
-    return exit_status(judgement, stream)
+    return exit_status(judgement, record)
 
 
-def show(
-    console: Console, judgement: Judgement, stream: OutcomeStream, results: Path | None = None
-) -> None:
+def show(console: Console, judgement: Judgement, record: RunRecord) -> None:
     """Print every rule that is not a pass: failures first, then what nobody found out.
 
     The verdict comes last, because that is where a terminal ends.
@@ -117,9 +107,9 @@ def show(
     Args:
         console: where to.
         judgement: of the run.
-        stream: the run.
-        results: its `results.json`, if it has been written.
+        record: the run.
     """
+    assert record.header is not None
     counted = [result for result in judgement.rules if result.selected]
     for shared in judgement.shared_causes():
         console.print(
@@ -141,10 +131,12 @@ def show(
                 )
                 # Below each failure, because that is where it is read; wrapped by the terminal and
                 # not here, so that it can be copied.
-                again = _again(stream, result, results)
+                first = result.failing()[0]
+                again = reproduction(record.header, first.case)
                 console.print(Text(f"  again: {again}", "dim"), soft_wrap=True)
-    if results is None and any(result.outcome is Outcome.FAIL for result in counted):
-        console.print(Text(f"  {WITHOUT_A_REPORT}", "dim"), soft_wrap=True)
+                # Cases that were named are run to be understood.
+                if record.header.replay and record.header.replay.cases:
+                    _explain(console, first)
     table = Table("rules", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
     left_out = 0
     for outcome in (Outcome.UNTESTED, Outcome.NOT_DECLARED):
@@ -161,9 +153,9 @@ def show(
     counts = ", ".join(
         f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome)
     )
-    seconds = sum(case.seconds for case in stream.outcomes)
+    seconds = sum(case.seconds for case in record.outcomes)
     console.print(
-        f"{counts} (rules); {len(stream.outcomes)} cases in {seconds:.1f} s", highlight=False
+        f"{counts} (rules); {len(record.outcomes)} cases in {seconds:.1f} s", highlight=False
     )
     console.print(
         Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"),
@@ -184,14 +176,14 @@ def _by_reason(results: Iterable[RuleResult]) -> list[tuple[str, list[str]]]:
     return list(groups.items())
 
 
-def _again(stream: OutcomeStream, result: RuleResult, results: Path | None) -> str:
-    """The command that repeats a failure.
-
-    From the results, where they have been written, or of the first failing case.
-    """
-    assert stream.header is not None
-    command = shrinking(stream.header, result.rule.id, str(results)) if results is not None else ""
-    return command or reproduction(stream.header, result.failing()[0].case)
+def _explain(console: Console, case: CaseOutcome) -> None:
+    """Print all there is to say about a failure."""
+    console.print(Text(case.detail or case.reason), soft_wrap=True)
+    for title, lines in (("Last calls", case.calls), ("Last log lines", case.log)):
+        if lines:
+            console.print(Text(f"{title}:", "bold"))
+            shown = "\n".join(f"  {line}" for line in lines.splitlines())
+            console.print(Text(shown), soft_wrap=True)
 
 
 def _failure(result: RuleResult) -> str:
@@ -228,10 +220,10 @@ class ProgressBar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def update(self, stream: OutcomeStream) -> None:
+    def update(self, record: RunRecord) -> None:
         """Show how far a run has come."""
-        running = stream.running
+        running = record.running
         now = f"{', '.join(running.levels)}: {running.function}" if running else ""
         self._progress.update(
-            self._task, total=stream.cases or None, completed=len(stream.outcomes), description=now
+            self._task, total=record.cases or None, completed=len(record.outcomes), description=now
         )

@@ -6,12 +6,13 @@ A foreign driver must also store pages of the run's length, or of none.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import tempfile
 import threading
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS
@@ -19,14 +20,10 @@ from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import filled_config
 from hicache_conformance.harness.pools import GuardedPool, page_components, slots_of
 from hicache_conformance.interfaces.profile import describe_interface
-from hicache_conformance.model.cause import stack_of, stacks_in_driver
-from hicache_conformance.model.outcomes import (
-    DETAIL_LIMIT,
-    PREFLIGHT,
-    CaseOutcome,
-    Outcome,
-    Replay,
-)
+from hicache_conformance.model.case import cases_of
+from hicache_conformance.model.outcomes import PreflightStep, Replay
+from hicache_conformance.model.pytest_keys import MESSAGE, STARTING_SECONDS
+from hicache_conformance.model.rules import all_needs, undeclared
 from hicache_conformance.model.settings import port_names, unique_name
 from hicache_conformance.model.violation import Inconclusive, NotPromised
 from hicache_conformance.report.header import blank_header
@@ -47,8 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from hicache_conformance.fixtures.open_context import DriverDeclaration
-    from hicache_conformance.model.outcomes import Header, StreamWriter
-    from hicache_conformance.model.settings import RunFile
+    from hicache_conformance.model.outcomes import Header
+    from hicache_conformance.model.settings import Settings
     from hicache_storage.spec import Capabilities, HiCacheStorage
 
 OPEN_SECONDS: Final = 25.0
@@ -61,69 +58,92 @@ USUAL_PAGE: Final = (96, 160)
 PROBED_UNITS: Final = (8 << 10, 64 << 10, 1 << 20)
 """Page lengths, in bytes, that a driver is tried with when it has refused the usual one."""
 PROBE_SECONDS: Final = 20.0
-CASE_SHARE: Final = 0.8
-"""Of a case's time. The process that follows the run counts from the first of these calls, and must
-not be the first to end it: it knows less about what hangs."""
 
 
-def check_driver(
-    owner: type[DriverDeclaration], config: pytest.Config, run: RunFile, writer: StreamWriter
-) -> None:
-    """Construct, open and close the driver once, and write the header of the run.
+def check_driver(owner: type[DriverDeclaration], config: pytest.Config, settings: Settings) -> None:
+    """Check that a driver can be constructed and opened.
+
+    The controller is told what it is, and which cases there are.
 
     Args:
         owner: the class that the run collected.
-        config: pytest's; the servers that the driver needs stay up for its cases.
-        run: what was asked for.
-        writer: where the header goes.
+        config: pytest's; the servers that are started stay up for the cases.
+        settings: what was asked for.
 
     Raises:
-        pytest.UsageError: that is not possible; the reason has been written down.
+        pytest.UsageError: that is not possible; the controller has been told why.
     """
+    telling = _Telling(config)
+    # Before the driver is opened: where that hangs, the rules are judged by it.
+    telling.tell("catalogue", list(cases_of(owner).values()))
+    named = f"driver {settings.driver!r}"
     try:
-        if not run.interface:
-            _check_class(run.driver)
-        # In the run's directory: it is removed too where the driver hangs and this process is killed.
-        home = Path(run.stream).parent
-        with tempfile.TemporaryDirectory(prefix="preflight-", dir=home) as directory:
-            options = NO_LAYERS if run.interface else None
-            commands = commands_of(owner.driver, owner.config, owner.services)
-            name = f"{owner.__module__}.{owner.__qualname__}"
-            ports = environment_of(config, name, commands).ports()
-            unique = unique_name(run.settings.run, "preflight")
-            filled = filled_config(run.driver, run.config, directory, ports, unique)
-            missing_ports = port_names(filled.values())
-            if missing_ports:
-                raise Inconclusive(
-                    f"no server listens on {{port:{missing_ports[0]}}}; start one with "
-                    f"--start-server"
-                )
-
-            # In this process and not from the command line's: a driver that ends the process ends
-            # the child only.
-            def make() -> HiCacheStorage:
-                return create_storage(
-                    run.driver, _identity(run.settings.run), filled, options=options
-                )
-
-            stores = _try_out(make, _Watchdog(run, writer))
-            if run.interface and not stores and not run.settings.page_bytes:
-                unit = _needed_page_bytes(make)
-                if unit:
-                    raise Inconclusive(
-                        f"it stores no page of {sum(USUAL_PAGE)} bytes, and stores one of "
-                        f"{sum(page_components(USUAL_PAGE, unit))}; judge it with --page-bytes "
-                        f"{unit}"
-                    )
+        _open_driver(owner, config, settings, telling)
+        return
     except Inconclusive as missing:
-        _give_up(writer, f"driver {run.driver!r} cannot be judged: {missing}")
+        reason = f"{named} cannot be judged: {missing}"
     except DriverContractError as error:
-        _give_up(writer, f"driver {run.driver!r} does not fit the contract: {error}")
+        reason = f"{named} does not fit the contract: {error}"
     except HiCacheError as error:
         what = "cannot be loaded" if isinstance(error, DriverError) else "cannot be opened"
-        _give_up(writer, f"driver {run.driver!r} {what}: {error}")
+        reason = f"{named} {what}: {error}"
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's driver may raise anything
-        _give_up(writer, f"driver {run.driver!r} cannot be opened: {type(error).__name__}: {error}")
+        reason = f"{named} cannot be opened: {type(error).__name__}: {error}"
+    telling.tell("broken", reason)
+    raise pytest.UsageError(reason)
+
+
+class _Telling:
+    """Messages to the controller of the run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def tell(self, kind: str, content: object) -> None:
+        text = msgspec.json.encode(content).decode()
+        self._config.hook.pytest_runtest_logstart(nodeid=MESSAGE, location=(kind, None, text))
+
+
+def _open_driver(
+    owner: type[DriverDeclaration], config: pytest.Config, settings: Settings, telling: _Telling
+) -> None:
+    """Construct, open and close the driver once.
+
+    Raises:
+        Exception: that is not possible.
+    """
+    if not settings.interface:
+        _check_class(settings.driver)
+    # That of its registration: an instance that hangs says nothing.
+    declared = registry().get(settings.driver).capabilities
+    header = _header(settings, declared)
+    telling.tell("header", header)
+    # In the run's directory: it is removed too where the driver hangs and this process is killed.
+    with tempfile.TemporaryDirectory(prefix="preflight-", dir=settings.home) as directory:
+        options = NO_LAYERS if settings.interface else None
+        commands = commands_of(owner.driver, owner.config, owner.services)
+        name = f"{owner.__module__}.{owner.__qualname__}"
+        ports = environment_of(config, name, commands).ports()
+        unique = unique_name(settings.run, "preflight")
+        filled = filled_config(settings.driver, settings.config, directory, ports, unique)
+        missing_ports = port_names(filled.values())
+        if missing_ports:
+            raise Inconclusive(
+                f"no server listens on {{port:{missing_ports[0]}}}; start one with --start-server"
+            )
+
+        def make() -> HiCacheStorage:
+            identity = _identity(settings.run)
+            return create_storage(settings.driver, identity, filled, options=options)
+
+        stores = _try_out(make, settings, header, telling)
+        if settings.interface and not stores and not settings.page_bytes:
+            unit = _needed_page_bytes(make)
+            if unit:
+                raise Inconclusive(
+                    f"it stores no page of {sum(USUAL_PAGE)} bytes, and stores one of "
+                    f"{sum(page_components(USUAL_PAGE, unit))}; judge it with --page-bytes {unit}"
+                )
 
 
 def _check_class(driver: str) -> None:
@@ -146,81 +166,41 @@ def _check_class(driver: str) -> None:
         raise DriverContractError("; ".join(found))
 
 
-class _Watchdog:
-    """Ends a run in which a step of the preflight hangs, so that each case would.
-
-    From a thread of its own: a driver may do in the main thread what it does in its engine's.
-    """
-
-    def __init__(self, run: RunFile, writer: StreamWriter) -> None:
-        self._run = run
-        self._writer = writer
-        self._opened = False
-
-    def opened(self, capabilities: Capabilities) -> None:
-        """Write down what is known of the driver, and that its first calls begin."""
-        self._opened = True
-        self._writer.header(_header(self._run, capabilities))
-        # A driver that ends the process does it here.
-        self._writer.start(PREFLIGHT, ("LC-3",), self._run.settings.levels)
-
-    @contextlib.contextmanager
-    def step(self, rule: str, name: str) -> Generator[None]:
-        """Write down that `rule` is broken if the block does not end in time."""
-        caller = threading.get_ident()
-        # What foreign interfaces promise of it is that calls end.
-        rule = "FT-3" if self._run.interface else rule
-        limit = FOREIGN_SECONDS if self._run.interface else OPEN_SECONDS
-        seconds = min(limit, CASE_SHARE * self._run.case_seconds)
-        timer = threading.Timer(seconds, self._end, (rule, name, seconds, caller))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _end(self, rule: str, name: str, seconds: float, caller: int) -> None:
-        reason = f"{rule}: on an empty store, {name} has not come back after {seconds:.0f} s"
-        stacks = stacks_in_driver() or stack_of(caller)
-        if not self._opened:
-            # By the declaration of its registration: the instance that could tell hangs.
-            declared = registry().get(self._run.driver).capabilities
-            self._writer.header(_header(self._run, declared))
-        self._writer.outcome(
-            CaseOutcome(
-                case=PREFLIGHT,
-                rules=(rule,),
-                levels=self._run.settings.levels,
-                outcome=Outcome.FAIL,
-                reason=reason,
-                detail=f"{reason}\n{stacks}"[:DETAIL_LIMIT],
-                broken_rule=rule,
-            )
-        )
-        # The process that follows the run ends this one.
-        self._writer.stopped(f"the driver hangs in {name}")
-
-
-def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> bool:
+def _try_out(
+    make: Callable[[], HiCacheStorage], settings: Settings, header: Header, telling: _Telling
+) -> bool:
     """Open a storage, store a page, read it and close; return whether the page was stored.
 
-    Answers are for the cases to judge; only the time counts here.
+    Answers are for the cases to judge; only the time counts here. A step that does not end ends
+    this process.
 
     Raises:
         Exception: constructing, registering a pool or opening has raised.
     """
-    with watchdog.step("LC-1", "the constructor"):
+    limit = FOREIGN_SECONDS if settings.interface else OPEN_SECONDS
+    seconds = min(limit, settings.case_seconds)
+
+    @contextlib.contextmanager
+    def step(rule: str, name: str) -> Generator[None]:
+        # What foreign interfaces promise of it is that calls end.
+        rule = "FT-3" if settings.interface else rule
+        telling.tell("step", PreflightStep(rule, name, seconds))
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        yield
+
+    with step("LC-1", "the constructor"):
         storage = make()
     pool = GuardedPool(pages=2)
     page = PoolTransfer(PoolName.KV, slots_of([0], pool.page_size), keys=["preflight"])
     try:
-        with watchdog.step("LC-1", "register_mem_host_pool_v2()"):
+        with step("LC-1", "register_mem_host_pool_v2()"):
             storage.register_mem_host_pool_v2(pool.host_pool, PoolName.KV)
             storage.on_host_pools_registered()
-        with watchdog.step("LC-1", "open()"):
+        with step("LC-1", "open()"):
             storage.open()
-        watchdog.opened(storage.capabilities)
+        header.capabilities = asdict(storage.capabilities)
+        header.undeclared = undeclared(storage.capabilities, all_needs())
+        telling.tell("header", header)
         stored = dict[PoolName, list[bool]]()
         calls: dict[str, Callable[[], object]] = {
             "batch_set_v2()": lambda: stored.update(storage.batch_set_v2([page])),
@@ -229,39 +209,33 @@ def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> bool:
         }
         for name, call in calls.items():
             # What it raises is a finding of the cases.
-            with (
-                contextlib.suppress(Exception, NotPromised),
-                watchdog.step("FT-3", name),
-            ):
+            with contextlib.suppress(Exception, NotPromised), step("FT-3", name):
                 call()
         return stored.get(PoolName.KV) == [True]
     finally:
-        with watchdog.step("LC-2", "close()"):
+        with step("LC-2", "close()"):
             storage.close()
+        telling.tell("step", None)
+        faulthandler.dump_traceback_later(STARTING_SECONDS, exit=True, file=2)
 
 
-def _header(run: RunFile, capabilities: Capabilities) -> Header:
+def _header(settings: Settings, capabilities: Capabilities) -> Header:
     # With `{tmp}` left in: the directory differs from run to run, and reports of equal runs are
     # equal.
-    shown = redacted(filled_config(run.driver, run.config, TMP))
+    shown = redacted(filled_config(settings.driver, settings.config, TMP))
     header = blank_header(
-        run.driver, run.settings, capabilities=asdict(capabilities), options=shown
+        settings.driver, settings, capabilities=asdict(capabilities), options=shown
     )
     header.replay = Replay(
-        run=run.settings.run,
-        options=redacted(run.config),
-        services=run.services,
-        interface=run.interface,
-        cases=run.cases,
+        run=settings.run,
+        options=redacted(settings.config),
+        services=settings.services,
+        interface=settings.interface,
+        cases=settings.cases,
     )
-    if run.interface:
-        describe_interface(header, run.config)
+    if settings.interface:
+        describe_interface(header, settings.config)
     return header
-
-
-def _give_up(writer: StreamWriter, reason: str) -> None:
-    writer.broken(reason)
-    raise pytest.UsageError(reason)
 
 
 def _needed_page_bytes(make: Callable[[], HiCacheStorage]) -> int:

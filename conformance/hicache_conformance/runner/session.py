@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from hicache_conformance.fixtures.open_context import CAUSE_LOG, INJECTOR, require_driver
 from hicache_conformance.interfaces.foreign_storage import process_is_full
-from hicache_conformance.model.case import cases_of
-from hicache_conformance.model.outcomes import OutcomeStream, StreamWriter
+from hicache_conformance.model.outcomes import Replay, RunRecord
 from hicache_conformance.model.pytest_keys import (
     CASE_MARK,
     CASE_PROPERTY,
+    FULL_STATUS,
     GATE_PROPERTY,
     VIOLATION_PROPERTY,
 )
 from hicache_conformance.model.session_settings import settings_of
-from hicache_conformance.model.settings import RunFile
 from hicache_conformance.model.verdict import Verdict, judge
 from hicache_conformance.model.violation import NotPromised
-from hicache_conformance.runner.case_reports import CaseReports, describe_violation, header_of
+from hicache_conformance.report.header import blank_header
+from hicache_conformance.runner.case_reports import CaseReports
 from hicache_conformance.runner.preflight import check_driver
+from hicache_conformance.runner.violations import describe_violation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_conformance.fixtures.open_context import DriverDeclaration
     from hicache_conformance.model.case import Case
-    from hicache_conformance.model.outcomes import CaseOutcome
+    from hicache_conformance.model.outcomes import Header
+    from hicache_conformance.model.settings import Settings
     from hicache_conformance.model.verdict import Judgement
 
 
@@ -42,19 +46,14 @@ class Session:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._run = RunFile.of_environment()
         self.settings = settings_of(config)
-        self._writer: StreamWriter | None = None
-        self._starts = dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]()
         self._reports = CaseReports()
-        self._streams = dict[str, OutcomeStream]()
+        self._records = dict[str, RunRecord]()
         """By class."""
         self._verdicts: dict[str, Judgement] = {}
         # Workers of pytest-xdist run cases and know only their own; the controller gets the reports
         # of all.
         self._is_worker = hasattr(config, "workerinput")
-        if self._run is not None:
-            self._writer = StreamWriter(Path(self._run.stream))
 
     def select(self, items: list[pytest.Item], cases: list[pytest.Item]) -> None:
         """Leave the cases of the selected levels in `items`, and give each its report properties.
@@ -72,26 +71,20 @@ class Session:
             if not self._wants(item, levels):
                 deselected.append(item)
                 continue
-            record = {
+            about = {
                 "rules": rules,
                 "levels": levels,
                 "owner": f"{owner.__module__}.{owner.__qualname__}",
             }
             # A property and not an attribute, because reports are serialized on their way from
             # pytest-xdist's workers to the controller.
-            item.user_properties.append((CASE_PROPERTY, json.dumps(record)))
+            item.user_properties.append((CASE_PROPERTY, json.dumps(about)))
             item.extra_keyword_matches.update(rules)
-            self._starts[item.nodeid] = (item.name, rules, levels)
         if deselected:
             items[:] = [item for item in items if item not in deselected]
             self._config.hook.pytest_deselected(items=deselected)
-        if self._writer and self._run:
-            # Before the driver is opened: where that hangs, the rules are judged by it.
-            self._writer.catalogue(cases_of(_class_of(cases[0])))
-            check_driver(_class_of(cases[0]), self._config, self._run, self._writer)
-            # With those that an earlier process has run, so that the progress bar goes on where it
-            # was.
-            self._writer.collected(len(cases) - len(deselected) + len(self._run.done))
+        if self.settings.home:
+            check_driver(_class_of(cases[0]), self._config, self.settings)
 
     def note_violation(self, item: pytest.Item, error: BaseException) -> None:
         """Write into the item's reports which rule was broken.
@@ -108,14 +101,12 @@ class Session:
         if record:
             item.user_properties.append((VIOLATION_PROPERTY, json.dumps(record)))
 
-    def is_over(self) -> bool:
-        """Return whether this process has done its share of a run, and another has to go on."""
-        return self._run is not None and bool(self._run.interface) and process_is_full()
-
-    def started(self, nodeid: str) -> None:
-        """A test begins."""
-        if self._writer and nodeid in self._starts:
-            self._writer.start(*self._starts[nodeid])
+    def end_full_process(self) -> None:
+        """End a worker that has done its share of a run, so that another one goes on."""
+        if self.settings.interface and process_is_full():
+            # Flushed by hand, because `os._exit` runs no handlers.
+            sys.stdout.flush()
+            os._exit(FULL_STATUS)
 
     def reported(self, report: pytest.TestReport) -> None:
         """One of the reports of a case."""
@@ -124,27 +115,21 @@ class Session:
         done = self._reports.add(report)
         if done:
             owner, outcome = done
-            self._gathered(owner, outcome)
+            self._records.setdefault(owner, RunRecord()).outcomes.append(outcome)
 
     def finish(self, session: pytest.Session) -> None:
         """Judge, and write the report where one is asked for."""
         if self._is_worker:
             return
-        if self._writer:
-            # Without a footer the run counts as unfinished, and goes on in another process.
-            if not session.shouldstop:
-                self._writer.footer()
-            return
-        # Imports all cases, and with them torch.
         from hicache_conformance.suite.driver_conformance import catalogue
 
         directory = self._config.getoption("--hicache-report")
-        for owner, stream in self._streams.items():
-            stream.finished = True
-            stream.header = header_of(self._reports.contexts.get(owner), self.settings)
-            judgement = self._verdicts[owner] = judge(stream, self.settings.levels, catalogue())
+        for owner, record in self._records.items():
+            record.finished = True
+            record.header = _header(self._reports.contexts.get(owner), self.settings)
+            judgement = self._verdicts[owner] = judge(record, self.settings.levels, catalogue())
             if directory:
-                self._write_report(Path(directory), stream, judgement, catalogue())
+                self._write_report(Path(directory), record, judgement, catalogue())
                 if (
                     judgement.verdict is not Verdict.CONFORMANT
                     and session.exitstatus == pytest.ExitCode.OK
@@ -154,7 +139,7 @@ class Session:
     def summarise(self, terminal: pytest.TerminalReporter) -> None:
         """Print the verdict of each class."""
         for owner, judgement in self._verdicts.items():
-            header = self._streams[owner].header
+            header = self._records[owner].header
             terminal.section(f"HiCacheStorage v2: {header.driver if header else owner}")
             terminal.line(f"{judgement.verdict}: {judgement.reason}")
             terminal.line(
@@ -165,28 +150,41 @@ class Session:
     def _wants(self, item: pytest.Item, levels: tuple[str, ...]) -> bool:
         if not set(levels) & set(self.settings.levels):
             return False
-        wanted = self._run.cases if self._run else []
-        begun_before = self._run is not None and item.name in self._run.done
-        return not begun_before and (not wanted or any(text in item.name for text in wanted))
-
-    def _gathered(self, owner: str, outcome: CaseOutcome) -> None:
-        self._streams.setdefault(owner, OutcomeStream()).outcomes.append(outcome)
-        if self._writer:
-            self._writer.outcome(outcome)
+        wanted = self.settings.cases
+        return not wanted or any(text in item.name for text in wanted)
 
     def _write_report(
         self,
         directory: Path,
-        stream: OutcomeStream,
+        record: RunRecord,
         judgement: Judgement,
         cases: Mapping[str, Case],
     ) -> None:
         from hicache_conformance.report import write_report
 
-        header = stream.header
+        header = record.header
         assert header is not None
-        several = len(self._streams) > 1
+        several = len(self._records) > 1
         write_report(directory / header.driver if several else directory, header, judgement, cases)
+
+
+def _header(context: dict[str, Any] | None, settings: Settings) -> Header:
+    """The header of a run in the author's own pytest."""
+    if context is None:
+        return blank_header("unknown", settings)
+    header = blank_header(
+        context["driver"],
+        settings,
+        capabilities=context["capabilities"],
+        options=context["options"],
+    )
+    header.replay = Replay(
+        run=settings.run,
+        options=context["options"],
+        services=context["services"],
+        test_class=context["test_class"],
+    )
+    return header
 
 
 def _corrupts(item: pytest.Item) -> bool:

@@ -1,138 +1,266 @@
-"""`hicache conformance verify`: checks a published `results.json`, and repeats its run."""
+"""`hicache conformance verify`: repeats the run of a published `results.json`, and compares.
+
+The file is somebody else's data. Seed, levels, profile, page length and cases are taken from it;
+nothing of it is executed, opened or connected to: options, servers and interface are the caller's.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Final
+from dataclasses import replace
+from pathlib import Path  # noqa: TC003 - msgspec reads the annotations
+from shlex import quote
+from typing import TYPE_CHECKING, Any, cast
 
-import typer
-from rich.console import Console
-from rich.text import Text
+import msgspec
 
-from hicache_conformance.report.terminal import BROKEN, ProgressBar
-from hicache_storage.spec import HiCacheError
-from hicache_storage.tools.options import parse_pairs
+from hicache_conformance.model.outcomes import (  # noqa: TC001 - msgspec reads the annotations
+    DriverFiles,
+    Outcome,
+    Replay,
+)
+from hicache_conformance.model.profiles import PROFILES
+from hicache_conformance.model.rules import Level, parse_levels
+from hicache_conformance.model.settings import Settings
+from hicache_conformance.report.badge import badge
+from hicache_conformance.report.header import SUITE
+from hicache_conformance.report.results import SCHEMA, results, store_is_fresh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from hicache_conformance.model.settings import RunFile
+    from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.verdict import Judgement
 
-SAME, DIFFERENT = 0, 1
-LOG_LIMIT: Final = 3000
+
+class PublishedDriver(msgspec.Struct, frozen=True):
+    """The driver that a file is about, and what it was made of."""
+
+    name: str
+    distribution: str
+    version: str
+    files: DriverFiles
 
 
-def verify(
-    results: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RESULTS", help="results.json of a report, or the directory of the report."
-        ),
-    ],
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--config",
-            "-c",
-            metavar="KEY=VALUE",
-            help="An option in the place of the recorded one; secrets are not recorded, and places "
-            "that the file names are not used.",
-        ),
-    ] = None,
-    start_server: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Start a server for the driver by this; may be repeated. None is started from the "
-            "file.",
-        ),
-    ] = None,
-    run: Annotated[
-        bool,
-        typer.Option("--run/--no-run", help="Repeat the run; else check what needs no run."),
-    ] = True,
-    case_seconds: Annotated[
-        float, typer.Option(help="A case that takes longer is taken for hanging.")
-    ] = 300.0,
-) -> None:
-    """Check a results.json that somebody has published, and repeat its run.
+class PublishedCase(msgspec.Struct, frozen=True):
+    """One case of a rule."""
 
-    Whether it, and the badge.json beside it, agree with themselves; whether driver and files are
-    those that are installed here; whether another run with its seed, levels, profile and options
-    comes to the same verdict and the same outcome of each rule.
-
-    It proves that about this machine. It does not prove who made the file, nor anything of a
-    driver's dependencies and servers, nor that no other seed finds a fault.
-
-    Exits with 0 if all is the same, 1 if something differs, 2 if it could not be checked or run.
-    """
-    from hicache_conformance.runner import verification
-
-    console = Console(stderr=True)
-    try:
-        published, record = verification.read(results)
-        given = parse_pairs(config or [])
-        badge = (results if results.is_dir() else results.parent) / "badge.json"
-        wrong = verification.check_itself(published, badge if badge.exists() else None)
-        compared = verification.compare_installed(published, record)
-    except (OSError, ValueError, HiCacheError) as error:
-        console.print(Text(str(error), "red"), soft_wrap=True)
-        raise typer.Exit(BROKEN) from error
-    driver = published.driver
-    console.print(
-        f"driver [bold]{driver.name}[/] of {driver.distribution} {driver.version}, levels "
-        f"{', '.join(published.levels)}, seed {published.seed}, profile {published.profile}: "
-        f"{published.verdict}",
-        highlight=False,
-    )
-    _list(console, compared.notes, "yellow")
-    # What is known before the run is said before it, because a run may take long.
-    found = [*wrong, *compared.differences]
-    _list(console, found, "red")
-    if run:
-        try:
-            request = verification.run_file(published, record, given, start_server)
-        except ValueError as error:
-            console.print(Text(str(error), "red"), soft_wrap=True)
-            raise typer.Exit(BROKEN) from error
-        judgement = _repeat(console, request, case_seconds)
-        again = verification.compare_run(published, judgement)
-        _list(console, again, "red")
-        found += again
-    if found:
-        number = "1 difference" if len(found) == 1 else f"{len(found)} differences"
-        console.print(Text.assemble(("different", "bold red"), f": {number}"))
-        raise typer.Exit(DIFFERENT)
-    rules = sum(rule.selected for rule in published.rules)
-    what = (
-        f"{published.verdict} again, with the same outcome of each of {rules} rules"
-        if run
-        else "the file agrees with itself and with what is installed; nothing was run"
-    )
-    console.print(Text.assemble(("the same", "bold green"), f": {what}"), soft_wrap=True)
-    raise typer.Exit(SAME)
+    name: str
+    outcome: Outcome
 
 
-def _list(console: Console, lines: Iterable[str], style: str) -> None:
-    for line in lines:
-        console.print(Text(line, style), soft_wrap=True)
+class PublishedRule(msgspec.Struct, frozen=True):
+    """One rule of a file."""
+
+    id: str
+    selected: bool
+    outcome: Outcome
+    outcome_by_level: dict[Level, Outcome]
+    reason: str
+    cases: list[PublishedCase]
 
 
-def _repeat(console: Console, request: RunFile, case_seconds: float) -> Judgement:
-    """Run the suite, and judge the run.
+class Published(msgspec.Struct, frozen=True):
+    """One `results.json`, as far as another run can confirm it."""
+
+    schema: int
+    suite_version: str
+    driver: PublishedDriver
+    seed: int
+    profile: str
+    levels: list[str]
+    capabilities: dict[str, object]
+    options: dict[str, object]
+    environment: dict[str, str]
+    verdict: str
+    reason: str
+    totals: dict[Outcome, int]
+    rules: list[PublishedRule]
+    replay: Replay | None = None
+    page_bytes: int = 0
+
+
+def read(path: Path) -> Published:
+    """Read and validate a file, or the one in a report's directory.
 
     Raises:
-        typer.Exit: it could not be run.
+        OSError: there is none.
+        ValueError: it cannot be repeated; the message names the field and what to do.
     """
-    from hicache_conformance.model.verdict import judge
-    from hicache_conformance.runner.child_process import run
+    file = path / "results.json" if path.is_dir() else path
+    again = "publish the file as `hicache conformance run --report DIR` of this suite writes it"
+    try:
+        content: object = msgspec.json.decode(file.read_bytes())
+        fields = cast("dict[str, object]", content) if isinstance(content, dict) else {}
+        schema = fields.get("schema")
+        if schema != SCHEMA:
+            raise ValueError(
+                f"{file}: schema: is {schema!r}, and this suite reads {SCHEMA}; use the {SUITE} "
+                f"that the file names in suite_version"
+            )
+        found = msgspec.convert(content, Published)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{file}: {error}; {again}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if found.replay is None or found.replay.test_class:
+        raise ValueError(
+            f"{file}: replay: it has not been written by `hicache conformance run`, and an author's "
+            f"own pytest may override parts of the suite; {again}"
+        )
+    if found.profile not in PROFILES:
+        raise ValueError(
+            f"{file}: profile: {found.profile!r} is none of {', '.join(PROFILES)}; use {SUITE} "
+            f"{found.suite_version}, which wrote the file"
+        )
+    if not found.levels:
+        raise ValueError(f"{file}: levels: none; name at least one with `--level`, and run again")
+    try:
+        parse_levels(",".join(found.levels))
+    except ValueError as error:
+        raise ValueError(
+            f"{file}: levels: {error}; use {SUITE} {found.suite_version}, which wrote the file"
+        ) from error
+    return found
 
-    with ProgressBar(console) as bar:
-        ran = run(request, case_seconds=case_seconds, progress=bar.update)
-    stream = ran.stream
-    if stream.broken or stream.header is None:
-        reason = stream.broken or f"the suite could not begin:\n{ran.log[-LOG_LIMIT:]}"
-        console.print(Text(reason, "red"), soft_wrap=True)
-        raise typer.Exit(BROKEN)
-    return judge(stream, request.settings.levels, stream.catalogue)
+
+def settings_of(
+    published: Published,
+    driver: str,
+    interface: str,
+    options: dict[str, str],
+    services: list[str] | None,
+) -> Settings:
+    """Return the settings of the run that repeats a file's.
+
+    Args:
+        published: the file.
+        driver: that of the command line; empty for the file's, which has to be installed.
+        interface: of the command line, as all that follow.
+        options: of the driver.
+        services: commands of servers.
+
+    Raises:
+        ValueError: the run of the file was given what this command line does not give.
+    """
+    replay = published.replay
+    assert replay is not None
+    # What the file gives is shown and not used: commands are executed, options name paths and
+    # addresses, and the name of a foreign driver is a module that is imported.
+    missing = [
+        f"-c {quote(f'{name}={value}')}"
+        for name, value in replay.options.items()
+        if name not in options
+    ]
+    if services is None:
+        missing += [f"--start-server {quote(command)}" for command in replay.services or ()]
+    if replay.interface and not interface:
+        missing.append(f"--interface {quote(replay.interface)}")
+    if replay.interface and not driver:
+        missing.append(f"--driver {quote(published.driver.name)}")
+    if missing:
+        raise ValueError(
+            f"nothing was run: the run of the file was given what only you can give here: "
+            f"{' '.join(missing)}; add what you trust"
+        )
+    settings = Settings(
+        seed=published.seed,
+        profile=published.profile,
+        levels=parse_levels(",".join(published.levels)),
+        page_bytes=published.page_bytes,
+        driver=driver or published.driver.name,
+        config=options,
+        interface=interface,
+        services=services,
+        cases=replay.cases,
+    )
+    # A store that outlived the run may still hold its pages; another name gives new ones.
+    fresh = store_is_fresh(published.capabilities, published.options)
+    return replace(settings, run=replay.run) if fresh else settings
+
+
+def results_of(header: Header, judgement: Judgement) -> Published:
+    """Return what this run would publish."""
+    return msgspec.convert(results(header, judgement), Published)
+
+
+def compare(published: Published, now: Published) -> list[str]:
+    """List the differences between a file and a run that repeats it."""
+    found = list[str]()
+    there, here = published.driver, now.driver
+    if (there.distribution, there.version) != (here.distribution, here.version):
+        found.append(
+            f"driver.version: the file is about {there.distribution} {there.version}, and "
+            f"{here.distribution} {here.version} is installed"
+        )
+    if there.files != here.files:
+        found.append(
+            f"driver.files: the file is about {_described(there.files)}; here are "
+            f"{_described(here.files)}"
+        )
+    if published.verdict != now.verdict:
+        found.append(f"verdict: {published.verdict} in the file, {now.verdict} here: {now.reason}")
+    found += [
+        f"totals.{outcome}: {published.totals.get(outcome, 0)} in the file, {number} here"
+        for outcome, number in now.totals.items()
+        if published.totals.get(outcome, 0) != number
+    ]
+    before, after = ({rule.id: rule for rule in run.rules} for run in (published, now))
+    for name in dict.fromkeys((*before, *after)):
+        if name in before and name in after:
+            found += _compare_rule(before[name], after[name])
+        else:
+            where = "the file" if name in before else "the suite that is installed here"
+            found.append(f"{name}: only {where} has this rule")
+    return found
+
+
+def compare_badge(path: Path, header: Header, judgement: Judgement) -> list[str]:
+    """List the differences between a published badge and that of a run."""
+    now = badge(header, judgement)
+    try:
+        shown = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return [f"{path.name}: {error}"]
+    return [
+        f"{path.name}: {name} is {shown.get(name)!r}, and {value!r} here"
+        for name, value in now.items()
+        if shown.get(name) != value
+    ]
+
+
+def notes(published: Published, now: Published) -> list[str]:
+    """List what is different here, and may be so."""
+    found = list[str]()
+    if published.suite_version != now.suite_version:
+        found.append(
+            f"suite_version: {published.suite_version} in the file, {now.suite_version} here; "
+            f"another suite may have other cases and draw other calls"
+        )
+    found.extend(
+        f"environment.{name}: {published.environment[name]} in the file, {here} here"
+        for name, here in now.environment.items()
+        if published.environment.get(name, here) != here
+    )
+    return found
+
+
+def _compare_rule(then: PublishedRule, now: PublishedRule) -> list[str]:
+    found = list[str]()
+    if (then.selected, then.outcome) != (now.selected, now.outcome):
+        was, is_now = (rule.outcome if rule.selected else "not selected" for rule in (then, now))
+        found.append(f"{now.id}: {was} in the file, {is_now} here: {now.reason or then.reason}")
+    elif then.outcome_by_level != now.outcome_by_level:
+        found.append(f"{now.id}: levels: {_levels(then)} in the file, {_levels(now)} here")
+    outcomes = {case.name: case.outcome for case in now.cases}
+    found += [
+        f"{now.id}: {case.name}: {case.outcome} in the file, {outcomes[case.name]} here"
+        for case in then.cases
+        if outcomes.get(case.name, case.outcome) is not case.outcome
+    ]
+    return found
+
+
+def _levels(rule: PublishedRule) -> str:
+    return ", ".join(f"{level} {outcome}" for level, outcome in rule.outcome_by_level.items())
+
+
+def _described(files: DriverFiles) -> str:
+    return f"{files.count} files of {', '.join(files.packages)} with digest {files.sha256[:12]}"

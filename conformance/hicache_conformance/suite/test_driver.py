@@ -1,10 +1,10 @@
 """The cases, for the driver that the command line names."""
 
 from hicache_conformance import DriverConformance
-from hicache_conformance.model.settings import RunFile
+from hicache_conformance.model.settings import Settings
 from hicache_conformance.suite.foreign_conformance import ForeignConformance
 
-_run = RunFile.of_environment()
+_run = Settings.of_environment()
 
 TestDriver = type(
     "TestDriver",

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from hicache_conformance.model.outcomes import Outcome
-from hicache_conformance.model.rules import Level
-from hicache_conformance.model.settings import RunFile, Settings
-from hicache_conformance.runner.child_process import run
+from hicache_conformance.model.settings import Settings
+from hicache_conformance.runner.run import run
 
 pytestmark = pytest.mark.slow(seconds=35)
 
@@ -37,18 +36,18 @@ CASES = [
 
 @pytest.mark.long
 def test_the_driver_conforms_on_two_servers_and_a_redis():
-    settings = Settings.fresh(1, "smoke", tuple(Level))
-    ran = run(
-        RunFile(
+    record = run(
+        Settings(
+            seed=1,
+            profile="smoke",
             driver="hf3fs",
             config={"metadata_url": URLS},
-            settings=settings,
             services=SERVICES,
             cases=CASES,
         )
     )
-    assert ran.stream.finished, ran.log[-3000:]
+    assert record.finished, record.log[-3000:]
     assert [
-        (case.case, case.reason) for case in ran.stream.outcomes if case.outcome is not Outcome.PASS
-    ] == [], ran.log[-3000:]
-    assert len(ran.stream.outcomes) == len(CASES)
+        (case.case, case.reason) for case in record.outcomes if case.outcome is not Outcome.PASS
+    ] == [], record.log[-3000:]
+    assert len(record.outcomes) == len(CASES)

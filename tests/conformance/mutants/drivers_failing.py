@@ -35,6 +35,13 @@ class Poisoned(Plain):
         return [False] * len(request.keys) if self.poison.exists() else super().write(request)
 
 
+class AbortsInLargeReads(Plain):
+    def read(self, request: PoolRequest) -> list[bool]:
+        if len(request.keys) > 60:
+            os.abort()
+        return super().read(request)
+
+
 class Hangs(Plain):
     def read(self, request: PoolRequest) -> list[bool]:
         threading.Event().wait()

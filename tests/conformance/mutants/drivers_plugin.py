@@ -16,7 +16,10 @@ SAMPLES: dict[str, SampleDriver] = {}
 _FAILING = in_module(
     "drivers_failing",
     {
-        **{name: SampleDriver() for name in ("Dies", "Hangs", "CannotOpen", "TakesLess")},
+        **{
+            name: SampleDriver()
+            for name in ("AbortsInLargeReads", "Dies", "Hangs", "CannotOpen", "TakesLess")
+        },
         "Poisoned": SampleDriver(config="drivers_plain:FileControlConfig", trial_config=PATH),
     },
 )
