@@ -165,10 +165,13 @@ def test_a_crash_costs_one_case_and_is_shown_with_its_signal_and_place(site, tmp
     assert {case["outcome"] for case in cases.values()} == {"pass"}
 
 
-def test_a_driver_that_hangs_is_ended(site, tmp_path, results):
+@pytest.mark.parametrize(
+    "driver", ["Hangs", pytest.param("HangsWithTheLock", marks=pytest.mark.long)]
+)
+def test_a_driver_that_hangs_is_ended(site, tmp_path, results, driver):
     # Its gets wait for ever: `waits` means that the deadline layer waits too.
     ran = site.hicache(
-        *RUN, "Hangs", "--level", "core", *SMOKE, "--case-seconds", "5", "--report", str(tmp_path)
+        *RUN, driver, "--level", "core", *SMOKE, "--case-seconds", "5", "--report", str(tmp_path)
     )
     assert ran.status == 1
     assert "FT-3: on an empty store, batch_get_v2() has not come back after 5 s" in ran.output

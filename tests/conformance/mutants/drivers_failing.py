@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from pathlib import Path
@@ -45,6 +46,14 @@ class AbortsInLargeReads(Plain):
 class Hangs(Plain):
     def read(self, request: PoolRequest) -> list[bool]:
         threading.Event().wait()
+        raise AssertionError
+
+
+class HangsWithTheLock(Plain):
+    """Hangs in a library that keeps the interpreter's lock: no other thread of Python runs."""
+
+    def read(self, request: PoolRequest) -> list[bool]:
+        ctypes.PyDLL(None).sleep(3600)
         raise AssertionError
 
 

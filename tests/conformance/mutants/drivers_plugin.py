@@ -18,7 +18,10 @@ _FAILING = in_module(
     {
         **{
             name: SampleDriver()
-            for name in ("AbortsInLargeReads", "Dies", "Hangs", "CannotOpen", "TakesLess")
+            for name in (
+                *("AbortsInLargeReads", "Dies", "Hangs", "HangsWithTheLock"),
+                *("CannotOpen", "TakesLess"),
+            )
         },
         "Poisoned": SampleDriver(config="drivers_plain:FileControlConfig", trial_config=PATH),
     },
