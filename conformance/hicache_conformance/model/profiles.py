@@ -58,8 +58,8 @@ PROFILES = {
             process_calls=60,
             kills=4,
             outages=2,
-            # Shrinking repeats a failing history many times; a quick run leaves that to `hicache
-            # conformance repro`.
+            # Shrinking repeats a failing history many times; a quick run leaves that to a run of the
+            # case by its name.
             shrinks=False,
             recovery_seconds=5.0,
             grace_seconds=2.0,
