@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicache_conformance.model import RUN_VARIABLE
+from hicache_conformance.model import PLUGINS, RUN_VARIABLE
 from hicache_conformance.model.pytest_keys import (
     CASE_MARK,
     CASE_PROPERTY,
@@ -78,7 +79,10 @@ def _begin_worker() -> None:
     """Make a worker of a command line's run a session of its own, with the log of the run."""
     # So that what a driver has started ends with the run.
     os.setsid()
-    log = Path(os.environ[RUN_VARIABLE]).with_name("log").open("a")
+    home = Path(os.environ[RUN_VARIABLE]).parent
+    # Here, as pytest-xdist replaces what PYTHONPATH has put there.
+    sys.path.insert(0, str(home / PLUGINS))
+    log = (home / "log").open("a")
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
     log.close()

@@ -99,6 +99,8 @@ def check_exists(
         _hit_rule(asked),
         f"{scene}: kv_hit_pages is {answer.kv_hit_pages}, must be {hit}",
     )
+    # The endpoint of all pools, whichever rule a wrong one breaks.
+    checked("EX-1")
     checked("EX-5")
     if list(answer.restorable_prefix_pages) != legal:
         raise Violation(

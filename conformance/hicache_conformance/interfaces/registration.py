@@ -1,7 +1,7 @@
 """Driver plugin that registers the foreign driver of a run, in the processes of that run alone.
 
 No environment has it as an entry point. `register_in` puts one into the directory of a run, which
-the processes of the run have on their path.
+the workers of the run, and processes that they start, have on their path.
 """
 
 from __future__ import annotations

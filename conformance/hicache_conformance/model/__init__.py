@@ -5,3 +5,5 @@ from typing import Final
 RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
 """Environment variable by which `hicache conformance run` tells the processes of a run where its
 `Settings` are. Here, where neither pytest nor the SDK is imported."""
+PLUGINS: Final = "plugins"
+"""Directory in the home of a run, with the entry point of its foreign driver."""

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pytest
 
-from hicache_conformance.model import RUN_VARIABLE
+from hicache_conformance.interfaces.registration import register_in
+from hicache_conformance.model import PLUGINS, RUN_VARIABLE
 from hicache_conformance.model.case import Case
 from hicache_conformance.model.outcomes import (
     DETAIL_LIMIT,
@@ -82,6 +83,8 @@ def run(
         home = Path(directory)
         settings = replace(settings, home=directory)
         settings.write(home / "run.json")
+        if settings.interface:
+            register_in(home / PLUGINS)
         controller = _Controller(settings, progress)
         record = controller.record
         with (
