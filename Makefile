@@ -156,8 +156,7 @@ benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python benchmarks/file_vs_sglang.py
 	$(SGLANG_VENV)/bin/python benchmarks/hf3fs_vs_sglang.py
-	$(SGLANG_VENV)/bin/python benchmarks/metadata_clients.py
-	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
+	$(PYTHON) benchmarks/metadata.py --sglang-python $(SGLANG_VENV)/bin/python
 
 # Everything that keeps pages in files, beside the system calls alone, and what keeps them in Mooncake, beside the library alone;
 # docs/benchmarks.md has the tables.

@@ -55,7 +55,7 @@ from interleaved import (
     turns,
     wait_for_quiet,
 )
-from metadata_vs_sglang import OUR_COMMAND, started
+from metadata import OUR_COMMAND, started
 
 from hicache_backends.posix.directories import mount_of
 

@@ -56,7 +56,7 @@ from interleaved import (
     turns,
     wait_for_quiet,
 )
-from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
+from metadata import OUR_COMMAND, PEER_COMMAND, started
 from sglang_peer import host_pool
 
 from hicache_backends.posix.directories import mount_of

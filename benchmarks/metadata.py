@@ -186,10 +186,11 @@ class Client:
     def __init__(self, port: int, batch: int = 0) -> None:
         self._connection = Connection(port)
         self._batch = batch
+        self._known = [keys_of(number) for number in range(KNOWN)]
 
     def call(self, operation: str) -> None:
         self._batch += 1
-        known = keys_of(self._batch % KNOWN)
+        known = self._known[self._batch % KNOWN]
         if operation == "exists":
             found = self._post(f"/{RANK}/exists", {"keys": known, "namespace": "bench"})["exists"]
         elif operation == "get_page_indices":
