@@ -360,13 +360,6 @@ class HybridCacheController:
 
     # Everything ----------------------------------------------------------------------------------
 
-    def idle(self) -> bool:
-        """Return whether nothing uses host pages, dropped operations included.
-
-        Not the same on all ranks.
-        """
-        return self.group.idle()
-
     def reset(self) -> None:
         """Drop all queued and running operations; the storage stays attached.
 

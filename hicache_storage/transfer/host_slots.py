@@ -113,16 +113,6 @@ class HostSlots:
                 # them.
                 self._ask_at = max(ASK_AT, 2 * sum(map(len, self._uses.values())))
 
-    def idle(self) -> bool:
-        """Return whether nothing in flight uses a page.
-
-        Raises:
-            StreamFailedError: a copy has failed.
-        """
-        with self._lock:
-            self._release()
-            return not any(self._uses.values())
-
     def available_size(self) -> int:
         """Number of slots that can be taken now."""
         with self._lock:

@@ -210,10 +210,6 @@ class HostPoolGroup:
                     f"{name!r} has an endpoint at page {ends[-1]} of {pages}"
                 )
 
-    def idle(self) -> bool:
-        """Return whether no copy, and no call of the storage, uses a host page."""
-        return all(entry.copies.host_slots.idle() for entry in self.entries.values())
-
     def release(self) -> None:
         """Release the pages of derived pools whose copies have ended.
 

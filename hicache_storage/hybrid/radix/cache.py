@@ -301,12 +301,8 @@ class HiMambaRadixCache:
         self._loads.poll()
 
     def idle(self) -> bool:
-        """Return whether no operation is running on any tier, those before a `reset` included.
-
-        Not the same on all ranks: copies and calls end at different times.
-        """
-        running = len(self._write_back) or len(self._loads) or len(self._prefetches)
-        return not running and self._controller.idle()
+        """Return whether no operation is running on any tier."""
+        return not (len(self._write_back) or len(self._loads) or len(self._prefetches))
 
     def reset(self) -> None:
         """Remove all nodes and free all slots. Pages in the storage stay there.

@@ -91,10 +91,6 @@ class TierController(Protocol[Operation]):
         """True if a storage is attached."""
         ...
 
-    def idle(self) -> bool:
-        """Return whether nothing uses host pages, dropped operations included."""
-        ...
-
     @property
     def bigram(self) -> bool:
         """True if page keys are of pairs of tokens."""

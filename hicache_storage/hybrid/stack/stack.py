@@ -126,14 +126,13 @@ class HybridStack:
             Whether all operations have ended.
         """
         end = time.monotonic() + seconds
-        while True:
-            # Clocks and ends of calls differ between ranks, and the number of collectives must not.
-            votes = [int(self.cache.idle()), int(time.monotonic() < end)]
-            idle, in_time = self._rank_group.all_reduce_min(votes)
-            if idle or not in_time:
-                return bool(idle)
+        while not self.cache.idle():
+            # The clocks of ranks differ, and the number of their collectives must not.
+            if not self._rank_group.all_reduce_min([int(time.monotonic() < end)])[0]:
+                return False
             self.cache.poll()
             time.sleep(POLL_SECONDS)
+        return True
 
     def close(self) -> None:
         """Drop queued operations, close the storage, and wait for running copies.

@@ -152,9 +152,6 @@ class StandInController:
     def attached(self) -> bool:
         return self.storage is not None
 
-    def idle(self) -> bool:
-        return all(slots.idle() for slots in self.host_slots.values())
-
     # -- copies
 
     def write(self, transfers: HybridIndices, node_id: int) -> HybridIndices | None:
