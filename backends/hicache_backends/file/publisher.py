@@ -22,7 +22,7 @@ from hicache_storage.spec import StorageRefusedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_backends.file.bundle import Bundle, BundleIndex
+    from hicache_backends.file.bundle import Bundle, BundleId, BundleIndex
     from hicache_backends.file.bundle_set import BundleSet
     from hicache_backends.file.change_feed import ChangeFeed
     from hicache_backends.file.page_index import PageIndex
@@ -68,6 +68,8 @@ class Publisher:
         self._syncs = syncs
         self._abandoned_seconds = abandoned_seconds
         self._described: set[str] = set()
+        self._void: dict[BundleId, Bundle] = {}
+        """Claimed bundles of this storage that are still to be unlinked, by their replacements."""
         self.moves = True
         """False once it was found that files cannot be moved to a namespace's bundles."""
 
@@ -126,7 +128,13 @@ class Publisher:
         """Remove bundles of one namespace, as `BundleSet.remove_files` does.
 
         One that a living process has claimed counts as replaced.
+
+        Raises:
+            OSError: as `BundleSet.remove_files`; or the bundle that one of these has replaced is
+                still there.
         """
+        for bundle in bundles:
+            self._remove_void(bundle_set, bundle.id)
         free = [
             bundle for bundle in bundles if bundle.name.claim is None or self.is_unclaimed(bundle)
         ]
@@ -166,6 +174,7 @@ class Publisher:
         """
         bundle_set, temporary = page_index.bundle_set, self._temp_files.path(name)
         fault: OSError | None = None
+        self._remove_void(bundle_set, old.id)
         with bundle_set.lock, self._feed.lock:
             try:
                 self._check_unclaimed(old)
@@ -195,6 +204,7 @@ class Publisher:
                 raise
             # From here on every listing takes the claimed bundle for void, and may remove it: the
             # replacement can no longer be undone.
+            self._void[new.id] = bundle_set.bundle(claimed)
             new.touched = old.touched
             new.modified = old.modified
             bundle_set.add([new])
@@ -204,11 +214,28 @@ class Publisher:
                 sync_directory(new.directory)
         except OSError as error:
             fault = detached(error)
-        [outcome] = bundle_set.remove_files([bundle_set.bundle(claimed)])
-        fault = outcome if isinstance(outcome, OSError) else fault
+        self._remove_void(bundle_set, new.id)
         if fault is not None:
             raise fault
         return new
+
+    def _remove_void(self, bundle_set: BundleSet, replacement: BundleId) -> None:
+        """Remove the claimed bundle that another one has replaced, if it is still to be removed.
+
+        Before the replacement is removed or replaced in its turn: without that, a claimed bundle
+        seems to hold its pages again.
+
+        Raises:
+            OSError: it may still be there.
+        """
+        void = self._void.get(replacement)
+        if void is None:
+            return
+        # Several threads may do it: the others find no file.
+        [outcome] = bundle_set.remove_files([void])
+        if isinstance(outcome, OSError):
+            raise outcome
+        self._void.pop(replacement, None)
 
     def _check_unclaimed(self, bundle: Bundle) -> None:
         """Check that no living process is about to replace a bundle.

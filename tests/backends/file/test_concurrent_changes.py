@@ -432,3 +432,29 @@ def test_others_are_evicted_instead_of_what_another_machine_has_claimed(tmp_path
     finally:
         a.storage.close()
         probe.storage.close()
+
+
+def test_deleted_pages_stay_deleted_where_a_replacement_is_removed_at_once(rig, monkeypatch):
+    """The bundle that it replaced must be gone by then: it holds the pages of both deletes."""
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    before, seen = a.bundles(), []
+    bundle_set = a.store.bundle_sets.get(a.namespace)
+
+    def after_another_delete(step):
+        def run(*arguments, **options):
+            if not seen and {*a.bundles()} - {*before}:
+                seen.append(None)
+                seen.append(a.storage.delete(keys[1:]))
+                bundle_set.invalidate()
+                seen.append(a.present(keys))
+            return step(*arguments, **options)
+
+        return run
+
+    # Steps after the replacement is in place.
+    for where, name in ((bundle_set, "remove_files"), (a.store.feed, "announce")):
+        monkeypatch.setattr(where, name, after_another_delete(getattr(where, name)))
+    assert a.storage.delete(keys[:1]) == [True]
+    assert seen[1:] == [[True] * 3, [False] * 4]
+    assert a.present(keys) == [False] * 4
