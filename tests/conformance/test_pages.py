@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from hicache_conformance.harness.oracle import PoolQuery, check
+from hicache_conformance.harness.oracle import PoolQuery, check_exists
 from hicache_conformance.harness.page_patterns import Page, PagePatterns, canary, spent
 from hicache_conformance.harness.pools import EngineHostPool, GuardedPool, page_components
 from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
@@ -114,7 +114,7 @@ def test_the_oracle_and_the_sdk_agree():
     ]
     for kv, other in product(product((True, False), repeat=4), repeat=2):
         for transfer in policies:
-            check(
+            check_exists(
                 common_hit(kv, [PoolPresence.of(transfer, other)]), kv, [PoolQuery(transfer, other)]
             )
 
