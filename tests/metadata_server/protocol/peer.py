@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import msgspec
 
@@ -12,6 +11,7 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.http_calls import running
+from tests.support.metadata import Written
 
 NOW = 1_800_000_000.0
 LEASE, QUARANTINE, PIN = (
@@ -31,18 +31,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-@dataclass(frozen=True)
-class Page:
-    """A page as it was committed."""
-
-    key: str
-    slot: int
-    generation: int
-    lease: int
-    length: int
-    checksum: int
 
 
 class Peer:
@@ -228,7 +216,7 @@ class Peer:
         leased = await self.lease(keys, prefixes)
         assert set(leased.states) <= {p.Reserved.LEASED}, leased
         pages = [
-            Page(key, slot, generation, lease, 1 + slot, 2**64 - 1 - slot * 2**40)
+            Written(key, slot, generation, lease, 1 + slot, 2**64 - 1 - slot * 2**40)
             for key, slot, generation, lease in zip(
                 keys, leased.slots, leased.generations, leased.leases, strict=True
             )
