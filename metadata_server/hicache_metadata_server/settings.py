@@ -62,7 +62,8 @@ class ServerSettings(BaseSettings):
     """Names by which clients call a server without tokens, separated by commas: beside addresses,
     names without a dot and the machine's own name. Pages of these hosts may send requests."""
     lease_seconds: Positive = DEFAULTS.lease_seconds
-    """How long a writer has a slot, if it asks for nothing else."""
+    """How long a writer has a slot, if it asks for nothing else. It gets at most ten times this, and
+    at most 600 seconds."""
     quarantine_seconds: Annotated[float, Field(ge=0)] = DEFAULTS.quarantine_seconds
     """How long a freed slot stays in quarantine before it is given out again; longer than a reader
     takes from lookup to the last byte."""
@@ -105,6 +106,9 @@ class ServerSettings(BaseSettings):
         return structs.replace(
             DEFAULTS,
             lease_seconds=self.lease_seconds,
+            # A restored copy of a store gives no slot for this long: a server with short leases
+            # must not wait for long ones.
+            max_lease_seconds=min(10 * self.lease_seconds, DEFAULTS.max_lease_seconds),
             quarantine_seconds=self.quarantine_seconds,
         )
 
