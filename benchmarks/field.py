@@ -88,9 +88,7 @@ WRITE, CACHED, COLD, EXISTS = "write", "read, cached", "read, cold", "exists"
 DIRECT_WRITE, DIRECT_READ = "write, O_DIRECT", "read, O_DIRECT"
 MOVES: Final = (WRITE, CACHED, COLD, DIRECT_WRITE, DIRECT_READ)
 START_SECONDS: Final = 180.0
-DOCUMENT: Final = HERE / "docs" / "benchmarks.md"
 DRAWING: Final = HERE / "docs" / "images" / "field.svg"
-BEGIN, END = "<!-- field -->", "<!-- end of field -->"
 
 
 class Process:
@@ -465,19 +463,6 @@ def restored(kept: dict[str, Any]) -> Results:
     return results
 
 
-def document(text: str, kept: dict[str, Any]) -> str:
-    """Put the machine and the tables of a file between the marks of a document."""
-    results = restored(kept)
-    names = _names(results, kept)
-    described = "; ".join(f"{name}: {value}" for name, value in kept["machine"].items())
-    block = f"{BEGIN}\n\n{described}.\n\n{report(results, kept['missing'], names)}\n{END}"
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the document has no {BEGIN} and {END}")
-    return before + block + after
-
-
 def _names(results: Results, kept: dict[str, Any]) -> list[str]:
     """Sides of a run, those that were not measured included."""
     measured = {series.side.partition(",")[0] for series in results if series.side not in SIDES}
@@ -521,12 +506,11 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, default=HERE / ".venv-vllm/bin/python")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="JSON", help="of two runs")
     parser.add_argument(
-        "--document", type=Path, metavar="JSON", help="whose tables and plot are put into docs/"
+        "--draw", type=Path, metavar="JSON", help="of a run whose plot is put into docs/"
     )
     options = parser.parse_args()
-    if options.document:
-        kept = json.loads(options.document.read_text())
-        DOCUMENT.write_text(document(DOCUMENT.read_text(), kept))
+    if options.draw:
+        kept = json.loads(options.draw.read_text())
         results = restored(kept)
         DRAWING.write_text(plot(results, _names(results, kept)))
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -91,34 +90,6 @@ def test_calls_that_move_too_much_at_once_are_left_out(field):
 
 def test_sides_share_the_calls_that_are_chosen(field):
     assert list(field.workloads(["64 KiB"], ["1 x 128"])) == [("64 KiB", 1, 128)]
-
-
-def test_the_document_has_the_tables_of_the_measured_sides_between_its_marks(field, results):
-    kept = {
-        "machine": {"cpu": "one, 2 cores"},
-        "missing": {"SGLang NIXL POSIX": "no wheel"},
-        "series": [series.kept() for series in results],
-    }
-    text = field.document(f"above\n{field.BEGIN}\nold\n{field.END}\nbelow\n", kept)
-    assert text.startswith("above\n")
-    assert text.endswith("\nbelow\n")
-    assert "old" not in text
-    assert "cpu: one, 2 cores." in text
-    assert "| read, cached | 1 MiB | 1 x 32 | 0.34 | 0.50, 2.00x | 0.25 |" in text
-    assert "LMCache" not in text
-    assert field.document(text, kept) == text
-
-
-def test_a_document_without_marks_is_left_as_it_is(field, results):
-    kept = {"machine": {}, "missing": {}, "series": [series.kept() for series in results]}
-    with pytest.raises(ValueError, match="has no <!-- field -->"):
-        field.document("text", kept)
-
-
-def test_the_committed_tables_are_those_of_the_committed_figures(field):
-    text = field.DOCUMENT.read_text()
-    files = list((ROOT / "docs" / "benchmarks").glob("*.json"))
-    assert text in [field.document(text, json.loads(file.read_text())) for file in files]
 
 
 def test_an_environment_that_is_not_there_has_no_versions(field, tmp_path):
