@@ -316,7 +316,7 @@ def main() -> None:
     # Half of the time is spent waiting for what hangs.
     parser.add_argument("--jobs", type=int, default=3 * (os.cpu_count() or 1) // 2)
     parser.add_argument("--record", type=Path, default=ROOT / "out" / "soak.jsonl")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "soak.md")
+    parser.add_argument("--document", type=Path, default=ROOT / "out" / "soak.md")
     options = parser.parse_args()
     states = {name: state_of(name) for names in DRIVERS.values() for name in names}
     record = Record(options.record, states)
