@@ -3,6 +3,7 @@ clear, and after a restart that lost all."""
 
 from __future__ import annotations
 
+import shutil
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -189,6 +190,26 @@ async def test_max_leases_bound_the_wait(server):
         await initialize(one, 1e9)
         one.now += LIMITS.max_lease_seconds + QUARANTINE + 0.5
         assert free(await reserve(one, "a"))
+
+
+async def test_a_copy_in_the_place_of_a_store_gives_no_slot_before_later_leases_are_over(tmp_path):
+    file, copy = tmp_path / "m.db", tmp_path / "copy.db"
+    one = OneServer(f"sqlite:///{file}")
+    await initialize(one)
+    await reserve(one, "a")
+    await one.close()
+    shutil.copy(file, copy)
+    one = OneServer(f"sqlite:///{file}")
+    assert free(await reserve(one, "b"))
+    await one.close()
+    # A new file often gets the inode number of the removed one.
+    file.unlink()
+    shutil.copy(copy, file)
+    one = OneServer(f"sqlite:///{file}")
+    assert not free(await reserve(one, "c"))
+    one.now += LIMITS.max_lease_seconds + QUARANTINE + 1
+    assert free(await reserve(one, "c"))
+    await one.close()
 
 
 @pytest.mark.parametrize("kind", ["memory:", "sqlite:///{}/m.db"])

@@ -58,6 +58,8 @@ CHECKPOINT_PASSES: Final = 3
 """Passes of one checkpoint, each of which moves what was written during the one before."""
 MAX_WAL_PAGES: Final = 65_536
 """Length of SQLite's own log at which a write does a checkpoint, if the thread cannot keep up."""
+_GET_VERSION: Final = 0x80087601
+"""Linux' `FS_IOC_GETVERSION`, of ext4, XFS and Btrfs."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _LOG: Final = structlog.get_logger()
 
@@ -234,7 +236,7 @@ class SqliteStore:
         Writers may hold leases that the original has given since the copy was made.
         """
         found = dict(self._database.execute("SELECT name, ceiling FROM counters"))
-        inode, until = os.stat(self._file).st_ino, found.get(CLOSED_UNTIL, 0)
+        inode, until = _inode(self._file), found.get(CLOSED_UNTIL, 0)
         if found.get(INODE) == inode:
             return float(until)
         if INODE in found:
@@ -370,6 +372,18 @@ def _check_directory(file: str) -> None:
         raise StoreError(
             f"there is no directory {Path(file).parent}: make it, writable for the server's user"
         )
+
+
+def _inode(file: str) -> int:
+    """Return a file's inode number, mixed with its generation where the file system has one.
+
+    A file that is copied to the place of a removed one usually gets the same number.
+    """
+    with open(file, "rb") as opened:
+        number, generation = os.fstat(opened.fileno()).st_ino, b""
+        with contextlib.suppress(OSError):
+            generation = fcntl.ioctl(opened.fileno(), _GET_VERSION, bytes(8))
+    return (number ^ int.from_bytes(generation[:4], sys.byteorder) << 31) & (2**63 - 1)
 
 
 def _open(file: str, durability: StoreDurability) -> sqlite3.Connection:
