@@ -6,7 +6,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis object
 
-.PHONY: demo push test merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged metrics benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -139,10 +139,6 @@ audit: $(VENV)/.installed
 # Two metadata servers on one Redis, and on a cluster of three, killed under the load of eight engines for a minute each.
 servers: $(VENV)/.installed
 	HICACHE_SERVERS_SECONDS=60 $(PYTHON) -m pytest -s tests/backends/hf3fs/test_several_servers.py
-
-# Makes the dashboard, the alert rules and the tables of docs/observability.md anew out of the declared metrics.
-metrics: $(VENV)/.installed
-	$(VENV)/bin/hicache metrics write .
 
 # What each alert fires on, and what not; a part of `make test`.
 alerts: $(VENV)/.installed

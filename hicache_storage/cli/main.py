@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 COMMAND_GROUP: Final = "hicache_storage.commands"
 """Entry-point group; the value is a `typer.Typer`, the name becomes the command."""
-OWN_COMMANDS: Final = ("bench", "doctor", "drivers", "metrics", "new")
+OWN_COMMANDS: Final = ("bench", "doctor", "drivers", "new")
 """The SDK's own, which no package's command of that name hides."""
 ENVIRONMENT_ERROR: Final = 2
 
@@ -78,13 +78,11 @@ def _add_own(commands: typer.Typer) -> None:
     from hicache_storage.cli.bench import bench
     from hicache_storage.cli.doctor import DoctorCommand, doctor
     from hicache_storage.cli.drivers import drivers
-    from hicache_storage.cli.metrics import metrics
     from hicache_storage.cli.new import new
 
     for command in (drivers, new, bench):
         commands.command()(command)
     commands.command(cls=DoctorCommand)(doctor)
-    commands.add_typer(metrics, name="metrics")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,6 @@ class Metric:
     """Field of the statistics that the metric exports."""
     tag: tuple[str, str] = ("", "")
     """Label and value that stand for `source`, where several fields share a metric."""
-    of_store: bool = False
-    """Kept in the shared store: its servers export equal series, of which a query counts one."""
 
     def __post_init__(self) -> None:
         # Checked at import, as `prometheus_client` would append the suffix to a counter by itself,

@@ -54,11 +54,8 @@ def _counter(
     source: str = "",
     unit: str = "",
     tag: tuple[str, str] = ("", ""),
-    of_store: bool = False,
 ) -> Metric:
-    return Metric(
-        name, MetricKind.COUNTER, text, labels, unit, source=source, tag=tag, of_store=of_store
-    )
+    return Metric(name, MetricKind.COUNTER, text, labels, unit, source=source, tag=tag)
 
 
 def _gauge(
@@ -68,11 +65,8 @@ def _gauge(
     source: str = "",
     unit: str = "",
     tag: tuple[str, str] = ("", ""),
-    of_store: bool = False,
 ) -> Metric:
-    return Metric(
-        name, MetricKind.GAUGE, text, labels, unit, source=source, tag=tag, of_store=of_store
-    )
+    return Metric(name, MetricKind.GAUGE, text, labels, unit, source=source, tag=tag)
 
 
 def _pool(name: str, text: str, source: str, unit: str = "") -> Metric:
@@ -326,49 +320,42 @@ SLOTS: Final = _gauge(
     "Slots by state: free, leased, live or quarantined.",
     "scope",
     "state",
-    of_store=True,
 )
 SCOPE_EVICTED_PAGES: Final = _counter(
     "hicache_metadata_evicted_pages_total",
     "Pages evicted to make room.",
     "scope",
     source="evicted",
-    of_store=True,
 )
 LOOKED_UP_KEYS: Final = _counter(
     "hicache_metadata_lookup_keys_total",
     "Keys that clients have asked for, by whether they were live: hit or miss.",
     "scope",
     "result",
-    of_store=True,
 )
 EXPIRED_LEASES: Final = _counter(
     "hicache_metadata_expired_leases_total",
     "Leases that were neither committed nor given back in time: their writers are dead or slow.",
     "scope",
     source="expired_leases",
-    of_store=True,
 )
 SCOPE_INFO: Final = _gauge(
     "hicache_metadata_scope_info",
     "Always 1; the model whose pages a scope holds, where a client has named it.",
     "scope",
     "model",
-    of_store=True,
 )
 SCOPE_OWNER: Final = _gauge(
     "hicache_metadata_scope_owner",
     "Always 1; the address of the server that owns a scope, where several share a Redis.",
     "scope",
     "owner",
-    of_store=True,
 )
 SCOPE_LOG_BYTES: Final = _gauge(
     "hicache_metadata_scope_log_bytes",
     "Length of a scope's log in Redis, which its next owner replays.",
     "scope",
     unit="bytes",
-    of_store=True,
 )
 UNOWNED_SCOPES: Final = _gauge(
     "hicache_metadata_unowned_scopes",
@@ -444,14 +431,12 @@ TENANT_HOLDS: Final = _gauge(
     "What the scopes of a tenant are together: scopes, slots or bytes.",
     "tenant",
     "what",
-    of_store=True,
 )
 TENANT_QUOTA: Final = _gauge(
     "hicache_metadata_tenant_quota",
     "The most of it that the tenant may have.",
     "tenant",
     "what",
-    of_store=True,
 )
 THROTTLED: Final = _counter(
     "hicache_metadata_throttled_requests_total", "Requests beyond a tenant's rate.", "tenant"
