@@ -105,7 +105,8 @@ class BundleSet:
         """Void files that the last listing has shown."""
         self._leaving: dict[BundleId, Bundle] = {}
         """Announced as removed by another process, which may not have removed the files yet."""
-        self._removing = threading.Lock()
+        self.removing = threading.RLock()
+        """Held by the one thread that removes files; taken before `lock`."""
         self._seen: dict[str, int] = {}
         self._retired: dict[str, int] = {}
         """By retired writer, the number of the last event that was applied."""
@@ -324,7 +325,7 @@ class BundleSet:
             if expired():
                 passed = TimeoutError("the deadline has passed; some bundles are still there")
                 return [*outcomes, *[passed] * (len(bundles) - done)]
-            with self._removing:
+            with self.removing:
                 outcomes += self._remove_batch(bundles[done : done + MAX_REMOVALS], void=void)
         return outcomes
 

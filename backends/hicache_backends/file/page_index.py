@@ -307,8 +307,9 @@ class PageIndex:
 
         They stay unread until their indexes have been read.
         """
-        with self._reading_changed:
+        with self.bundle_set.lock:
             unread = list(islice(self._unread, len(self._reading) + BUNDLES_PER_STEP))
+        with self._reading_changed:
             bundles = [bundle for bundle in unread if bundle not in self._reading]
             self._reading.update(bundles)
             return bundles

@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 class Publisher:
     """Publishes, removes and replaces bundles, and queues the events. Thread-safe.
 
-    Locks are taken in the order bundle set, feed; none of them is held when an announcement begins.
+    Locks are taken in the order removal, bundle set, feed; none but the first is held when an
+    announcement begins.
 
     When several processes remove or replace one bundle at once, the file system picks the winner:
     the process whose unlink succeeds, or whose rename adds a `Claim` to the bundle's name. The
@@ -174,47 +175,55 @@ class Publisher:
         """
         bundle_set, temporary = page_index.bundle_set, self._temp_files.path(name)
         fault: OSError | None = None
-        self._remove_void(bundle_set, old.id)
-        with bundle_set.lock, self._feed.lock:
+        with bundle_set.removing:
+            self._remove_void(bundle_set, old.id)
+            with bundle_set.lock, self._feed.lock:
+                try:
+                    self._check_unclaimed(old)
+                except FileNotFoundError:
+                    bundle_set.invalidate()
+                    raise
+                sequence = self._feed.take_sequence(old.namespace, bundle_set.invalidate)
+                new = bundle_set.bundle(
+                    BundleName(self._feed.writer, sequence, size, old.name.created_us, checksum),
+                    index,
+                )
+                claim = Claim(self._temp_files.process, new.id)
+                claimed = msgspec.structs.replace(old.name, claim=claim)
+                path = f"{old.directory}/{claimed}"
+                # Claim, replace, announce, unlink. A process killed after the claim leaves the old
+                # bundle valid; one killed after the second rename leaves a void bundle that any
+                # listing removes.
+                try:
+                    os.rename(old.path, path)
+                    os.rename(temporary, new.path)
+                except OSError:
+                    # Each may have taken effect all the same. If the temporary file is still there,
+                    # the replacement is not in place and never will be. Otherwise it may be, and
+                    # holds the only copy of its pages once a listing has removed the claimed bundle
+                    # as void.
+                    with contextlib.suppress(OSError):
+                        os.unlink(temporary)
+                        os.rename(path, old.path)
+                    bundle_set.invalidate()
+                    raise
+                # From here on every listing takes the claimed bundle for void, and may remove it:
+                # the replacement can no longer be undone.
+                self._void[new.id] = bundle_set.bundle(claimed)
+                new.touched = old.touched
+                new.modified = old.modified
+                bundle_set.add([new])
+                self._feed.describe(old.namespace, Added(new.name, index))
+                # In one announcement, and in every further one until the claimed file is gone:
+                # without its replacement, which another process may remove, it would hold its pages
+                # again.
+                self._feed.removing[old.namespace] = [old.id]
             try:
-                self._check_unclaimed(old)
-            except FileNotFoundError:
-                bundle_set.invalidate()
-                raise
-            sequence = self._feed.take_sequence(old.namespace, bundle_set.invalidate)
-            new = bundle_set.bundle(
-                BundleName(self._feed.writer, sequence, size, old.name.created_us, checksum), index
-            )
-            claim = Claim(self._temp_files.process, new.id)
-            claimed = msgspec.structs.replace(old.name, claim=claim)
-            path = f"{old.directory}/{claimed}"
-            # Claim, replace, announce, unlink. A process killed after the claim leaves the old bundle
-            # valid; one killed after the second rename leaves a void bundle that any listing removes.
-            try:
-                os.rename(old.path, path)
-                os.rename(temporary, new.path)
-            except OSError:
-                # Each may have taken effect all the same. If the temporary file is still there, the
-                # replacement is not in place and never will be. Otherwise it may be, and holds the
-                # only copy of its pages once a listing has removed the claimed bundle as void.
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                    os.rename(path, old.path)
-                bundle_set.invalidate()
-                raise
-            # From here on every listing takes the claimed bundle for void, and may remove it: the
-            # replacement can no longer be undone.
-            self._void[new.id] = bundle_set.bundle(claimed)
-            new.touched = old.touched
-            new.modified = old.modified
-            bundle_set.add([new])
-            self._feed.describe(old.namespace, Added(new.name, index))
-        try:
-            if self._syncs:
-                sync_directory(new.directory)
-        except OSError as error:
-            fault = detached(error)
-        self._remove_void(bundle_set, new.id)
+                if self._syncs:
+                    sync_directory(new.directory)
+            except OSError as error:
+                fault = detached(error)
+            self._remove_void(bundle_set, new.id)
         if fault is not None:
             raise fault
         return new

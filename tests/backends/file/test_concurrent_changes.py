@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -458,3 +460,50 @@ def test_deleted_pages_stay_deleted_where_a_replacement_is_removed_at_once(rig, 
     assert a.storage.delete(keys[:1]) == [True]
     assert seen[1:] == [[True] * 3, [False] * 4]
     assert a.present(keys) == [False] * 4
+
+
+def test_deleted_pages_stay_deleted_where_another_storage_removes_the_replacement(rig, monkeypatch):
+    """The other one has learnt of it from the feed, and the bundle that it replaced is still there."""
+    a, b, keys = rig(), rig(), chain("a", 4)
+    a.put(keys)
+    assert b.present(keys) == [True] * 4
+    before, seen, announce = a.bundles(), [], a.store.feed.announce
+
+    def then_another_deletes(**options):
+        announce(**options)
+        if not seen and {*a.bundles()} - {*before}:
+            seen.append(None)
+            seen.append(b.storage.delete(keys[1:]))
+            seen.append(rig().present(keys))
+
+    monkeypatch.setattr(a.store.feed, "announce", then_another_deletes)
+    assert a.storage.delete(keys[:1]) == [True]
+    assert seen[1:] == [[True] * 3, [False] * 4]
+    assert [one.present(keys) for one in (a, b, rig())] == [[False] * 4] * 3
+
+
+@pytest.mark.long
+def test_deletes_of_two_storages_in_many_threads(rig, caplog):
+    a, b, other = storages = rig(), rig(), rig()
+    for number in range(400):
+        chance, keys = random.Random(number), chain(f"r{number}", 6)
+        a.put(keys)
+        assert b.present(keys) == [True] * 6
+        asked = [chance.sample(keys, chance.randint(1, 3)) for _ in range(6)]
+        at_once = threading.Barrier(6)
+
+        def deleted(place, asked=asked, at_once=at_once):
+            at_once.wait()
+            return storages[place % 2].storage.delete(asked[place])
+
+        with ThreadPoolExecutor(6) as threads:
+            answers = list(threads.map(deleted, range(6)))
+        gone = [
+            key
+            for some, done in zip(asked, answers, strict=True)
+            for key, ok in zip(some, done, strict=True)
+            if ok
+        ]
+        for one in (a, b, other):
+            assert not any(one.present([key])[0] for key in gone)
+    assert "Error" not in caplog.text
