@@ -239,6 +239,23 @@ def test_drain_gives_up_when_its_time_is_over(config):
         assert stack.drain(60)
 
 
+def test_drain_waits_for_a_backup_that_was_running_at_a_reset(config, gate):
+    """It still reads host memory, which nobody can take meanwhile."""
+    settings, writes = config(), gate("write")
+    storage = in_dict(settings)
+    storage.before = writes
+    with build(settings, storage=storage) as stack:
+        Session(stack).insert()
+        eventually(lambda: stack.cache.poll() or writes.holds)
+        stack.cache.reset()
+        assert not stack.cache.idle()
+        assert not stack.drain(0.05)
+        writes.open()
+        assert stack.drain(60)
+        slots = stack.controller.group.entries[PoolName.KV].copies.host_slots
+        assert slots.available_size() == stack.host_pools[PoolName.KV].size
+
+
 FAULTY = [
     (
         "unknown driver",

@@ -301,7 +301,7 @@ class HiMambaRadixCache:
         self._loads.poll()
 
     def idle(self) -> bool:
-        """Return whether no operation is running on any tier."""
+        """Return whether no operation is running on any tier, those before a `reset` included."""
         return not (len(self._write_back) or len(self._loads) or len(self._prefetches))
 
     def reset(self) -> None:

@@ -46,7 +46,8 @@ class DeviceLoads:
         self._controller = controller
         self._page_size = page_size
         self._ids = count()
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, _Load | None] = {}
+        """Running ones; None after `clear`."""
 
     def __len__(self) -> int:
         """Number of running loads."""
@@ -81,8 +82,8 @@ class DeviceLoads:
                 self._lock_on_host(load, lock=False)
 
     def clear(self) -> None:
-        """Drop all loads, as the nodes are removed."""
-        self._loads.clear()
+        """Forget the nodes, which are removed; what is running goes on."""
+        self._loads = dict.fromkeys(self._loads)
 
     def _take_device_slots(self, held: HeldLock, state_slot: int | None) -> HybridIndices | None:
         """Queue a load and insert its rows into the nodes; returns the device slots."""

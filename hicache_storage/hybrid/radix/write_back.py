@@ -52,8 +52,9 @@ class NodeWriteBack:
         self._controller = controller
         self._page_size = page_size
         self._write_ids = count()
-        self._writes: dict[int, _Copy] = {}
-        self._stores: dict[int, _Copy] = {}
+        self._writes: dict[int, _Copy | None] = {}
+        self._stores: dict[int, _Copy | None] = {}
+        """Running ones; None after `clear`."""
         self.declined = 0
         """Nodes that were not written for lack of host memory."""
         self.stored_again = 0
@@ -111,9 +112,9 @@ class NodeWriteBack:
         self._accepted_tokens += tokens
 
     def clear(self) -> None:
-        """Drop all copies, as the nodes are removed."""
-        self._writes.clear()
-        self._stores.clear()
+        """Forget the nodes, which are removed; what is running goes on."""
+        self._writes = dict.fromkeys(self._writes)
+        self._stores = dict.fromkeys(self._stores)
 
     def _write_states(self, nodes: Iterable[Node]) -> None:
         """Copy states that were never on a lower tier, until memory is short."""

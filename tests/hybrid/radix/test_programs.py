@@ -297,7 +297,7 @@ class Programs(Fetches):
         usage = self.world.cache.usage()
         assert not usage.device_tokens
         assert not usage.host_states
-        assert self.world.cache.idle()
+        eventually(lambda: self.world.cache.poll() or self.world.cache.idle())
 
 
 class StatelessPrograms(Programs):
