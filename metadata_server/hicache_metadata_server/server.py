@@ -174,15 +174,16 @@ def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
 
 def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
     """Application and access control of one server of several on one Redis."""
-    from hicache_metadata_server.shared.owned_scopes import owner_app, owner_service
+    from hicache_metadata_server.shared.owned_scopes import owner_app
     from hicache_metadata_server.shared.preflight import check_store
 
     url = _advertised_url(settings)
     check_store(settings.store, settings.durability, settings.store_replicas)
-    service = owner_service(
+    service = MetadataService(
         settings.limits,
-        settings.durability,
+        durability=settings.durability,
         name=f"hicache-storage {_version()}",
+        shares_store=True,
     )
     security = Security.of(settings, service)
     _log.info(

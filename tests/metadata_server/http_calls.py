@@ -158,9 +158,9 @@ async def running_shared(
         guard: makes what stands before its service.
     """
     # redis-py is an extra.
-    from hicache_metadata_server.shared.owned_scopes import owner_app, owner_service
+    from hicache_metadata_server.shared.owned_scopes import owner_app
 
-    service = owner_service(limits, StoreDurability.NONE, **options)
+    service = MetadataService(limits, durability=StoreDurability.NONE, shares_store=True, **options)
     security = guard(service) if guard else None
     app = owner_app(
         service, url, name, replicas=replicas, lease_seconds=lease_seconds, security=security

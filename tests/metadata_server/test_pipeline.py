@@ -9,9 +9,9 @@ import hiredis
 import pytest
 
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall, new_script
+from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall
 
-CALL = ScriptCall(new_script("return 1"), (b"a",), ())
+CALL = ScriptCall("return 1", (b"a",), ())
 GOOD = [b"$4\r\ngo", b"od\r\n"]
 
 
@@ -26,7 +26,7 @@ async def peer(*answers):
         while data := await reader.read(1 << 16):
             requests.feed(data)
             while (command := requests.gets()) is not False:
-                if command[0] != b"EVALSHA":
+                if command[0] != b"EVAL":
                     writer.write(b"+OK\r\n")
                     continue
                 for part in left.pop(0):
@@ -54,23 +54,14 @@ async def peer(*answers):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ([], "no reply in time"),
-        ([b"$4\r\ngo"], "no reply in time"),
+        ([], "Timeout reading"),
+        ([b"$4\r\ngo"], "Timeout reading"),
         ([None], "closed"),
         ([b"$4\r\ngo", None], "closed"),
         ([b"HTTP/1.1 400 Bad Request\r\n"], "Protocol error"),
-        ([b"$4\r\ngood\r\n$5\r\nother\r\n"], "nobody has asked for"),
         ([b"-LOADING Redis is loading the dataset in memory\r\n"], "loading the dataset"),
     ],
-    ids=[
-        "nothing",
-        "a part",
-        "the end",
-        "a part and the end",
-        "no Redis",
-        "two",
-        "loading",
-    ],
+    ids=["nothing", "a part", "the end", "a part and the end", "no Redis", "loading"],
 )
 async def test_a_bad_reply_is_an_error_and_the_end_of_its_connection(bad, message):
     async with peer(GOOD, bad, GOOD, GOOD) as (connection, connections):
@@ -81,8 +72,9 @@ async def test_a_bad_reply_is_an_error_and_the_end_of_its_connection(bad, messag
         assert len(connections) == 2
 
 
-async def test_a_reply_that_nobody_waits_for_ends_its_connection():
-    async with peer([*GOOD, b"$5\r\nother\r\n"], GOOD) as (connection, connections):
+@pytest.mark.parametrize("parts", [[b"$4\r\ngood\r\n$5\r\nother\r\n"], [*GOOD, b"$5\r\nother\r\n"]])
+async def test_a_reply_that_nobody_waits_for_ends_its_connection(parts):
+    async with peer(parts, GOOD) as (connection, connections):
         assert await connection.run([CALL]) == [b"good"]
         await asyncio.sleep(0.1)
         assert await connection.run([CALL]) == [b"good"]
@@ -96,10 +88,10 @@ async def test_nothing_is_sent_where_there_is_nothing_to_do():
 
 
 async def test_an_error_is_the_reply_to_its_own_command():
-    """Redis says so where it does not have a script; it is sent again, whole."""
-    async with peer([b"-NOSCRIPT No matching script\r\n"]) as (connection, connections):
-        # Its stand-in answers OK to everything else.
-        assert await connection.run([CALL]) == [b"OK"]
+    async with peer([b"-ERR no\r\n"], GOOD, GOOD) as (connection, connections):
+        with pytest.raises(StoreError, match="no"):
+            await connection.run([CALL, CALL])
+        assert await connection.run([CALL]) == [b"good"]
         assert len(connections) == 1
 
 

@@ -13,14 +13,15 @@ from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared import scope_log
-from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall, new_script
+from hicache_metadata_server.shared import offline, scope_log
+from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall
 from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
     ScopeLogStore,
     load,
+    log_of,
     read_head,
-    recovered,
+    restored,
     scope_keys,
     take,
 )
@@ -48,13 +49,14 @@ class Owner:
 
     def __init__(self, redis, name, *, ahead=0.0):
         self.redis, self.name, self.now = redis, name, NOW + ahead
+        self.runner = asyncio.Runner()
         self.store = ScopeLogStore(RedisConnection(redis.url), lambda: self.now)
         self.service = MetadataService(
             DEFAULTS, durability=p.StoreDurability.PROCESS, shares_store=True
         )
 
     def do(self, coroutine):
-        return self.store._do(coroutine)
+        return self.runner.run(coroutine)
 
     def make(self, scope, *, slots=1000):
         """Create a scope."""
@@ -70,24 +72,28 @@ class Owner:
         expected = self.do(read_head(connection, scope)).token
         token, head = self.do(take(connection, scope, expected, self.name))
         assert token, head
-        log = ScopeLog(scope, self.service.new_number(), token, head.seq, 0.0, head.seq)
-        log.offset = head.clock - self.now
-        found, rows = recovered(log, self.do(load(connection, scope, token)), self.now)
-        restored = self.service.restored_scope(found.scopes[0], found.pins, rows, self.now)
-        self.service.adopt(found, restored)
+        log = log_of(scope, self.service.new_number(), token, head, self.now)
+        loaded = self.do(load(connection, scope, token))
+        found, again = restored(self.service, log, loaded, self.now)
+        self.service.adopt(found, again)
         self.store.attach(log, found.pins)
 
     def write(self):
         changes = self.service.take_changes()
         try:
-            self.store.write(changes)
+            self.do(self.store.append(changes))
         except StoreError:
             self.service.put_back(changes)
             raise
 
     def compact(self):
         while self.store.wants_compaction(idle=True):
-            self.store.compact(self.store.collect(self.service.scope_of), self.now)
+            batch = self.store.collect(self.service.scope_of)
+            self.do(self.store.replace_blocks(batch, self.now))
+
+    def close(self):
+        self.do(self.store.disconnect())
+        self.runner.close()
 
 
 @pytest.fixture
@@ -100,7 +106,7 @@ def owner(redis):
 
     yield new
     for one in made:
-        one.store.close()
+        one.close()
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -177,7 +183,7 @@ def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
         one.write()
     assert fenced.value.scopes == ["0:kv"]
     with pytest.raises(FencedError):
-        one.store.compact(batch, NOW)
+        one.do(one.store.replace_blocks(batch, NOW))
     number = one.service.number_of("0:kv")
     one.service.release("0:kv")
     one.store.detach(number)
@@ -294,7 +300,7 @@ def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):
     one.store.detach(one.service.number_of("0:kv"))
     one.service.release("0:kv")
     with pytest.raises(FencedError):
-        one.store.write(changes)
+        one.do(one.store.append(changes))
     one.service.put_back(changes)
     one.write()
     assert not one.service.take_changes()
@@ -357,9 +363,9 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
         changes, compacted = service.take_changes(), None
         if store.wants_compaction(idle=True) and chance.random() < 0.6:
             compacted = store.collect(service.scope_of)
-        store.write(changes)
+        one.do(store.append(changes))
         if compacted is not None and chance.random() < 0.8:
-            store.compact(compacted, one.now)
+            one.do(store.replace_blocks(compacted, one.now))
         elif compacted is not None:
             store.put_back(compacted)
         one.now += chance.choice((0.0, 1.0, 3.0))
@@ -396,7 +402,7 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
 
 
 def test_a_connection_is_kept_and_one_that_redis_has_closed_is_replaced(redis):
-    script = new_script("return KEYS[1]")
+    script = "return KEYS[1]"
 
     async def check(client):
         def made():
@@ -426,3 +432,36 @@ def test_a_connection_is_kept_and_one_that_redis_has_closed_is_replaced(redis):
 
     with redis.client() as client:
         asyncio.run(check(client))
+
+
+@pytest.mark.parametrize(("writes", "read"), [(offline.READS - 1, True), (offline.READS, False)])
+def test_a_scope_that_its_server_changes_meanwhile_is_read_again(owner, redis, writes, read):
+    one = owner("one")
+    one.make("0:kv")
+    left = writes
+
+    class Between(RedisConnection):
+        """Lets the owner write behind the first answer of each attempt."""
+
+        async def run(self, calls):
+            nonlocal left
+            answers = await super().run(calls)
+            if calls[0].arguments[1] == "HGETALL" and left:
+                left -= 1
+                reserve(one.service, [f"k{left}"])
+                await asyncio.to_thread(one.write)
+            return answers
+
+    async def attempt():
+        connection = Between(redis.url)
+        try:
+            return await offline.load_unchanged(connection, "0:kv")
+        finally:
+            await connection.close()
+
+    if read:
+        head, loaded = asyncio.run(attempt())
+        assert len(loaded.groups) == head.seq == 1 + writes
+    else:
+        with pytest.raises(StoreError, match="a server changes scope 0:kv"):
+            asyncio.run(attempt())

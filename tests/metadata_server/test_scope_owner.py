@@ -92,7 +92,7 @@ class Server:
             lease_seconds=LEASE,
             clock=lambda: offset + rate * world.time,
         )
-        self.owner.flush = self._flush
+        self.owner.flush = self._write
 
     async def _slowly(self, calls):
         """Requests and answers take their time, in which the others go on."""
@@ -135,18 +135,17 @@ class Server:
 
     def write(self):
         """Write all changes; True if they are acknowledged."""
+        return self.world.do(self._write())
+
+    async def _write(self):
         changes = self.service.take_changes()
         try:
-            self.store.write(changes)
+            await self.store.append(changes)
         except FencedError as fenced:
             self.service.put_back(changes)
             self.owner.drop(fenced.scopes)
             return False
         return True
-
-    async def _flush(self):
-        # As the group commit does: its thread has a loop of its own.
-        await asyncio.to_thread(self.write)
 
     def give_back(self):
         self.world.do(self.owner.give_back(list(self.service.scopes)))
@@ -162,7 +161,7 @@ class Server:
 
     def close(self):
         self.world.do(self.connection.close())
-        self.store.close()
+        self.world.do(self.store.disconnect())
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +365,8 @@ def test_a_scope_whose_record_redis_has_lost_can_be_made_again(
     one.make("0:kv")
     if lost == "rest":
         while one.store.wants_compaction(idle=True):
-            one.store.compact(one.store.collect(one.service.scope_of), one.wall())
+            batch = one.store.collect(one.service.scope_of)
+            world.do(one.store.replace_blocks(batch, one.wall()))
     with redis.client() as client:
         client.delete(f"hm:{{0:kv}}:{lost}")
     one.change("0:kv", "a")
@@ -611,7 +611,7 @@ def test_a_server_serves_lookups_while_redis_has_no_memory(world, two, redis):
             assert serving(two, "0:kv") == [0]
             one.change("0:kv", "a")
             with pytest.raises(StoreError, match="maxmemory"):
-                one.store.write(one.service.take_changes())
+                world.do(one.store.append(one.service.take_changes()))
         finally:
             client.config_set("maxmemory", 0)
 

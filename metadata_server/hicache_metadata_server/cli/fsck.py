@@ -133,13 +133,9 @@ def _opened(store: str) -> Generator[tuple[MetadataService, SqliteStore | None]]
             yield opened
         return
     # Needs a library of its own.
-    from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.shared.offline import OfflineScopes
+    from hicache_metadata_server.shared.offline import restored_service
 
-    with closing(OfflineScopes(store)) as scopes:
-        service, now = MetadataService(durability=scopes.durability), time.time()
-        service.restore(scopes.recover(now), scopes.rows, now)
-        yield service, None
+    yield restored_service(store, time.time()), None
 
 
 def audited(service: MetadataService) -> list[str]:

@@ -1,16 +1,37 @@
 """Connections to Redis: one server, one that Sentinels name, or a cluster.
 
-With `replicas`, an acknowledged change is one that so many replicas have. Redis has no option for
-that; `RedisConnection` builds it from `WAIT`, see `_send_replicated`.
+redis-py connects, logs in, pools connections, and finds the primary or the node of a key. With
+`replicas`, an acknowledged change is one that so many replicas have. Redis has no option for that;
+`RedisConnection` builds it from `WAIT`, see `_send_replicated`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import structlog
+from redis.asyncio import Redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.storage.address import AddressKind, parse_address
@@ -18,18 +39,24 @@ from hicache_metadata_server.storage.address import AddressKind, parse_address
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_metadata_server.shared.pipeline import Pipeline
+    from hicache_metadata_server.storage.address import Address, Credentials
 
 ANSWER_SECONDS: Final = 2.0
 """Timeout of an answer. The commands may have been executed all the same."""
+CONNECTIONS: Final = 64
+"""Limit of concurrent uses of one `RedisConnection`."""
+CONNECT_SECONDS: Final = 1.0
+SENTINEL_SECONDS: Final = 0.5
+"""Timeout of each Sentinel, to connect and to answer."""
 REPLICA_SECONDS: Final = 1.0
 """Timeout of `WAIT`, less than that of the answer."""
-MAX_KEPT: Final = 8
-"""Connections that are kept out of the pool."""
 REDIRECTIONS: Final = 5
 """Attempts to reach the node of a key that moves in a cluster, 50 ms apart."""
 MARK: Final = b"replicated"
 """Suffix of a key that is written last; in a cluster a key of the same node precedes it."""
+STATES: Final = ("OOM", "MISCONF", "CLUSTERDOWN")
+"""Errors of a Redis without memory or disk, or of a cluster without nodes. They are states rather
+than events: `store_failing` logs them once, not for each request."""
 
 # asyncio has no event for the end of a TLS connection, hence a fixed wait.
 TLS_END_SECONDS: Final = 0.05
@@ -37,49 +64,17 @@ TLS_END_SECONDS: Final = 0.05
 _log = structlog.get_logger()
 
 
-class Script(NamedTuple):
-    """Source of a script, and the SHA-1 under which Redis caches it."""
-
-    source: str
-    sha: str
-
-
-def new_script(source: str) -> Script:
-    """Return a script with its digest."""
-    return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
-
-
 class ScriptCall(NamedTuple):
     """A script with its keys and arguments."""
 
-    script: Script
+    source: str
     keys: tuple[bytes, ...]
     arguments: tuple[bytes | int | str, ...]
 
     @property
     def command(self) -> tuple[bytes | int | str, ...]:
-        """Return the command for a Redis that has the script in its cache."""
-        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
-
-    @property
-    def whole_command(self) -> tuple[bytes | int | str, ...]:
-        """Return the command for a Redis that has not."""
-        return ("EVAL", self.script.source, len(self.keys), *self.keys, *self.arguments)
-
-
-def open_connection(url: str, replicas: int = 0) -> RedisConnection:
-    """Return a connection to the store at an address; nothing is sent yet.
-
-    Raises:
-        StoreError: the client library is not installed.
-        ValueError: the address is not valid.
-    """
-    try:
-        return RedisConnection(url, replicas=replicas)
-    except ImportError as error:
-        raise StoreError(
-            f"a shared store needs one more package: pip install 'hicache-storage[redis]' ({error})"
-        ) from error
+        """Return the command. Redis compiles each source once, and finds it by its digest."""
+        return ("EVAL", self.source, len(self.keys), *self.keys, *self.arguments)
 
 
 class RedisConnection:
@@ -95,52 +90,49 @@ class RedisConnection:
             returned.
 
     Raises:
-        ImportError: the client library is not installed.
         ValueError: the address is not valid.
     """
 
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, replicas: int = 0) -> None:
-        # redis-py is an extra: a server on SQLite runs without it.
-        from hicache_metadata_server.shared.pipeline import Pipeline
-        from hicache_metadata_server.shared.redis_clients import client_of
-
         address = parse_address(url)
         self.redacted = address.redacted
         self.replicas = replicas
-        self._answer_seconds = answer_seconds
         self.is_cluster = address.kind is AddressKind.CLUSTER
         self._nodes_changed = False
         self._is_secure = address.tls is not None
         self._discovery = asyncio.Lock()
+        # The pools of redis-py fail at once when all of their connections are in use.
+        self._free = asyncio.Semaphore(CONNECTIONS)
         self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
-        client, close = client_of(address, answer_seconds)
-        self._client = client
-        self._close = close
-        self._new_pipeline = Pipeline
-        self._kept = list[Pipeline]()
-        """Connections to a single server that no command is using."""
+        self._client, *self._sentinels = _clients_of(address, answer_seconds)
+        self._kept = list[Any]()
+        """Connections of the pool that no script uses."""
 
     async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Send scripts together, each of which is atomic; return their replies."""
-        from redis.exceptions import NoScriptError
-
-        if not calls:
+        commands = [call.command for call in calls]
+        if not commands:
             return []
-        send = self._send_replicated if self.replicas else self._send
-        answers = await send([call.command for call in calls])
-        for place, call in enumerate(calls):
-            if isinstance(answers[place], NoScriptError):
-                # Redis was restarted, or another node has the keys now. EVAL puts the script into
-                # the cache, so that the next call finds it.
-                (answers[place],) = await send([call.whole_command])
-        return await self._raise_errors(answers)
+        async with self._free:
+            try:
+                if not self.is_cluster:
+                    answers = await self._send(commands)
+                else:
+                    # The scopes of a cluster are on several nodes, which work at the same time.
+                    send = self._send_replicated if self.replicas else self._send_redirected
+                    answers = list(await asyncio.gather(*map(send, commands)))
+            except self._errors() as error:
+                raise await self._failed(error) from error
+        await self._raise_errors(answers)
+        return answers
 
     async def command(self, *parts: bytes | int | str, **options: Any) -> Any:
         """Send a command; return its answer."""
-        try:
-            return await self._client.execute_command(*parts, **options)
-        except self._errors() as error:
-            raise await self._failed(error) from error
+        async with self._free:
+            try:
+                return await self._client.execute_command(*parts, **options)
+            except self._errors() as error:
+                raise await self._failed(error) from error
 
     async def on_each(self, *parts: str) -> list[Any]:
         """Send a command to every primary; return their answers."""
@@ -153,141 +145,80 @@ class RedisConnection:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._release_kept()
-        await self._close()
+        for client in (self._client, *self._sentinels):
+            await client.aclose()
         if self._is_secure:
             # asyncio finishes the closing handshake of TLS after `close` has returned. An event
             # loop that ends before leaves the socket open.
             await asyncio.sleep(TLS_END_SECONDS)
 
-    async def _raise_errors(self, answers: list[Any]) -> list[Any]:
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise await self._failed(answer)
-        return answers
-
     async def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if not self.is_cluster:
-            return await self._pipelined(commands)
-        if len(commands) == 1:
-            # Most groups: without `gather`, which makes a task of it.
-            return [await self._to_cluster(commands[0])]
-        # The scopes of a cluster are on several nodes, which work at the same time.
-        return list(await asyncio.gather(*(self._to_cluster(command) for command in commands)))
-
-    async def _to_cluster(self, command: tuple[Any, ...]) -> Any:
-        from redis.exceptions import NoScriptError
-
-        try:
-            return await self._client.execute_command(*command)
-        except NoScriptError as error:
-            return error
-        except self._errors() as error:
-            raise await self._failed(error) from error
-
-    async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send commands to a single server; an error that one is answered with is its answer."""
-        kept: Pipeline | None = None
-        try:
-            # Kept between commands: to take a connection from the pool and to give it back costs
-            # more than a command.
-            while self._kept and kept is None:
-                last = self._kept.pop()
-                if last.is_closed:
-                    await self._end(last)
-                else:
-                    kept = last
-            if kept is None:
-                connection = await self._client.connection_pool.get_connection()
-                kept = self._new_pipeline(connection, self._answer_seconds)
-            answers = await kept.send(commands)
-        except BaseException as error:
-            if kept is not None:
-                # An answer may be under way.
-                await self._end(kept)
-            if isinstance(error, self._errors()):
-                raise await self._failed(error) from error
-            raise
-        if len(self._kept) < MAX_KEPT:
-            self._kept.append(kept)
-        else:
-            await self._end(kept)
-        return answers
-
-    async def _release_kept(self) -> None:
-        """Close the connections that are kept."""
-        while self._kept:
-            await self._end(self._kept.pop())
-
-    async def _end(self, kept: Pipeline) -> None:
-        """Disconnect a connection that was kept, and return it to the pool."""
-        await kept.disconnect()
-        await self._client.connection_pool.release(kept.connection)
-
-    async def _send_replicated(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send scripts, and wait until the replicas have what they have written and read.
+        """Send scripts on one connection, and wait until the replicas have what they have written
+        and read.
 
         `WAIT` covers only the writes of its own connection. The reply of a script that has only
         read may depend on another connection's write, which no replica has yet. So a marker key is
         written behind the scripts: replication is in order, and a replica that has the marker has
         everything before it.
         """
-        if self.is_cluster:
-            return list(
-                await asyncio.gather(*(self._send_replicated_one(command) for command in commands))
-            )
-        *answers, marked, replicas = await self._pipelined(
-            [*commands, ("SET", b"hm:" + MARK, b""), self._wait]
-        )
-        await self._check_replicas(marked, replicas)
-        return answers
+        behind = [("SET", b"hm:" + MARK, b""), self._wait] if self.replicas else []
+        pool = self._client.connection_pool
+        # Kept out of the pool, which takes more CPU time than the command: 34 us a write in the
+        # place of 50, and of 80 with redis-py's `Pipeline`.
+        connection = self._kept.pop() if self._kept else await pool.get_connection()
+        try:
+            # Reopens one that Redis has closed, or that has a reply that nobody has read.
+            await pool.ensure_connection(connection)
+            packed = connection.pack_commands([*commands, *behind])
+            await connection.send_packed_command(packed, check_health=False)
+            answers = [await _reply(connection) for _ in (*commands, *behind)]
+        finally:
+            # After another error than a reply, redis-py has disconnected it.
+            self._kept.append(connection)
+        await self._check_replicas(answers[len(commands) :])
+        return answers[: len(commands)]
 
-    async def _send_replicated_one(self, command: tuple[Any, ...]) -> Any:
-        """Do the same for one script in a cluster, on one connection to the node of its keys."""
-        from redis.exceptions import AskError, ClusterDownError, TryAgainError
+    async def _send_redirected(self, command: tuple[Any, ...]) -> Any:
+        return await self._client.execute_command(*command)
 
+    async def _send_replicated(self, command: tuple[Any, ...]) -> Any:
+        """Do as `_send` for one script in a cluster, on one connection to the node of its keys."""
         key: bytes = command[3]
-        # Only keys of idempotency keys have no hash tag. Their scripts write in any case, and a
-        # marker behind such a key could belong to another node.
-        marks = [("SET", key + b":" + MARK, b"")] if key.startswith(b"hm:{") else []
         answer: Any = None
         marked = list[Any]()
         for _ in range(REDIRECTIONS):
-            answer, *marked = await self._on_node(key, [command, *marks, self._wait])
+            await self._discover_nodes()
+            node = self._client.get_node_from_key(key)
+            pipeline = self._client.pipeline()
+            for one in (command, ("SET", key + b":" + MARK, b""), self._wait):
+                pipeline.execute_command(*one, target_nodes=node)
+            # Without redirections: a redirected script would be executed on another connection
+            # than the `WAIT` that covers it.
+            answer, *marked = await pipeline.execute(raise_on_error=False, allow_redirections=False)
             if not isinstance(answer, (AskError, ClusterDownError, TryAgainError)):
                 break
             # Not executed: the key has moved, or is about to.
             self._nodes_changed = True
             await asyncio.sleep(0.05)
         if not isinstance(answer, Exception):
-            await self._check_replicas(*marked)
+            await self._check_replicas(marked)
         return answer
 
-    async def _on_node(self, key: bytes, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        try:
-            await self._discover_nodes()
-            node = self._client.get_node_from_key(key)
-            pipeline = self._client.pipeline()
-            for command in commands:
-                pipeline.execute_command(*command, target_nodes=node)
-            # Without redirections: a redirected script would be executed on another connection
-            # than the `WAIT` that covers it.
-            return list(await pipeline.execute(raise_on_error=False, allow_redirections=False))
-        except self._errors() as error:
-            raise await self._failed(error) from error
-
-    async def _check_replicas(self, *marked: Any) -> None:
+    async def _check_replicas(self, marked: list[Any]) -> None:
         """Check the answers of the marker and of `WAIT`, which counts replicas."""
-        *_, replicas = await self._raise_errors(list(marked))
-        if replicas < self.replicas:
+        await self._raise_errors(marked)
+        if marked and marked[-1] < self.replicas:
             raise StoreError(
-                f"{self.redacted}: {replicas} of {self.replicas} replicas have it: it may be "
+                f"{self.redacted}: {marked[-1]} of {self.replicas} replicas have it: it may be "
                 f"lost if one takes over"
             )
 
-    def _errors(self) -> tuple[type[Exception], ...]:
-        from redis.exceptions import RedisClusterException, RedisError
+    async def _raise_errors(self, answers: list[Any]) -> None:
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise await self._failed(answer)
 
+    def _errors(self) -> tuple[type[Exception], ...]:
         errors = (RedisError, RedisClusterException, OSError, TimeoutError)
         # redis-py's cluster client closes the connections of a node that has failed, and forgets
         # the nodes while it discovers them. The other requests under way then meet a `None` or an
@@ -295,10 +226,6 @@ class RedisConnection:
         return (*errors, AttributeError, IndexError) if self.is_cluster else errors
 
     async def _failed(self, error: Exception) -> StoreError:
-        from redis.exceptions import ConnectionError as RedisConnectionError
-        from redis.exceptions import ReadOnlyError
-        from redis.exceptions import TimeoutError as RedisTimeoutError
-
         # Redis 6.2 quotes the error that has ended a script within another message.
         read_only = isinstance(error, ReadOnlyError) or "-READONLY" in str(error)
         if read_only or isinstance(error, (RedisConnectionError, RedisTimeoutError)):
@@ -306,9 +233,17 @@ class RedisConnection:
             if not self.is_cluster:
                 # After a restart or a takeover the idle connections are broken too, or lead to a
                 # server that is no primary any more. Each of them would fail one more request.
-                await self._release_kept()
+                for connection in self._kept:
+                    await connection.disconnect()
                 await self._client.connection_pool.disconnect(inuse_connections=False)
-        return self._error(error)
+        is_state = isinstance(error, (ClusterDownError, OutOfMemoryError)) or str(error).startswith(
+            STATES
+        )
+        if isinstance(error, ResponseError) and not is_state:
+            # An error of the set-up or of a script, not of the network: it needs the operator, and
+            # a client's retries would hide it.
+            _log.error("store_refuses", store=self.redacted, error=str(error))
+        return StoreError(f"{self.redacted}: {str(error) or type(error).__name__}")
 
     async def _discover_nodes(self) -> None:
         """Read the list of nodes of a cluster, at first and after it may have changed."""
@@ -326,23 +261,102 @@ class RedisConnection:
                     self._nodes_changed = True
                     raise
 
-    def _error(self, error: Exception) -> StoreError:
-        from redis.exceptions import ResponseError
 
-        if isinstance(error, ResponseError) and not _is_state(error):
-            # An error of the set-up or of a script, not of the network: it needs the operator, and
-            # a client's retries would hide it.
-            _log.error("store_refuses", store=self.redacted, error=str(error))
-        return StoreError(f"{self.redacted}: {str(error) or type(error).__name__}")
+async def _reply(connection: Any) -> Any:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
 
 
-def _is_state(error: Exception) -> bool:
-    """Return True if memory or disk of Redis is full, or a cluster lacks nodes.
+class PasswordFile(CredentialProvider):
+    """Reads the password file for each new connection: it can be changed while servers run."""
 
-    These are states rather than events: `store_failing` logs them once, not for each request.
+    def __init__(self, login: Credentials) -> None:
+        self._login = login
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return the password, or user and password.
+
+        Raises:
+            AuthenticationError: the file cannot be read, or is empty.
+        """
+        try:
+            password = Path(self._login.password_file).read_text("utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            # The text of a UnicodeError contains the bytes of the file, so only its type is shown.
+            raise AuthenticationError(
+                f"{self._login.password_file} cannot be read: {type(error).__name__}"
+            ) from None
+        if not password:
+            raise AuthenticationError(f"{self._login.password_file} is empty")
+        return (self._login.user, password) if self._login.user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """Return the same; redis-py calls this method from its asynchronous connections."""
+        return self.get_credentials()
+
+
+class _Sentinels(Sentinel):
+    """Sentinels that are asked by one discovery at a time.
+
+    redis-py swaps the one that has named the primary to the head of its list. Of two discoveries
+    at once, one can overwrite an entry: that Sentinel is never asked again, and never closed.
     """
-    from redis.exceptions import ClusterDownError, OutOfMemoryError
 
-    return isinstance(error, (ClusterDownError, OutOfMemoryError)) or str(error).startswith(
-        ("OOM", "MISCONF")
-    )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)  # type: ignore[no-untyped-call]
+        self._lock = asyncio.Lock()
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        async with self._lock:
+            return cast("tuple[str, int]", await super().discover_master(service_name))
+
+
+def _clients_of(address: Address, answer_seconds: float) -> list[Any]:
+    """Return a client that connects on demand, and behind it those of the Sentinels."""
+    options = _options(address, address.login, answer_seconds, CONNECT_SECONDS)
+    if address.kind is AddressKind.CLUSTER:
+        return [
+            RedisCluster(startup_nodes=[ClusterNode(*host) for host in address.hosts], **options)
+        ]
+    options["db"] = address.db
+    if address.kind is AddressKind.SENTINEL:
+        asked = _options(address, address.sentinel_login, SENTINEL_SECONDS, SENTINEL_SECONDS)
+        sentinels = _Sentinels(list(address.hosts), sentinel_kwargs=asked)
+        return [sentinels.master_for(address.name, **options), *sentinels.sentinels]
+    if address.kind is AddressKind.SOCKET:
+        return [Redis(unix_socket_path=address.path, **options)]
+    [(host, port)] = address.hosts
+    return [Redis(host=host, port=port, **options)]
+
+
+def _options(
+    address: Address, login: Credentials, answer_seconds: float, connect_seconds: float
+) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        # With RESP3, redis-py 8 follows notices of maintenance: it raises the timeout while a node
+        # is replaced, and reuses a connection that has an unread reply, so that each later command
+        # is answered with the reply to the one before it.
+        "protocol": 2,
+        "socket_timeout": answer_seconds,
+        "socket_connect_timeout": connect_seconds,
+        # No retries in the library: a command whose answer was lost may have been executed. Only a
+        # caller with an idempotency key may repeat it.
+        "retry": Retry(NoBackoff(), 0),
+    }
+    if login.password_file:
+        options["credential_provider"] = PasswordFile(login)
+    else:
+        options |= {"username": login.user or None, "password": login.password or None}
+    if (tls := address.tls) is not None:
+        options |= {
+            "ssl": True,
+            "ssl_ca_certs": tls.ca or None,
+            "ssl_certfile": tls.certificate or None,
+            "ssl_keyfile": tls.key or None,
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+            "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+        }
+    return options

@@ -1,105 +1,64 @@
-"""All scopes of a Redis that no server uses, for `hicache metadata fsck`."""
+"""All scopes of a Redis, without a server, for `hicache metadata fsck`. Nothing is written."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.core.changes import Recovered
-from hicache_metadata_server.core.errors import StoreError
+from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.shared.connection import open_connection
-from hicache_metadata_server.shared.preflight import check_redis
-from hicache_metadata_server.shared.scope_log import (
-    ScopeLog,
-    ScopeLogStore,
-    load,
-    recovered,
-    release,
-)
-from hicache_metadata_server.shared.scope_owner import BEAT_SECONDS, ScopeOwner
+from hicache_metadata_server.shared.connection import RedisConnection
+from hicache_metadata_server.shared.scope_log import load, log_of, read_head, restored
+from hicache_metadata_server.shared.scope_owner import ENTRIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from hicache_metadata_server.shared.scope_log import LoadedScope, ScopeHead
 
-    from hicache_metadata_server.core.restore import SlotRows
+READS: Final = 3
+"""Attempts to read a scope between two writes of its owner."""
 
 
-class OfflineScopes(ScopeLogStore):
-    """A store that owns every scope until it is closed, and changes none.
-
-    Args:
-        url: address of Redis.
+def restored_service(url: str, now: float) -> MetadataService:
+    """Restore a service with all scopes of a Redis.
 
     Raises:
-        StoreError: Redis is not reached, or servers use it.
+        StoreError: Redis is not reached, a scope cannot be read, or a server changes it meanwhile.
         ValueError: the address is not valid.
     """
 
-    def __init__(self, url: str) -> None:
-        connection = open_connection(url)
-        super().__init__(connection, time.time)
-        self.redacted = connection.redacted
-        self._owner = ScopeOwner(
-            connection, MetadataService(shares_store=True), self, url="", now=time.time
-        )
-        self._rows: dict[int, Iterable[SlotRows]] = {}
+    async def read() -> MetadataService:
+        connection, service = RedisConnection(url), MetadataService(shares_store=True)
         try:
-            self._do(self._lock())
-        except BaseException:
-            super().close()
-            raise
-
-    def recover(self, now: float) -> Recovered:
-        """Take every scope, and read everything but slots."""
-        everything = Recovered()
-        for name in sorted(self._owner.entries):
-            self._read(self._do(self._owner.take_any(name)), now, everything)
-        return everything
-
-    def rows(self, scope: int) -> Iterable[SlotRows]:
-        """Slots of a scope that was read."""
-        return self._rows.pop(scope)
-
-    def close(self) -> None:
-        """Give the scopes back."""
-        try:
-            self._do(self._unlock())
+            for name in sorted(map(bytes.decode, await connection.command("HGETALL", ENTRIES))):
+                head, loaded = await load_unchanged(connection, name)
+                if loaded is None:
+                    continue
+                log = log_of(name, service.new_number(), head.token, head, now)
+                found, scope = restored(service, log, loaded, now)
+                if scope is not None:
+                    service.adopt(found, scope)
         finally:
-            super().close()
+            await connection.close()
+        return service
 
-    # Implementation.
+    return asyncio.run(read())
 
-    async def _lock(self) -> None:
-        # Durability is the servers' promise to their clients; an operator's command has none.
-        await check_redis(self._connection, StoreDurability.NONE)
-        await self._owner.poll()
-        seen = {name: record.beat for name, record in self._owner.others().items()}
-        # Servers that were killed have left their records; one that lives renews its own.
-        while others := self._owner.others():
-            for name, record in others.items():
-                if record.beat != seen.get(name):
-                    raise StoreError(
-                        f"the server {record.url} uses {self.redacted}: name it by its address, or "
-                        f"stop all servers"
-                    )
-            await asyncio.sleep(BEAT_SECONDS)
-            await self._owner.poll()
 
-    async def _unlock(self) -> None:
-        await release(self._connection, self.logs())
-        await self._owner.leave()
-
-    def _read(self, log: ScopeLog, now: float, everything: Recovered) -> None:
-        found, rows = recovered(log, self._do(load(self._connection, log.name, log.token)), now)
-        if not found.scopes:
-            return
-        self.attach(log, found.pins)
-        self._rows[log.number] = rows
-        everything.scopes += found.scopes
-        everything.pins += found.pins
-        everything.answers += found.answers
-        for name, ceiling in found.counters.items():
-            everything.counters[name] = max(everything.counters.get(name, 0), ceiling)
+async def load_unchanged(
+    connection: RedisConnection, name: str
+) -> tuple[ScopeHead, LoadedScope | None]:
+    """Read snapshot and log of a scope as they were at one time; None for one without a head."""
+    for _ in range(READS):
+        head = await read_head(connection, name)
+        if not head.token:
+            return head, None
+        with suppress(FencedError):
+            loaded = await load(connection, name, head.token)
+            # Each write changes the head.
+            if await read_head(connection, name) == head:
+                return head, loaded
+    raise StoreError(
+        f"{connection.redacted}: a server changes scope {name}: let it check the scope (--url), or "
+        f"stop it"
+    )

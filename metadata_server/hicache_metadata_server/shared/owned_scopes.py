@@ -17,11 +17,10 @@ from hicache_metadata_server.core.errors import (
     unknown_scope,
 )
 from hicache_metadata_server.core.leases import SteadyClock
-from hicache_metadata_server.core.service import MAX_SCOPES, MetadataService
 from hicache_metadata_server.core.tenants import Caller, may_use
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.handlers import DecodedRequest, Handlers, Response, Result
-from hicache_metadata_server.shared.connection import open_connection
+from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import LEASE_SECONDS
 from hicache_metadata_server.shared.scope_log import ScopeLogStore
 from hicache_metadata_server.shared.scope_owner import BEAT_SECONDS, ScopeOwner
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicache_metadata_server.auth.security import Security
+    from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.http.asgi import ProtocolApp
 
 CREATING: Final = ("/v2/initialize", "/{rank}/initialize")
@@ -173,7 +173,7 @@ class OwnerHandlers(Handlers):
         try:
             response = await self._committed(request)
             if response.status == 200:
-                await self.owner.forget(names)
+                await self.owner.publish(dict.fromkeys(names))
             return response
         finally:
             self.owner.dropping -= added
@@ -272,19 +272,6 @@ def _geometries(request: DecodedRequest, names: Sequence[str]) -> dict[str, p.Sc
     return {names[0]: p.ScopeGeometry(scope=names[0], slots=message.num_pages)}
 
 
-def owner_service(
-    limits: p.Limits,
-    durability: p.StoreDurability,
-    *,
-    name: str = "hicache-storage",
-    max_scopes: int = MAX_SCOPES,
-) -> MetadataService:
-    """Service of one server among several, without scopes yet."""
-    return MetadataService(
-        limits, durability=durability, name=name, max_scopes=max_scopes, shares_store=True
-    )
-
-
 def owner_app(
     service: MetadataService,
     store_url: str,
@@ -298,7 +285,7 @@ def owner_app(
     """Application of one server among several.
 
     Args:
-        service: of `owner_service`.
+        service: without scopes yet, made with `shares_store`.
         store_url: address of Redis.
         url: address of this server for clients.
         replicas: number of replicas that have a change before it is acknowledged.
@@ -307,14 +294,13 @@ def owner_app(
         slow_seconds: slower requests are logged; 0 for none.
 
     Raises:
-        StoreError: the client library is not installed.
         ValueError: the address is not valid.
     """
     clock = SteadyClock()
     # Two connections: a write does not wait for a free one behind the owner's reads.
-    store = ScopeLogStore(open_connection(store_url, replicas), clock)
+    store = ScopeLogStore(RedisConnection(store_url, replicas=replicas), clock)
     owner = ScopeOwner(
-        open_connection(store_url, replicas),
+        RedisConnection(store_url, replicas=replicas),
         service,
         store,
         url=url,

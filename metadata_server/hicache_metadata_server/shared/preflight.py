@@ -7,22 +7,20 @@ on a Redis with such a setting.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import structlog
 
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.shared.connection import open_connection
+from hicache_metadata_server.shared.connection import RedisConnection
 
-if TYPE_CHECKING:
-    from hicache_metadata_server.shared.connection import RedisConnection
-
-_OLD_STORE: Final = b"hm:{scopes}"
-"""List of scopes of servers whose state machine ran in Redis."""
 # The first version that removes entries of a stream by their ids.
 _MIN_VERSION: Final = (6, 2)
 _ORDER: Final = (StoreDurability.NONE, StoreDurability.PROCESS, StoreDurability.MACHINE)
+_KEPT: Final = {"always": StoreDurability.MACHINE, "no": StoreDurability.PROCESS}
+"""Durability of acknowledged changes by `appendfsync`. With `everysec` Redis may answer before it
+has written a change, while an earlier fsync is in progress. With `no` it always writes first."""
 _FIXES: Final = {
     StoreDurability.PROCESS: "`appendonly yes` and `appendfsync no` or `always`",
     StoreDurability.MACHINE: "`appendonly yes` and `appendfsync always`",
@@ -32,17 +30,20 @@ _log = structlog.get_logger()
 
 
 def check_store(url: str, durability: StoreDurability, replicas: int = 0) -> None:
-    """Check that the store is reached and keeps changes as durably as stated.
+    """Check that every node of a store is reached, keeps changes as durably as stated, and evicts
+    no keys.
 
     Raises:
-        StoreError: it is not reached, or does not keep them.
+        StoreError: a node does not, or is not reached; the message names the setting to change.
         ValueError: the address is not valid.
     """
 
     async def check() -> None:
-        connection = open_connection(url, replicas)
+        connection = RedisConnection(url, replicas=replicas)
         try:
-            await check_redis(connection, durability)
+            for info in await connection.on_each("INFO"):
+                _check_node(connection, info)
+            await _check_durability(connection, durability)
         finally:
             await connection.close()
 
@@ -51,33 +52,41 @@ def check_store(url: str, durability: StoreDurability, replicas: int = 0) -> Non
     asyncio.run(check())
 
 
-async def check_redis(connection: RedisConnection, wanted: StoreDurability) -> None:
-    """Check that every node keeps changes as durably as wanted, and evicts no keys.
-
-    Raises:
-        StoreError: a node does not, or is not reached; the message names the setting to change.
-    """
-    for info in await connection.on_each("INFO"):
-        _check_node(connection, info)
-        if int(info.get("connected_slaves", 0)) < connection.replicas:
-            # No error: replicas may join later. Until then `WAIT` fails every change.
-            _log.warning(
-                "replicas_missing",
-                store=connection.redacted,
-                wanted=connection.replicas,
-                connected=info.get("connected_slaves"),
-            )
-    if await connection.command("EXISTS", _OLD_STORE):
+def _check_node(connection: RedisConnection, info: dict[str, Any]) -> None:
+    where = connection.redacted
+    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if version < _MIN_VERSION:
         raise StoreError(
-            f"{connection.redacted}: this store was written by an earlier version of this server: "
-            f"empty it (FLUSHDB); the cache then begins empty"
+            f"{where}: this is Redis {info['redis_version']}; 6.2 or later is needed, or Valkey"
         )
+    if info.get("cluster_enabled") and not connection.is_cluster:
+        raise StoreError(
+            f"{where}: this is a node of a cluster: name it as redis+cluster://HOST:PORT,HOST:PORT"
+        )
+    # A replica answers reads, so that a server would start and fail at the first change.
+    if info.get("role") != "master":
+        raise StoreError(f"{where}: this is a replica, which cannot be written: name the primary")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise StoreError(
+            f"{where}: maxmemory-policy is {policy}, which would evict keys of the store: set it "
+            f"to noeviction"
+        )
+    if int(info.get("connected_slaves", 0)) < connection.replicas:
+        # No error: replicas may join later. Until then `WAIT` fails every change.
+        _log.warning(
+            "replicas_missing",
+            store=where,
+            wanted=connection.replicas,
+            connected=info.get("connected_slaves"),
+        )
+
+
+async def _check_durability(connection: RedisConnection, wanted: StoreDurability) -> None:
     try:
-        policies = await _config(connection, "maxmemory-policy")
-        files, fsyncs = (
-            await _config(connection, "appendonly"),
-            await _config(connection, "appendfsync"),
-        )
+        # One by one: Redis 6.2 takes no second name.
+        files = await connection.on_each("CONFIG GET", "appendonly")
+        fsyncs = await connection.on_each("CONFIG GET", "appendfsync")
     except StoreError as error:
         # Managed services forbid CONFIG. The operator has to know their settings.
         _log.warning(
@@ -87,65 +96,14 @@ async def check_redis(connection: RedisConnection, wanted: StoreDurability) -> N
             error=str(error),
         )
         return
-    for policy in policies:
-        if policy != "noeviction":
-            raise StoreError(
-                f"{connection.redacted}: maxmemory-policy is {policy}, which would evict keys "
-                f"of the store: set it to noeviction"
-            )
     for file, fsync in zip(files, fsyncs, strict=True):
-        kept = kept_by(file, fsync)
+        settings, kept = "appendonly no", StoreDurability.NONE
+        if file.get("appendonly") == "yes":
+            settings = f"appendonly yes, appendfsync {fsync.get('appendfsync')}"
+            kept = _KEPT.get(str(fsync.get("appendfsync")), StoreDurability.NONE)
         if _ORDER.index(kept) < _ORDER.index(wanted):
-            settings = f"appendonly {file}" + (f", appendfsync {fsync}" if file == "yes" else "")
             raise StoreError(
                 f"{connection.redacted}: its settings ({settings}) keep durability "
                 f"{str(kept)!r}, not {str(wanted)!r}: "
                 f"set {_FIXES[wanted]} there, or durability to {str(kept)!r} here"
             )
-
-
-def kept_by(appendonly: str, appendfsync: str) -> StoreDurability:
-    """Return the durability of acknowledged changes under two settings of Redis.
-
-    With `everysec` Redis may answer before it has written a change, while an earlier fsync is in
-    progress. With `no` it always writes first.
-    """
-    if appendonly != "yes":
-        return StoreDurability.NONE
-    return {"always": StoreDurability.MACHINE, "no": StoreDurability.PROCESS}.get(
-        appendfsync, StoreDurability.NONE
-    )
-
-
-async def _config(connection: RedisConnection, name: str) -> list[str]:
-    return [_text(found, name) for found in await connection.on_each("CONFIG GET", name)]
-
-
-def _text(found: Any, name: str) -> str:
-    values = {_plain(key): _plain(value) for key, value in found.items()}
-    if name not in values:
-        raise StoreError(f"it does not report {name}")
-    return values[name]
-
-
-def _plain(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _check_node(connection: RedisConnection, info: dict[str, Any]) -> None:
-    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
-    if version < _MIN_VERSION:
-        raise StoreError(
-            f"{connection.redacted}: this is Redis {info['redis_version']}; 6.2 or later is "
-            f"needed, or Valkey"
-        )
-    if info.get("cluster_enabled") and not connection.is_cluster:
-        raise StoreError(
-            f"{connection.redacted}: this is a node of a cluster: name it as "
-            f"redis+cluster://HOST:PORT,HOST:PORT"
-        )
-    # A replica answers reads, so that a server would start and fail at the first change.
-    if info.get("role") != "master":
-        raise StoreError(
-            f"{connection.redacted}: this is a replica, which cannot be written: name the primary"
-        )

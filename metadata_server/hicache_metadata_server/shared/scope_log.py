@@ -12,7 +12,7 @@ import zlib
 from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.pins import PinRecord
 from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.shared.connection import Script, ScriptCall, new_script
+from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
 from hicache_metadata_server.storage.compaction import (
     BATCH_BLOCKS,
@@ -32,14 +32,13 @@ from hicache_metadata_server.storage.compaction import (
 from hicache_metadata_server.storage.schema import BLOCK_MASK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hicache_metadata_server.core.codec import SlotChanges
     from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
+    from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.shared.connection import RedisConnection
-
-T = TypeVar("T")
 
 MAX_LOG_BYTES: Final = 16 << 20
 """Length of a scope's log from which each write also compacts."""
@@ -75,11 +74,8 @@ redis.call('HSET', KEYS[1], 'seq', ARGV[2], 'clock', ARGV[4])
 """Begin of each write: the token, and the number of the write, must be greater than all before."""
 
 
-_APPEND: Final = new_script(
-    _CHECKED
-    + "redis.call('XADD', KEYS[2], ARGV[2] .. '-0', 'c', ARGV[5]) return redis.status_reply('OK')"
-)
-_COMPACT: Final = new_script(
+_APPEND: Final = _CHECKED + "redis.call('XADD', KEYS[2], ARGV[2] .. '-0', 'c', ARGV[5]) return 'OK'"
+_COMPACT: Final = (
     _CHECKED
     + """
 local blocks, rest = 7 + ARGV[6], 7 + ARGV[6] + ARGV[7]
@@ -90,9 +86,8 @@ if ARGV[5] ~= '' then redis.call('XTRIM', KEYS[2], 'MINID', ARGV[5]) end
 return 'OK'
 """
 )
-_DROP: Final = new_script(_CHECKED + "redis.call('DEL', unpack(KEYS)) return 'OK'")
-_TAKE: Final = new_script(
-    """
+_DROP: Final = _CHECKED + "redis.call('DEL', unpack(KEYS)) return 'OK'"
+_TAKE: Final = """
 local head = redis.call('HMGET', KEYS[1], 'token', 'owner', 'seq', 'clock', 'closed', 'taken')
 for i = 1, 6 do head[i] = head[i] or '' end
 if head[1] ~= ARGV[1] then return {'', unpack(head)} end
@@ -101,16 +96,12 @@ local taken = head[3] ~= '' and head[3] or '0'
 redis.call('HSET', KEYS[1], 'token', token, 'owner', ARGV[3], 'taken', taken)
 return {token, unpack(head)}
 """
-)
 # The token was written by the take, so a Redis that has it has everything before.
-_READ: Final = new_script(
-    """
+_READ: Final = """
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {0, ''} end
 return {1, redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))}
 """
-)
-_REVOKE: Final = new_script(
-    """
+_REVOKE: Final = """
 local head = redis.call('HMGET', KEYS[1], 'token', 'seq', 'clock', 'closed')
 if not head[1] then return 'GONE' end
 local token = string.format('%.0f-%s', string.match(head[1], '^%d+') + 1, ARGV[1])
@@ -120,14 +111,11 @@ if tonumber(head[4] or '0') < (head[3] or 0) + ARGV[2] then
 end
 return 'OK'
 """
-)
-_RELEASE: Final = new_script(
-    """
+_RELEASE: Final = """
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return 'FENCED' end
 redis.call('HSET', KEYS[1], 'owner', '')
 return 'OK'
 """
-)
 
 
 class ScopeHead(NamedTuple):
@@ -197,6 +185,18 @@ class ScopeLog:
         """Scope time at which the pins and answers of a window have ended."""
         pins = self.pinned_until if changes.pins or changes.unpinned else 0.0
         return max([pins, *(answer.until for answer in changes.answers)])
+
+
+def log_of(name: str, number: int, token: bytes, head: ScopeHead, now: float) -> ScopeLog:
+    """Return the log of a scope that was taken.
+
+    Args:
+        token: of the new owner.
+        head: as it was before.
+        now: time of the new owner.
+    """
+    offset = head.clock - now if head.clock else 0.0
+    return ScopeLog(name, number, token, head.seq, offset, head.seq)
 
 
 class LoadedScope(NamedTuple):
@@ -299,18 +299,29 @@ def _paired(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
     return zip(flat[::2], flat[1::2], strict=True)
 
 
-def recovered(
-    log: ScopeLog, loaded: LoadedScope, now: float
-) -> tuple[Recovered, Iterable[SlotRows]]:
-    """Merge snapshot and log of a scope that was taken, for `MetadataService.restored_scope`.
+def restored(
+    service: MetadataService, log: ScopeLog, loaded: LoadedScope, now: float
+) -> tuple[Recovered, Scope | None]:
+    """Restore a scope from its snapshot and log, for `MetadataService.adopt`.
 
     Returns:
-        Everything but slots, in the time of this server, and the slots. No scope is in it if the
-        scope's first group was never written.
+        Everything but slots, in the time of this server, and the scope; None if its first group was
+        never written.
 
     Raises:
         StoreError: snapshot or log cannot be read.
     """
+    found, rows = _recovered(log, loaded, now)
+    if not found.scopes:
+        return found, None
+    longest = found.counters.get(LONGEST, 0)
+    return found, service.restored_scope(found.scopes[0], found.pins, rows, now, longest)
+
+
+def _recovered(
+    log: ScopeLog, loaded: LoadedScope, now: float
+) -> tuple[Recovered, Iterable[SlotRows]]:
+    """Merge snapshot and log."""
     everything = Changes()
     try:
         for key in sorted(loaded.rest, key=_window_of):
@@ -346,11 +357,6 @@ def recovered(
         local.scopes, [pin for pin in local.pins if pin.until > now], alive, everything.counters
     )
     return found, _rows(blocks, -log.offset)
-
-
-def max_hold_of(found: Recovered) -> int:
-    """Seconds of the longest lease and quarantine of a scope."""
-    return found.counters.get(LONGEST, 0)
 
 
 def _compressed(batch: CompactionBatch) -> list[bytes]:
@@ -424,11 +430,8 @@ def _shifted_slots(changes: SlotChanges, offset: float) -> SlotChanges:
 class ScopeLogStore:
     """The logs of the scopes that one server owns, as the store of its group commit.
 
-    The group commit of a server awaits `append` and `replace_blocks` in the server's event loop.
-    A command and a test call `write` and `compact`, which have an event loop of their own.
-
     Args:
-        connection: used by no other event loop; `close` closes it if that loop is the store's own.
+        connection: used by the event loop of the group commit alone; the owner closes it.
         clock: seconds; the times in changes are of this clock.
     """
 
@@ -440,7 +443,6 @@ class ScopeLogStore:
     def __init__(self, connection: RedisConnection, clock: Callable[[], float]) -> None:
         self._connection = connection
         self._clock = clock
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._logs: dict[int, ScopeLog] = {}
         """By the number of the scope in this server."""
         self._counters: dict[str, int] = {}
@@ -486,8 +488,8 @@ class ScopeLogStore:
         return self
 
     def write(self, changes: Changes) -> None:
-        """Do what `append` does."""
-        self._do(self.append(changes))
+        """Do nothing: the group commit awaits `append`."""
+        raise NotImplementedError
 
     async def append(self, changes: Changes) -> None:
         """Append to the log of each changed scope.
@@ -559,8 +561,8 @@ class ScopeLogStore:
         return batch._replace(scope=log.number)
 
     def compact(self, batch: CompactionBatch, now: float) -> None:
-        """Do what `replace_blocks` does."""
-        self._do(self.replace_blocks(batch, now))
+        """Do nothing: the group commit awaits `replace_blocks`."""
+        raise NotImplementedError
 
     async def replace_blocks(self, batch: CompactionBatch, now: float) -> None:
         """Write blocks, and with the last ones of a window everything else of it."""
@@ -606,18 +608,11 @@ class ScopeLogStore:
         return {"log": sum(log.log_bytes for log in self.logs())}
 
     async def disconnect(self) -> None:
-        """Close the connection, unless the store's own event loop has used it."""
-        if self._loop is None:
-            await self._connection.close()
+        """Close the connection."""
+        await self._connection.close()
 
     def close(self) -> None:
-        """Close the store's own event loop, and the connection if that loop has used it."""
-        if self._loop is None:
-            return
-        try:
-            self._do(self._connection.close())
-        finally:
-            self._loop.close()
+        """Do nothing: `disconnect` is awaited before."""
 
     # Implementation.
 
@@ -648,7 +643,7 @@ class ScopeLogStore:
 
     def _call(
         self,
-        script: Script,
+        script: str,
         log: ScopeLog,
         keys: tuple[bytes, ...],
         now: float,
@@ -656,12 +651,6 @@ class ScopeLogStore:
     ) -> ScriptCall:
         clock = repr(now + log.offset)
         return ScriptCall(script, keys, (log.token, log.seq, log.confirmed, clock, *arguments))
-
-    def _do(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._loop is None:
-            # Not `asyncio.Runner`, which looks at signal handlers at each call.
-            self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(coroutine)
 
     def _check(self, logs: list[ScopeLog], answers: list[Any]) -> None:
         refused = [log for log, answer in zip(logs, answers, strict=True) if answer != b"OK"]

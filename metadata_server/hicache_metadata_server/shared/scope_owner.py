@@ -16,7 +16,7 @@ import structlog
 from hicache_metadata_server.core.errors import StoreError, moving
 from hicache_metadata_server.core.heap import trim_heap
 from hicache_metadata_server.protocol import ScopeStatus
-from hicache_metadata_server.shared.connection import ScriptCall, new_script
+from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.ownership import (
     LEASE_SECONDS,
     Incarnation,
@@ -38,11 +38,11 @@ from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
     ScopeLogStore,
     load,
-    max_hold_of,
+    log_of,
     read_head,
-    recovered,
     release,
     remove,
+    restored,
     revoke,
     take,
 )
@@ -78,19 +78,16 @@ VERSION: Final = b"hm:{map}:version"
 STATUSES: Final = b"hm:{map}:statuses"
 
 # The record of this server, and in return everybody's; the map only if it has changed.
-_BEAT: Final = new_script(
-    """
+_BEAT: Final = """
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 local version, entries = redis.call('GET', KEYS[3]) or '', {}
 local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
 if version ~= ARGV[3] or run_id ~= ARGV[4] then entries = redis.call('HGETALL', KEYS[2]) end
 return {run_id, redis.call('HGETALL', KEYS[1]), version, entries}
 """
-)
 # Lookups go on while Redis has no memory for changes. Redis 6.2 has no such flag.
-_BEAT_WITHOUT_MEMORY: Final = new_script("#!lua flags=allow-oom\n" + _BEAT.source)
-_PUBLISH: Final = new_script(
-    """
+_BEAT_WITHOUT_MEMORY: Final = "#!lua flags=allow-oom\n" + _BEAT
+_PUBLISH: Final = """
 if ARGV[1] ~= 'any' and ARGV[1] ~= (redis.call('GET', KEYS[2]) or '') then return 0 end
 for i = 2, #ARGV, 2 do
   if ARGV[i + 1] == '' then redis.call('HDEL', KEYS[1], ARGV[i])
@@ -98,7 +95,6 @@ for i = 2, #ARGV, 2 do
 end
 return redis.call('INCR', KEYS[2])
 """
-)
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 _log = structlog.get_logger()
@@ -393,10 +389,6 @@ class ScopeOwner:
         finally:
             self._leaving -= set(names)
 
-    async def forget(self, names: Iterable[str]) -> None:
-        """Remove dropped scopes from the map, once nothing of them is left."""
-        await self.publish(dict.fromkeys(names))
-
     async def other_statuses(self) -> list[ScopeStatus]:
         """Scopes of the other servers, as these have published them."""
         records = await self._connection.command("HGETALL", STATUSES)
@@ -438,30 +430,15 @@ class ScopeOwner:
         """Servers that may be alive, but for this one."""
         return {name: one for name, one in self._alive().items() if name != self.incarnation.id}
 
-    async def leave(self) -> None:
-        """Remove the record of this server, which owns nothing any more."""
-        await self._remove([self.incarnation.id, *self._ended])
-
     async def close(self) -> None:
-        """Remove the record and close the connections."""
+        """Remove the record of this server, which owns nothing any more, and close the
+        connections."""
         try:
             with contextlib.suppress(StoreError):
-                await self.leave()
+                await self._remove([self.incarnation.id, *self._ended])
         finally:
             await self._connection.close()
             await self._store.disconnect()
-
-    async def take_any(self, name: str) -> ScopeLog:
-        """Take a scope whoever owns it; for a command, where no server is alive.
-
-        Raises:
-            StoreError: a server has taken it meanwhile.
-        """
-        head = await read_head(self._connection, name)
-        token, head = await take(self._connection, name, head.token, self.incarnation.id)
-        if not token:
-            raise StoreError(f"a server has taken scope {name} meanwhile")
-        return self._log_of(name, token, head)
 
     # Implementation.
 
@@ -475,7 +452,7 @@ class ScopeOwner:
         except StoreError as error:
             if "maxmemory" not in str(error):
                 raise
-            call = call._replace(script=_BEAT_WITHOUT_MEMORY)
+            call = call._replace(source=_BEAT_WITHOUT_MEMORY)
             (answer,) = await self._connection.run([call])
         return answer
 
@@ -627,15 +604,9 @@ class ScopeOwner:
                 self.drop([log.name])
             elif not is_mine:
                 self.drop([log.name])
-            elif entry is not None and entry.owner != self.incarnation.id:
-                # Another server has changed its group by an older entry.
-                owned = msgspec.structs.replace(entry, owner=self.incarnation.id)
-                await self.publish({log.name: owned})
-            elif entry is None:
-                scope, tenant = self._service.scopes[log.name], self._service.tenants
-                tenant_name = tenant.of_scope[log.name]
-                found = ScopeEntry(scope.geometry, self.incarnation.id, log.name, tenant_name)
-                await self.publish({log.name: found})
+            elif entry is None or entry.owner != self.incarnation.id:
+                # Another server has changed its group by an older entry, or the map has lost it.
+                await self._publish_owned(log.name)
         if run_id == self._run_id:
             self._unverified = False
 
@@ -684,23 +655,8 @@ class ScopeOwner:
         log = self._log_of(name, token, head)
         loaded = await load(self._connection, name, token)
         try:
-            found, rows = await asyncio.to_thread(recovered, log, loaded, self._now())
-            if not found.scopes:
-                # Its first owner has died before it acknowledged anything, or Redis has lost what
-                # was. A client makes it again.
-                if loaded.rest or loaded.groups:
-                    _log.error("scope_without_record", scope=name, groups=len(loaded.groups))
-                await remove(self._connection, log)
-                await self.publish({name: None})
-                return
-            (record,) = found.scopes
-            scope = await asyncio.to_thread(
-                self._service.restored_scope,
-                record,
-                found.pins,
-                rows,
-                self._now(),
-                max_hold_of(found),
+            found, scope = await asyncio.to_thread(
+                restored, self._service, log, loaded, self._now()
             )
         except Exception as error:  # noqa: BLE001 - a damaged block may raise anything
             if name not in self._unreadable:
@@ -711,6 +667,14 @@ class ScopeOwner:
             await release(self._connection, [log])
             return
         self._unreadable.pop(name, None)
+        if scope is None:
+            # Its first owner has died before it acknowledged anything, or Redis has lost what was.
+            # A client makes it again.
+            if loaded.rest or loaded.groups:
+                _log.error("scope_without_record", scope=name, groups=len(loaded.groups))
+            await remove(self._connection, log)
+            await self.publish({name: None})
+            return
         if head.closed > head.clock:
             scope.closed_until = head.closed - log.offset
         # Fenced in any case; but a scope that was lost meanwhile would be dropped at once.
@@ -720,16 +684,16 @@ class ScopeOwner:
         self._store.attach(log, found.pins)
         _log.info("scope_taken", scope=name, pages=len(scope.lru))
         # Served already: until the others see the entry, the head tells them.
-        entry = self.entries.get(name)
-        group = entry.group if entry else name
-        await self.publish(
-            {name: ScopeEntry(record.geometry, incarnation.id, group, record.tenant)}
-        )
+        await self._publish_owned(name)
+
+    async def _publish_owned(self, name: str) -> None:
+        """Write the entry of a scope that this server owns."""
+        entry, geometry = self.entries.get(name), self._service.scopes[name].geometry
+        group, tenant = entry.group if entry else name, self._service.tenants.of_scope[name]
+        await self.publish({name: ScopeEntry(geometry, self.incarnation.id, group, tenant)})
 
     def _log_of(self, name: str, token: bytes, head: ScopeHead) -> ScopeLog:
-        offset = head.clock - self._now() if head.clock else 0.0
-        number = self._service.new_number()
-        return ScopeLog(name, number, token, head.seq, offset, head.seq)
+        return log_of(name, self._service.new_number(), token, head, self._now())
 
     async def publish(
         self, entries: Mapping[str, ScopeEntry | None], *, expected: bytes = b"any"
