@@ -12,7 +12,7 @@ import structlog
 
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.protocol import Unpin
-from hicache_metadata_server.shared import scope_log, scope_owner
+from hicache_metadata_server.shared import scope_owner
 from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.redis_servers import redis_server
 
@@ -150,20 +150,6 @@ async def test_a_server_that_drains_hands_its_scopes_over(redis):
 
         await eventually(moved)
         assert await live(other, "0:kv", ["a"]) == ["a"]
-
-
-async def test_the_log_of_a_scope_is_compacted_before_it_is_given_back(redis, monkeypatch):
-    monkeypatch.setattr(scope_log, "HANDOVER_LOG_BYTES", 0)
-    async with two(redis) as (one, other):
-        await initialize(one, "0:kv")
-        for key in "abc":
-            await one.store("0:kv", [key])
-        with redis.client() as client:
-            assert client.xlen("hm:{0:kv}:log") >= 3
-            await one.post("/v2/drain", {"enabled": True})
-            # From the other: nothing was written to the log after it was compacted.
-            assert await live_at(other, "0:kv", ["a", "c", "d"]) == ["a", "c"]
-            assert (client.xlen("hm:{0:kv}:log"), client.hlen("hm:{0:kv}:blocks")) == (0, 1)
 
 
 async def test_a_scope_that_cannot_be_read_keeps_no_other_from_being_served(redis, monkeypatch):

@@ -92,7 +92,7 @@ class Owner:
             self.do(self.store.replace_blocks(batch, self.now))
 
     def close(self):
-        self.do(self.store.disconnect())
+        self.do(self.store._connection.close())
         self.runner.close()
 
 

@@ -161,7 +161,7 @@ class Server:
 
     def close(self):
         self.world.do(self.connection.close())
-        self.world.do(self.store.disconnect())
+        self.world.do(self.store._connection.close())
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ from redis.exceptions import (
     RedisClusterException,
     RedisError,
     ResponseError,
-    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -50,13 +49,13 @@ SENTINEL_SECONDS: Final = 0.5
 """Timeout of each Sentinel, to connect and to answer."""
 REPLICA_SECONDS: Final = 1.0
 """Timeout of `WAIT`, less than that of the answer."""
-REDIRECTIONS: Final = 5
-"""Attempts to reach the node of a key that moves in a cluster, 50 ms apart."""
 MARK: Final = b"replicated"
 """Suffix of a key that is written last; in a cluster a key of the same node precedes it."""
-STATES: Final = ("OOM", "MISCONF", "CLUSTERDOWN")
-"""Errors of a Redis without memory or disk, or of a cluster without nodes. They are states rather
-than events: `store_failing` logs them once, not for each request."""
+UNREACHED: Final = (RedisConnectionError, RedisTimeoutError, AskError, ClusterDownError)
+"""Errors after which the primary, or the nodes of a cluster, may be others."""
+STATES: Final = (AskError, ClusterDownError, OutOfMemoryError)
+"""Errors of a Redis without memory, or of a cluster whose nodes change. They are states rather than
+events: `store_failing` logs them once, not for each request."""
 
 # asyncio has no event for the end of a TLS connection, hence a fixed wait.
 TLS_END_SECONDS: Final = 0.05
@@ -183,23 +182,15 @@ class RedisConnection:
 
     async def _send_replicated(self, command: tuple[Any, ...]) -> Any:
         """Do as `_send` for one script in a cluster, on one connection to the node of its keys."""
+        await self._discover_nodes()
         key: bytes = command[3]
-        answer: Any = None
-        marked = list[Any]()
-        for _ in range(REDIRECTIONS):
-            await self._discover_nodes()
-            node = self._client.get_node_from_key(key)
-            pipeline = self._client.pipeline()
-            for one in (command, ("SET", key + b":" + MARK, b""), self._wait):
-                pipeline.execute_command(*one, target_nodes=node)
-            # Without redirections: a redirected script would be executed on another connection
-            # than the `WAIT` that covers it.
-            answer, *marked = await pipeline.execute(raise_on_error=False, allow_redirections=False)
-            if not isinstance(answer, (AskError, ClusterDownError, TryAgainError)):
-                break
-            # Not executed: the key has moved, or is about to.
-            self._nodes_changed = True
-            await asyncio.sleep(0.05)
+        node = self._client.get_node_from_key(key)
+        pipeline = self._client.pipeline()
+        for one in (command, ("SET", key + b":" + MARK, b""), self._wait):
+            pipeline.execute_command(*one, target_nodes=node)
+        # Without redirections: a redirected script would be executed on another connection than the
+        # `WAIT` that covers it.
+        answer, *marked = await pipeline.execute(raise_on_error=False, allow_redirections=False)
         if not isinstance(answer, Exception):
             await self._check_replicas(marked)
         return answer
@@ -228,7 +219,7 @@ class RedisConnection:
     async def _failed(self, error: Exception) -> StoreError:
         # Redis 6.2 quotes the error that has ended a script within another message.
         read_only = isinstance(error, ReadOnlyError) or "-READONLY" in str(error)
-        if read_only or isinstance(error, (RedisConnectionError, RedisTimeoutError)):
+        if read_only or isinstance(error, UNREACHED):
             self._nodes_changed = True
             if not self.is_cluster:
                 # After a restart or a takeover the idle connections are broken too, or lead to a
@@ -236,9 +227,7 @@ class RedisConnection:
                 for connection in self._kept:
                     await connection.disconnect()
                 await self._client.connection_pool.disconnect(inuse_connections=False)
-        is_state = isinstance(error, (ClusterDownError, OutOfMemoryError)) or str(error).startswith(
-            STATES
-        )
+        is_state = isinstance(error, STATES) or str(error).startswith(("OOM", "MISCONF"))
         if isinstance(error, ResponseError) and not is_state:
             # An error of the set-up or of a script, not of the network: it needs the operator, and
             # a client's retries would hide it.

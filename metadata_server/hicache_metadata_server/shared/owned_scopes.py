@@ -297,10 +297,10 @@ def owner_app(
         ValueError: the address is not valid.
     """
     clock = SteadyClock()
-    # Two connections: a write does not wait for a free one behind the owner's reads.
-    store = ScopeLogStore(RedisConnection(store_url, replicas=replicas), clock)
+    connection = RedisConnection(store_url, replicas=replicas)
+    store = ScopeLogStore(connection, clock)
     owner = ScopeOwner(
-        RedisConnection(store_url, replicas=replicas),
+        connection,
         service,
         store,
         url=url,

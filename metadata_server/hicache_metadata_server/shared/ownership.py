@@ -87,6 +87,10 @@ class ScopeEntry(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""
 
 
+DECODE_SERVER: Final = msgspec.msgpack.Decoder(ServerRecord).decode
+DECODE_SCOPE: Final = msgspec.msgpack.Decoder(ScopeEntry).decode
+
+
 class Incarnation:
     """One life of a server as an owner, with the lease that its heartbeats renew."""
 
@@ -164,18 +168,8 @@ class Observer:
     def silence(self, server: str) -> float:
         """How long the record of an incarnation has not changed, in its leases."""
         seen = self._seen.setdefault(server, _Seen(b"", self._received))
-        lease = decode_server(seen.record).lease_seconds if seen.record else self._lease_seconds
+        lease = DECODE_SERVER(seen.record).lease_seconds if seen.record else self._lease_seconds
         return (self._sent - seen.since) / lease
-
-
-def decode_server(record: bytes) -> ServerRecord:
-    """Decode the record of an incarnation."""
-    return msgspec.msgpack.decode(record, type=ServerRecord)
-
-
-def decode_scope(record: bytes) -> ScopeEntry:
-    """Decode the entry of a scope."""
-    return msgspec.msgpack.decode(record, type=ScopeEntry)
 
 
 def ready_servers(servers: Mapping[str, ServerRecord]) -> list[str]:

@@ -30,6 +30,7 @@ from hicache_metadata_server.storage.compaction import (
     replayed,
 )
 from hicache_metadata_server.storage.schema import BLOCK_MASK
+from hicache_metadata_server.storage.store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,14 +41,10 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.shared.connection import RedisConnection
 
-MAX_LOG_BYTES: Final = 16 << 20
-"""Length of a scope's log from which each write also compacts."""
+MAX_LOG_BYTES: Final = 4 << 20
+"""Length of a scope's log from which each write also compacts. A takeover replays it in 0.1 s."""
 IDLE_LOG_BYTES: Final = 1 << 20
 """The same in an idle server. A takeover replays what is left within milliseconds."""
-HANDOVER_LOG_BYTES: Final = 64 << 10
-"""The same for a scope that is about to be given back: its next owner replays a few milliseconds."""
-HANDOVER_BATCHES: Final = 4
-"""Batches of blocks that one write compacts of such a scope."""
 PAGE_ENTRIES: Final = 64
 """Blocks that a takeover reads with one command, and entries of the log with the first: less than a
 megabyte."""
@@ -159,16 +156,9 @@ class ScopeLog:
     """Windows in `rest`, with the scope time at which all their pins and answers have ended."""
     pinned_until: float = 0.0
     """Scope time at which the last pin ends."""
-    leaving: bool = False
-    """Whether the scope is about to be given back."""
 
     def __post_init__(self) -> None:
         self.keys = scope_keys(self.name)
-
-    @property
-    def wants_handover(self) -> bool:
-        """True if the log is too long for a scope that is about to be given back."""
-        return self.leaving and self.log_bytes > HANDOVER_LOG_BYTES
 
     def note(self, size: int, group: int, changes: Changes) -> None:
         """Record a group that is in the log."""
@@ -427,15 +417,15 @@ def _shifted_slots(changes: SlotChanges, offset: float) -> SlotChanges:
     return changes._replace(states=states._replace(until=until))
 
 
-class ScopeLogStore:
+class ScopeLogStore(MemoryStore):
     """The logs of the scopes that one server owns, as the store of its group commit.
 
+    It recovers nothing, since scopes are taken one by one, and is written by coroutines alone.
+
     Args:
-        connection: used by the event loop of the group commit alone; the owner closes it.
+        connection: used by the event loop of the group commit alone.
         clock: seconds; the times in changes are of this clock.
     """
-
-    is_quick = False
 
     durability = StoreDurability.PROCESS
     """Redis has what the process has written. What Redis itself survives is its setting."""
@@ -474,22 +464,15 @@ class ScopeLogStore:
 
     # `MetadataStore`.
 
-    def recover(self, now: float) -> Recovered:
-        """Recover nothing: scopes are taken one by one."""
-        return Recovered()
-
-    def rows(self, scope: int) -> Iterable[SlotRows]:
-        """Read nothing, as `recover`."""
-        return ()
+    @property
+    def is_quick(self) -> bool:
+        """False: it waits for the network."""
+        return False
 
     @property
     def writer(self) -> ScopeLogStore:
         """This store."""
         return self
-
-    def write(self, changes: Changes) -> None:
-        """Do nothing: the group commit awaits `append`."""
-        raise NotImplementedError
 
     async def append(self, changes: Changes) -> None:
         """Append to the log of each changed scope.
@@ -556,13 +539,8 @@ class ScopeLogStore:
             block.until = _moved(block.until, log.offset)
             return block.encode()
 
-        most = BATCH_BLOCKS * (1 + log.log_bytes // MAX_LOG_BYTES)
-        batch = log.dirty.take(most * (HANDOVER_BATCHES if log.leaving else 1), read)
+        batch = log.dirty.take(BATCH_BLOCKS * (1 + log.log_bytes // MAX_LOG_BYTES), read)
         return batch._replace(scope=log.number)
-
-    def compact(self, batch: CompactionBatch, now: float) -> None:
-        """Do nothing: the group commit awaits `replace_blocks`."""
-        raise NotImplementedError
 
     async def replace_blocks(self, batch: CompactionBatch, now: float) -> None:
         """Write blocks, and with the last ones of a window everything else of it."""
@@ -606,13 +584,6 @@ class ScopeLogStore:
     def sizes(self) -> dict[str, int]:
         """Bytes of all logs that are not compacted."""
         return {"log": sum(log.log_bytes for log in self.logs())}
-
-    async def disconnect(self) -> None:
-        """Close the connection."""
-        await self._connection.close()
-
-    def close(self) -> None:
-        """Do nothing: `disconnect` is awaited before."""
 
     # Implementation.
 
@@ -663,5 +634,5 @@ class ScopeLogStore:
 
     def _longest(self, *, idle: bool) -> ScopeLog | None:
         limit = IDLE_LOG_BYTES if idle else MAX_LOG_BYTES
-        due = [log for log in self.logs() if log.log_bytes > limit or log.wants_handover]
-        return max(due, key=lambda log: (log.wants_handover, log.log_bytes), default=None)
+        longest = max(self.logs(), key=lambda log: log.log_bytes, default=None)
+        return longest if longest is not None and longest.log_bytes > limit else None

@@ -18,14 +18,14 @@ from hicache_metadata_server.core.heap import trim_heap
 from hicache_metadata_server.protocol import ScopeStatus
 from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.ownership import (
+    DECODE_SCOPE,
+    DECODE_SERVER,
     LEASE_SECONDS,
     Incarnation,
     Observer,
     ScopeEntry,
     ServerRecord,
     boot_time,
-    decode_scope,
-    decode_server,
     homes,
     placement,
     process_has_ended,
@@ -62,8 +62,6 @@ TAKES: Final = 8
 """Scopes that a server takes at the same time."""
 STATUS_SECONDS: Final = 1.0
 """Interval in which a server publishes the slots of its scopes by state."""
-SHORTEN_SECONDS: Final = 1.0
-"""Longest time in which the logs of scopes are compacted before these are given back."""
 IDLE_SECONDS: Final = 3.0
 """Time without a request after which a scope may go to a server with fewer scopes."""
 OFFER_SECONDS: Final = 30.0
@@ -260,11 +258,11 @@ class ScopeOwner:
                 self._begin_anew()
             found = _pairs(records)
             self._observer.observe(found, run_id, sent, received)
-            self.servers = {name: decode_server(record) for name, record in found.items()}
+            self.servers = {name: DECODE_SERVER(record) for name, record in found.items()}
             if (version, run_id) != (self._version, self._run_id):
                 self._version, self._run_id = version, run_id
                 self.entries = {
-                    name: decode_scope(record) for name, record in _pairs(entries).items()
+                    name: DECODE_SCOPE(record) for name, record in _pairs(entries).items()
                 }
                 self._service.elsewhere = {
                     name: (entry.geometry, entry.tenant) for name, entry in self.entries.items()
@@ -366,7 +364,6 @@ class ScopeOwner:
         Raises:
             StoreError: some were not given back. Their leases end.
         """
-        await self._shorten(names)
         self._leaving |= set(names)
         try:
             # The others have to see that it drains before they see that the scopes are free.
@@ -431,14 +428,12 @@ class ScopeOwner:
         return {name: one for name, one in self._alive().items() if name != self.incarnation.id}
 
     async def close(self) -> None:
-        """Remove the record of this server, which owns nothing any more, and close the
-        connections."""
+        """Remove the record of this server, which owns nothing any more, and close connections."""
         try:
             with contextlib.suppress(StoreError):
                 await self._remove([self.incarnation.id, *self._ended])
         finally:
             await self._connection.close()
-            await self._store.disconnect()
 
     # Implementation.
 
@@ -627,23 +622,6 @@ class ScopeOwner:
                 if entry.group in groups
             }
         )
-
-    async def _shorten(self, names: Sequence[str]) -> None:
-        """Compact the logs of scopes while they are served, so that their next owner has little to
-        replay."""
-        logs = [log for log in self._store.logs() if log.name in names]
-        for log in logs:
-            log.leaving = True
-        try:
-            # A number of rounds, since heartbeats wait for the end.
-            for _ in range(round(SHORTEN_SECONDS / (BEAT_SECONDS / 10))):
-                if not any(log.wants_handover for log in logs):
-                    return
-                await asyncio.sleep(BEAT_SECONDS / 10)
-        finally:
-            # A scope that is not given back after all has a log of the usual length again.
-            for log in logs:
-                log.leaving = False
 
     async def _take(self, name: str) -> None:
         incarnation, head = self.incarnation, await read_head(self._connection, name)
