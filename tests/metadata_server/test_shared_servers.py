@@ -12,6 +12,7 @@ import pytest
 from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.servers import SERVE, Served
 from tests.metadata_server.writers import SLOTS, Writer, check_kept
+from tests.support.commands import run_metadata
 from tests.support.metadata import HttpClient, Refused, V2Client, V2Scope
 
 pytestmark = pytest.mark.slow(seconds=10)
@@ -84,6 +85,34 @@ def test_scopes_are_even_again_after_a_drain_and_no_client_sees_it(tmp_path):
         until(lambda: sorted(map(owners().count, (place.url for place in places))) == [2, 2])
         assert owners()[0] == places[0].url
         assert set(answers) == {200}
+
+
+def test_status_lists_the_servers(tmp_path):
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server(tmp_path, appendonly="yes", appendfsync="no"))
+        places = [
+            stack.enter_context(Served(command=f"{SERVE} --store {redis.url}")) for _ in range(2)
+        ]
+        one, other = (place.url for place in places)
+        wires = [stack.enter_context(closing(HttpClient(place.url))) for place in places]
+        V2Scope(V2Client(wires[0]), "0:kv", SLOTS, 4096, random.Random(1)).initialize()
+
+        def listed(state):
+            done = run_metadata("status", "--json", "--url", one)
+            servers = {server["url"]: server for server in json.loads(done.stdout)["servers"]}
+            mine = servers.pop(one)
+            assert (mine["state"], mine["scopes"]) == ("serving", 1)
+            assert mine["log_bytes"] > 0
+            return servers == {other: {"url": other, "state": state, "scopes": 0, "log_bytes": 0}}
+
+        until(lambda: listed("serving"))
+        done = run_metadata("status", "--url", one)
+        assert f"{one}  serving, 1 scopes, logs of" in done.output
+        assert f"{other}  serving, 0 scopes, logs of 0 bytes" in done.output
+        assert wires[1].post("/v2/drain", {"enabled": True}).status == 200
+        until(lambda: listed("draining"))
+        places[1].kill()
+        until(lambda: listed("silent"))
 
 
 def is_served(wire, body):

@@ -190,7 +190,10 @@ def status(
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Show a server's identity, readiness and limits. Exits with 1 if it is not ready."""
+    """Show a server's identity, readiness, limits, and the other servers on its Redis.
+
+    Exits with 1 if it is not ready.
+    """
     from hicache_metadata_server.protocol import About, Scopes
 
     with exit_on_error():
@@ -198,11 +201,12 @@ def status(
         # A server that is starting refuses connections: without the wait that would be an error.
         _wait_until_ready(remote, time.monotonic() + wait)
         about = remote.call("/v2", None, About)
-        scopes = remote.call("/v2/scopes", None, Scopes).scopes
+        listed = remote.call("/v2/scopes", None, Scopes)
         ready, reason = remote.is_ready()
+    scopes = listed.scopes
     exit_status = 0 if ready else FOUND_PROBLEMS
     if as_json:
-        typer.echo(_status_json(about, scopes, reason))
+        typer.echo(_status_json(about, listed, reason))
         raise typer.Exit(exit_status)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
@@ -218,6 +222,14 @@ def status(
         f"leases last {limits.lease_seconds:g} s, freed slots are quarantined for "
         f"{limits.quarantine_seconds:g} s; {limits.keys:,} keys in a request"
     )
+    for server in listed.servers:
+        # An address is text of another server's settings: as `Text` it cannot inject markup.
+        console.print(
+            Text(
+                f"{server.url}  {server.state}, {server.scopes:,} scopes, logs of "
+                f"{server.log_bytes:,} bytes"
+            )
+        )
     console.print("ready" if ready else Text(f"not ready: {reason}", "yellow"))
     # A status of its own, so that a probe can tell "not ready" from "not reached" (2).
     raise typer.Exit(exit_status)
@@ -361,17 +373,18 @@ def drain(
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
 
 
-def _status_json(about: Any, scopes: Any, problem: str) -> str:
+def _status_json(about: Any, listed: Any, problem: str) -> str:
     import msgspec
 
     states = ("slots", "live", "leased", "quarantined", "free")
-    counts = {name: sum(getattr(scope, name) for scope in scopes) for name in states}
+    counts = {name: sum(getattr(scope, name) for scope in listed.scopes) for name in states}
     found = {
         **msgspec.to_builtins(about),
         "ready": not problem,
         "problem": problem,
-        "scopes": len(scopes),
+        "scopes": len(listed.scopes),
         **counts,
+        "servers": msgspec.to_builtins(listed.servers),
     }
     return msgspec.json.encode(found).decode()
 

@@ -49,6 +49,8 @@ from hicache_metadata_server.protocol.operations import (
     Problem,
     Scopes,
     ScopeStatus,
+    ServerState,
+    ServerStatus,
     SlotStatus,
 )
 from hicache_metadata_server.protocol.pages import (
@@ -155,6 +157,8 @@ __all__ = [
     "ScopeStatus",
     "Scopes",
     "Seconds",
+    "ServerState",
+    "ServerStatus",
     "Settled",
     "SettledLeases",
     "SettledScope",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from typing import Annotated, Final
 
 from msgspec import Meta, field
@@ -84,10 +85,32 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     """Length of its log, which a takeover replays; 0 where servers share no store."""
 
 
+class ServerState(StrEnum):
+    """State of one of several servers on one store."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    SILENT = "silent"
+    """No heartbeat for its lease: others take its scopes."""
+
+
+class ServerStatus(Answer, frozen=True, kw_only=True):
+    """One server in the response of `GET /v2/scopes`, where several share a store."""
+
+    url: str
+    state: ServerState
+    scopes: Natural
+    """Number of listed scopes that it owns."""
+    log_bytes: Natural
+    """Length of their logs."""
+
+
 class Scopes(Answer, frozen=True, kw_only=True):
     """Response of `GET /v2/scopes`."""
 
     scopes: list[ScopeStatus]
+    servers: list[ServerStatus] = field(default_factory=list[ServerStatus])
+    """Servers of this store; empty where servers share no store."""
 
 
 class Drop(Request, frozen=True, kw_only=True):

@@ -197,7 +197,7 @@ class OwnerHandlers(Handlers):
             self.group_commit.refuse_waiting(FencedError(scopes))
 
     async def _listed(self, caller: Caller) -> p.Scopes:
-        """Scopes of all servers; those of the others as they were up to a second ago."""
+        """Scopes of all servers, and these; scopes of the others as of up to a second ago."""
         # Another server may just have made one.
         await self.owner.poll()
         others = {
@@ -207,8 +207,14 @@ class OwnerHandlers(Handlers):
         }
         # Only now: a scope that is taken meanwhile is no other's any more.
         own = {status.scope: status for status in self.service.list_scopes(caller).scopes}
-        found = others | own
-        return p.Scopes(scopes=[found[name] for name in sorted(found)])
+        listed = [status for _, status in sorted((others | own).items())]
+        servers = list[p.ServerStatus]()
+        for url, state in sorted(self.owner.members().items()):
+            logs = [status.log_bytes for status in listed if status.owner == url]
+            servers.append(
+                p.ServerStatus(url=url, state=state, scopes=len(logs), log_bytes=sum(logs))
+            )
+        return p.Scopes(scopes=listed, servers=servers)
 
     async def _create(self, request: DecodedRequest, names: Sequence[str]) -> Response:
         """Create scopes here, or send the client to where they are, or should be."""

@@ -15,7 +15,7 @@ import structlog
 
 from hicache_metadata_server.core.errors import StoreError, moving
 from hicache_metadata_server.core.heap import trim_heap
-from hicache_metadata_server.protocol import ScopeStatus
+from hicache_metadata_server.protocol import ScopeStatus, ServerState
 from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.ownership import (
     DECODE_SCOPE,
@@ -404,6 +404,18 @@ class ScopeOwner:
             for name, entry in self.entries.items()
             if name not in self._service.scopes
         ]
+
+    def members(self) -> dict[str, ServerState]:
+        """States of all servers of this store, by their addresses."""
+        found = dict[str, ServerState]()
+        for incarnation, record in self.servers.items():
+            state = ServerState.DRAINING if record.draining else ServerState.SERVING
+            if not self._is_over(incarnation):
+                found[record.url] = state
+            else:
+                # Unless it was started again.
+                found.setdefault(record.url, ServerState.SILENT)
+        return found
 
     def unowned(self) -> int:
         """Number of scopes that no server owns, as far as this server knows."""
