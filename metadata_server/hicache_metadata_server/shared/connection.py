@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS: Final = 2.0
 """Timeout of an answer. The commands may have been executed all the same."""
-CONNECTIONS: Final = 64
-"""Limit of concurrent uses of one `RedisConnection`."""
+CONNECTIONS: Final = 32
+"""Limit of concurrent uses. A pool has 100 connections, of which scripts keep as many."""
 CONNECT_SECONDS: Final = 1.0
 SENTINEL_SECONDS: Final = 0.5
 """Timeout of each Sentinel, to connect and to answer."""
@@ -99,7 +99,6 @@ class RedisConnection:
         self.is_cluster = address.kind is AddressKind.CLUSTER
         self._nodes_changed = False
         self._is_secure = address.tls is not None
-        self._discovery = asyncio.Lock()
         # The pools of redis-py fail at once when all of their connections are in use.
         self._free = asyncio.Semaphore(CONNECTIONS)
         self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
@@ -182,7 +181,12 @@ class RedisConnection:
 
     async def _send_replicated(self, command: tuple[Any, ...]) -> Any:
         """Do as `_send` for one script in a cluster, on one connection to the node of its keys."""
-        await self._discover_nodes()
+        await self._client.initialize()
+        if self._nodes_changed:
+            # Cleared before the discovery: a failure meanwhile sets it again, since the list that is
+            # being read may be older than the failure.
+            self._nodes_changed = False
+            await self._client.nodes_manager.initialize()
         key: bytes = command[3]
         node = self._client.get_node_from_key(key)
         pipeline = self._client.pipeline()
@@ -224,31 +228,16 @@ class RedisConnection:
             if not self.is_cluster:
                 # After a restart or a takeover the idle connections are broken too, or lead to a
                 # server that is no primary any more. Each of them would fail one more request.
-                for connection in self._kept:
-                    await connection.disconnect()
-                await self._client.connection_pool.disconnect(inuse_connections=False)
+                pool = self._client.connection_pool
+                while self._kept:
+                    await pool.release(self._kept.pop())
+                await pool.disconnect(inuse_connections=False)
         is_state = isinstance(error, STATES) or str(error).startswith(("OOM", "MISCONF"))
         if isinstance(error, ResponseError) and not is_state:
             # An error of the set-up or of a script, not of the network: it needs the operator, and
             # a client's retries would hide it.
             _log.error("store_refuses", store=self.redacted, error=str(error))
         return StoreError(f"{self.redacted}: {str(error) or type(error).__name__}")
-
-    async def _discover_nodes(self) -> None:
-        """Read the list of nodes of a cluster, at first and after it may have changed."""
-        await self._client.initialize()
-        # One discovery at a time: of several concurrent ones redis-py keeps the connections of the
-        # last, and never closes those of the others.
-        async with self._discovery:
-            if self._nodes_changed:
-                # Cleared before the discovery: a failure meanwhile sets it again, since the list
-                # that is being read may be older than the failure.
-                self._nodes_changed = False
-                try:
-                    await self._client.nodes_manager.initialize()
-                except BaseException:
-                    self._nodes_changed = True
-                    raise
 
 
 async def _reply(connection: Any) -> Any:
