@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 
 from hicache_conformance.injectors.servers import stand_still
-from hicache_conformance.model.violation import Violation
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 from hicache_metadata_server.client.failover import FIRST_BACKOFF_SECONDS
 from tests.backends.hf3fs.forwards import Manner
-from tests.support.metadata import HttpClient
+from tests.support.metadata import HttpClient, Unanswered
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
@@ -199,7 +198,7 @@ def _serves_all(server):
                 client.post("/v2/lookup", p.Lookup(scopes=part, touch=False)).status == 200
                 for part in parts
             )
-        except Violation:
+        except Unanswered:
             return False
 
 
