@@ -470,21 +470,14 @@ class ScopeOwner:
         self._next_statuses = now + STATUS_SECONDS
         mine = self._service.list_scopes().scopes
         await self._connection.command("HSET", STATUSES, self.incarnation.id, _ENCODE(mine))
-        await self._remove(self._silent())
-
-    def _silent(self) -> list[str]:
-        """Incarnations that have ended long ago and own nothing."""
         owners = {entry.owner for entry in self.entries.values()}
-        return [
-            name
-            for name in self.servers
-            if name not in owners and self._observer.silence(name) >= FORGET_LEASES
-        ]
+        for name in self.servers:
+            if name not in owners and self._observer.silence(name) >= FORGET_LEASES:
+                await self._remove([name])
 
     async def _remove(self, incarnations: Iterable[str]) -> None:
-        if names := list(incarnations):
-            for key in (SERVERS, STATUSES):
-                await self._connection.command("HDEL", key, *names)
+        for key in (SERVERS, STATUSES):
+            await self._connection.command("HDEL", key, *incarnations)
 
     def _begin_anew(self) -> None:
         self._ended.add(self.incarnation.id)
@@ -556,25 +549,19 @@ class ScopeOwner:
             late = now - self._free_since[group] >= 2 * BEAT_SECONDS and not self._service.draining
             if server == me or late:
                 taking += free[group]
-        if not (taking or leaving or self._service.draining):
+        # One at a time: the next choice depends on the server that takes it.
+        if not (taking or leaving or free or self._service.draining):
             leaving = self._surplus(owners, alive)
         return taking, leaving
 
     def _surplus(self, owners: Mapping[str, str], alive: Mapping[str, ServerRecord]) -> list[str]:
         """Scopes of one idle group, if a server with fewer scopes should have them."""
         now, idle = self._clock(), self._idle()
-        # A server that cannot read them leaves them to this one again.
-        self._offered = {
-            group: then for group, then in self._offered.items() if now - then < OFFER_SECONDS
-        }
-        if any(
-            not owners[name] and one.group in self._offered for name, one in self.entries.items()
-        ):
-            # One at a time: the next choice depends on who takes it.
-            return []
         groups = surplus(owners, self.entries, alive, self.incarnation.id)
         for group, names in groups.items():
-            if group not in self._offered and idle.issuperset(names):
+            # A server that cannot read them leaves them to this one again.
+            is_due = now - self._offered.get(group, -math.inf) >= OFFER_SECONDS
+            if is_due and idle.issuperset(names):
                 self._offered[group] = now
                 _log.info("scopes_offered", scopes=names)
                 return names
