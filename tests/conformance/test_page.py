@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from html.parser import HTMLParser
 
@@ -62,11 +63,15 @@ class _Elements(HTMLParser):
         self.texts.append(data)
 
 
+def _judged(header, *outcomes):
+    record = RunRecord(header, outcomes=list(outcomes), finished=True)
+    return judge(record, [Level.CORE], {})
+
+
 def _shown(text):
-    header, outcome = _header(text), _outcome(text)
-    record = RunRecord(header, outcomes=[outcome], finished=True)
+    header = _header(text)
     found = _Elements()
-    found.feed(page(header, judge(record, [Level.CORE], {}), {}))
+    found.feed(page(header, _judged(header, _outcome(text)), {}))
     return found
 
 
@@ -83,3 +88,44 @@ def test_a_command_is_one_command_whatever_the_names_are():
     # A name that is quoted is one word; a shell would end a command at each of these.
     assert COMMAND in words
     assert not {";", "touch", "/tmp/owned;"} & set(words)
+
+
+def test_options_of_a_foreign_driver_are_quoted():
+    header = _header(COMMAND)
+    header.options = {"given": COMMAND, "of its name": COMMAND}
+    given = {"given": COMMAND}
+    header.replay = Replay(run=COMMAND, options=given, interface=COMMAND)
+    words = shlex.split(reproduction(header, COMMAND))
+    assert words[:7] == [
+        *("hicache", "conformance", "run", COMMAND),
+        *("--interface", COMMAND, "-c"),
+    ]
+    assert f"given={COMMAND}" in words
+    assert f"of its name={COMMAND}" not in words
+
+
+def test_the_page_tells_of_the_rules_that_the_table_has_as_broken():
+    header = _header("driver")
+    header.not_promised = {"FT-1": "nobody promises it"}
+
+    def ended(name, outcome, *rules, broken=""):
+        return CaseOutcome(
+            case=name, rules=rules, levels=("core",), outcome=outcome, broken_rule=broken
+        )
+
+    judgement = _judged(
+        header,
+        ended("test_a_rule_of_another_case", Outcome.FAIL, "GET-1", broken="SET-1"),
+        ended("test_several_rules", Outcome.FAIL, "GET-2", "GET-3"),
+        ended("test_both", Outcome.ERROR, "GET-3", "GET-4"),
+        ended("test_what_is_not_promised", Outcome.FAIL, "EX-9", broken="FT-1"),
+    )
+    text = page(header, judgement, {})
+    shown = re.findall(r'class="failure (\w+)" id="failed-([A-Z]+-\d+)"', text)
+    broken = [
+        (str(result.outcome), result.rule.id)
+        for result in judgement.rules
+        if result.outcome in (Outcome.FAIL, Outcome.ERROR)
+    ]
+    assert shown == broken
+    assert {rule for _, rule in shown} == {"SET-1", "GET-2", "GET-3", "GET-4"}

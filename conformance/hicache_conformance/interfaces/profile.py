@@ -15,7 +15,7 @@ from hicache_conformance.model.rules import rules
 from hicache_conformance.model.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from hicache_conformance.model.outcomes import Header
 
@@ -75,21 +75,12 @@ def current() -> ForeignDriver | None:
     return foreign_driver(run.interface, run.driver, run.config)
 
 
-def describe_interface(header: Header, given: Collection[str]) -> None:
-    """Write into a header what the interface of a foreign driver is and does not promise.
-
-    Args:
-        header: of the run.
-        given: the options that the command line has set.
-    """
+def describe_interface(header: Header) -> None:
+    """Write into a header what the interface of a foreign driver is and does not promise."""
     foreign = current()
     assert foreign is not None
     promises = foreign.interface.promises()
     header.interface = promises.interface
-    options = "".join(f" -c '{name}={header.options[name]}'" for name in given)
-    header.again = (
-        f"hicache conformance run {header.driver} --interface {foreign.interface.name}{options}"
-    )
     header.distribution = foreign_distributions(foreign)
     header.files = driver_files([foreign.setup.target or foreign.interface.engine])
     for rule in rules():

@@ -146,9 +146,6 @@ class Header:
     """Name of what the rules belong to, without its version."""
     subject: str = "driver"
     """What kind of thing `driver` names."""
-    again: str = ""
-    """Command that begins such a run again, without seed and cases; empty for `hicache conformance
-    run`."""
     replay: Replay | None = None
     """For `hicache conformance verify`; None where that cannot repeat the run."""
 

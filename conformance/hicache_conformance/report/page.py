@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
@@ -35,7 +36,7 @@ LEVEL_SUMMARIES: Final = {
 
 def page(header: Header, judgement: Judgement, cases: Mapping[str, Case]) -> str:
     """The text of the file."""
-    return _template().render(
+    return template("index.html.j2").render(
         header=header,
         judgement=judgement,
         levels=[_level(level, header, judgement) for level in Level],
@@ -46,38 +47,43 @@ def page(header: Header, judgement: Judgement, cases: Mapping[str, Case]) -> str
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """Return a template of this package; what goes into a page of HTML is escaped."""
     environment = Environment(
         # Reasons quote keys and bytes that a driver has answered, and undefined names must not
         # become empty cells.
-        autoescape=True,
+        autoescape=name.endswith(".html.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
+    # A text as Python has it, with the quotation marks that formatters prefer.
+    environment.filters["literal"] = lambda text: json.dumps(text, ensure_ascii=False)
     return environment.from_string(
-        files("hicache_conformance.report").joinpath("index.html.j2").read_text("utf-8")
+        files("hicache_conformance.report").joinpath(name).read_text("utf-8")
     )
 
 
 def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
-    """The cases that failed or broke, by the rule that each is about, in the order of the rules."""
+    """The rules that are broken, as the table has them, each with the cases that say so.
+
+    Cases of a broken rule in which the suite itself broke come last.
+    """
     groups = list[dict[str, object]]()
     for result in judgement.rules:
-        mine = [
-            case
-            for case in judgement.failures()
-            if (case.broken_rule or case.rules[0]) == result.rule.id
-        ]
-        for outcome in (Outcome.FAIL, Outcome.ERROR):
+        if result.selected and result.outcome in (Outcome.FAIL, Outcome.ERROR):
+            failing = result.failing()
+            failing += [
+                case
+                for case in result.cases
+                if case.outcome is Outcome.ERROR and case not in failing
+            ]
             cases = [
                 (case, reproduction(header, case.case), [str(plan) for plan in case.plans])
-                for case in mine
-                if case.outcome is outcome
+                for case in failing
             ]
-            if cases:
-                groups.append({"rule": result.rule, "outcome": outcome, "cases": cases})
+            groups.append({"rule": result.rule, "outcome": result.outcome, "cases": cases})
     return groups
 
 

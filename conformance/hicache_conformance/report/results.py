@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
-from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -72,26 +72,28 @@ def as_json(record: dict[str, Any]) -> str:
 
 def reproduction(header: Header, case: str) -> str:
     """The command that runs one case again."""
-    options = [f"-c {quote(f'{name}={value}')}" for name, value in header.options.items()]
-    begin = (
-        [header.again]
-        if header.again
-        else ["hicache conformance run", quote(header.driver), *options]
-    )
-    if header.replay is not None:
-        begin += [f"--start-server {quote(command)}" for command in header.replay.services or ()]
-    parts = [*begin, f"--seed {header.seed}"]
+    replay, parts = header.replay, ["hicache", "conformance", "run", header.driver]
+    options = header.options
+    if replay is not None and replay.interface:
+        parts += ["--interface", replay.interface]
+        # The others are those of the driver's name.
+        options = replay.options
+    for name, value in options.items():
+        parts += ["-c", f"{name}={value}"]
+    if replay is not None:
+        for command in replay.services or ():
+            parts += ["--start-server", command]
+    parts += ["--seed", str(header.seed)]
     if case != PREFLIGHT:
-        inner = case.replace("'", "'\"'\"'")
-        parts.append(f"--case '{inner}'")
-    if header.replay is not None and store_is_fresh(header.capabilities, header.options):
+        parts += ["--case", case]
+    if replay is not None and store_is_fresh(header.capabilities, header.options):
         # The names of its pages are chance too.
-        parts.append(f"--run-id {quote(header.replay.run)}")
+        parts += ["--run-id", replay.run]
     if header.page_bytes:
-        parts.append(f"--page-bytes {header.page_bytes}")
+        parts += ["--page-bytes", str(header.page_bytes)]
     if header.profile != "default":
-        parts.append(f"--profile {header.profile}")
-    return " ".join(parts)
+        parts += ["--profile", header.profile]
+    return shlex.join(parts)
 
 
 def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, object]) -> bool:

@@ -234,7 +234,7 @@ def _header(settings: Settings, capabilities: Capabilities) -> Header:
         cases=settings.cases,
     )
     if settings.interface:
-        describe_interface(header, settings.config)
+        describe_interface(header)
     return header
 
 
