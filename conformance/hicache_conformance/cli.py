@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -15,8 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.profiles import PROFILES
-from hicache_conformance.model.rules import parse_levels, rules
+from hicache_conformance.model.rules import Level, parse_levels, rules
 from hicache_conformance.model.settings import Settings, parse_page_bytes
 from hicache_conformance.model.verdict import judge
 from hicache_conformance.report.terminal import (
@@ -25,10 +26,17 @@ from hicache_conformance.report.terminal import (
     ProgressBar,
     conclude,
 )
-from hicache_storage.tools.options import parse_pairs
+from hicache_storage.tools.options import parse_pairs, redacted
 
 if TYPE_CHECKING:
     from hicache_conformance.model.outcomes import RunRecord
+
+ENGINES: Final = {
+    "sglang": ("sglang", "sglang-file"),
+    "vllm": ("vllm-tier", "vllm-fs"),
+    "lmcache": ("lmcache-l2", "lmcache-fs"),
+}
+"""Interface, and driver of its own on files, of each engine that `adopt` writes a test for."""
 
 app = typer.Typer(
     help="Judge drivers by the contract.",
@@ -213,6 +221,71 @@ def verify(
     rules_judged = sum(rule.selected for rule in judgement.rules)
     same = f"the same: {judgement.verdict} again, with the same outcome of each of"
     say([f"{same} {rules_judged} rules"], "green")
+
+
+@app.command()
+def adopt(
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help=f"One of {', '.join(ENGINES)}.")],
+    driver: Annotated[
+        str,
+        typer.Option(
+            metavar="DRIVER", help="MODULE:CLASS, or a name; the engine's own if not given."
+        ),
+    ] = "",
+    config: Config = None,
+    start_server: StartServer = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Write the files here.")
+    ] = Path(),
+) -> None:
+    """Write a test for the repository of an engine's driver, of a quick run that it makes.
+
+    The rules that the driver breaks today are expected to fail there. Another finding turns the
+    test red, and so does a finding that is gone.
+
+    Exits with 0 if the files are written, 2 if the suite could not do its work.
+    """
+    from hicache_conformance.report.adopted import TEST, write_adopted
+
+    console = Console(stderr=True)
+    try:
+        if engine not in ENGINES:
+            raise ValueError(f"unknown engine {engine!r}; engines are {', '.join(ENGINES)}")
+        interface, usual = ENGINES[engine]
+        driver, options = driver or usual, parse_pairs(config or [])
+        hidden = [name for name, text in redacted(options).items() if text != options[name]]
+        if hidden:
+            raise ValueError(f"-c {hidden[0]}: what looks like a secret is not written into a test")
+        unit = _check_interface(interface, driver, options)
+        _check_commands(start_server or [])
+    except ValueError as error:
+        console.print(Text(str(error), "red"))
+        raise typer.Exit(BROKEN) from error
+    settings = Settings(
+        seed=1,
+        run="adopt",
+        profile="smoke",
+        levels=(Level.CORE, Level.POOLS, Level.IDENTITY, Level.FAULTS),
+        page_bytes=unit,
+        driver=driver,
+        config=options,
+        interface=interface,
+        services=start_server or None,
+    )
+    record = _run(console, settings)
+    judgement = judge(record, settings.levels, record.catalogue)
+    if record.header is None or not record.finished or judgement.count(Outcome.ERROR):
+        conclude(console, record, settings, None)
+        raise typer.Exit(BROKEN)
+    run = [
+        ["conformance", "run", driver, f"--interface={interface}", "--profile=smoke"],
+        [f"--level={','.join(settings.levels)}", "--seed=1", f"--run-id={settings.run}"],
+        *([f"--config={name}={value}"] for name, value in options.items()),
+        *([f"--start-server={command}"] for command in start_server or ()),
+    ]
+    broken = write_adopted(output, engine, driver, run, judgement, record.header.not_promised)
+    expected = f"expected to fail: {', '.join(broken)}" if broken else "nothing is expected to fail"
+    console.print(Text(f"{output / TEST}: {expected}"), soft_wrap=True)
 
 
 def _run(console: Console, settings: Settings) -> RunRecord:
