@@ -17,6 +17,7 @@ from hicache_conformance.fixtures.open_context import (
     SEVERAL_STORES,
     STEPS,
 )
+from hicache_conformance.model.pytest_keys import CASE_MARK
 from hicache_conformance.model.rules import Level, declares, parse_levels, rules, undeclared
 from hicache_conformance.suite.driver_conformance import DriverConformance, catalogue
 from hicache_storage.spec import Capabilities, Durability, Sharing
@@ -50,6 +51,16 @@ def test_cases_cite_rules_that_exist_and_levels_that_they_have():
         for need in set(case.needs) - {CAPACITY, DIRECTORY, SEVERAL_STORES, STEPS}:
             if not need.startswith(ON_INJECTOR):
                 declares(Capabilities(), need)
+
+
+def test_no_case_hides_another_of_its_name():
+    cases = [
+        name
+        for home in DriverConformance.__mro__
+        for name, function in vars(home).items()
+        if any(mark.name == CASE_MARK for mark in getattr(function, "pytestmark", ()))
+    ]
+    assert sorted(cases) == sorted(catalogue())
 
 
 @pytest.mark.parametrize("level", FIRST_HALF)

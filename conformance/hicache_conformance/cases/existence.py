@@ -225,7 +225,7 @@ class ExistenceCases:
             )
 
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
-    def test_no_keys(self, context: CaseContext) -> None:
+    def test_an_empty_chain(self, context: CaseContext) -> None:
         """An empty chain is a hit of 0 pages, with side pools or without, also after a hit."""
         sut = context.storage(pools={PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)})
         keys = context.keys(2)
