@@ -16,22 +16,19 @@ WAIT_SECONDS = 30
 
 
 class Browser:
+    """Asks the page again and again until it shows what a test waits for."""
+
     def __init__(self, driver):
         self.driver = driver
-        self.operations = []
-        """All that `requests` has told."""
 
     def open(self, url, *, width=1200, dark=False):
-        self.size(width)
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         # Otherwise another fragment of the same page would not load it anew.
         self.driver.get("about:blank")
         self.driver.get(url)
-
-    def size(self, width, height=900):
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def all(self, selector):
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
@@ -46,17 +43,25 @@ class Browser:
     def text(self, selector):
         return "".join(self.texts(selector)[:1])
 
+    def table(self, selector):
+        """Texts of the cells of rows."""
+        return self.run(
+            "return [...document.querySelectorAll(arguments[0])].map((row) => "
+            "[...row.children].map((cell) => cell.textContent))",
+            selector,
+        )
+
+    def facts(self):
+        """Terms and what stands beside them."""
+        return dict(self.table("main dl > div"))
+
     def run(self, script, *arguments):
         return self.driver.execute_script(script, *arguments)
 
     def until(self, condition, what=""):
         # The page may put another element in the place of one that was just found.
-        wait = WebDriverWait(
-            self.driver,
-            WAIT_SECONDS,
-            poll_frequency=0.05,
-            ignored_exceptions=[StaleElementReferenceException],
-        )
+        stale = [StaleElementReferenceException]
+        wait = WebDriverWait(self.driver, WAIT_SECONDS, 0.05, ignored_exceptions=stale)
         return wait.until(lambda _: condition(), what)
 
     def shows(self, selector, text):
@@ -65,42 +70,31 @@ class Browser:
             lambda: any(text in found for found in self.texts(selector)), f"{text!r} in {selector}"
         )
 
+    def has(self, selector, count):
+        """Wait until there are so many elements."""
+        self.until(lambda: len(self.all(selector)) == count, f"{count} {selector}")
+
     def click(self, selector, text=None):
         """The first element that is shown, and has that text if one is given."""
 
         def clicked():
-            found = next(
-                (
-                    one
-                    for one in self.all(selector)
-                    if one.is_displayed() and text in (None, one.text)
-                ),
-                None,
-            )
-            if found is not None:
-                found.click()
-            return found is not None
+            for one in self.all(selector):
+                if one.is_displayed() and text in (None, one.text):
+                    one.click()
+                    return True
+            return False
 
         self.until(clicked, f"{selector} {text or ''}")
 
     def enter(self, selector, text):
         def entered():
-            field = next(iter(self.all(selector)), None)
-            if field is not None:
+            for field in self.all(selector)[:1]:
                 field.clear()
                 field.send_keys(text)
-            return field
+                return True
+            return False
 
-        return self.until(entered, selector)
-
-    def facts(self):
-        """Terms and what stands beside them."""
-        return dict(
-            self.run(
-                "return [...document.querySelectorAll('main dl > div')].map((fact) => "
-                "[...fact.children].map((part) => part.textContent))"
-            )
-        )
+        self.until(entered, selector)
 
     def ask_now(self):
         """Let the page ask its server before its time, as it does when its tab is looked at
@@ -113,24 +107,18 @@ class Browser:
 
     def complaints(self):
         """Errors that the console has shown since the last call."""
-        return [
-            entry["message"]
-            for entry in self.driver.get_log("browser")
-            if entry["level"] == "SEVERE"
-        ]
+        told = self.driver.get_log("browser")
+        return [entry["message"] for entry in told if entry["level"] == "SEVERE"]
 
     def requests(self):
         """Addresses that were asked for since the last call."""
-        events = [
-            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
-        ]
-        asked = [
+        told = self.driver.get_log("performance")
+        events = [json.loads(entry["message"])["message"] for entry in told]
+        return [
             event["params"]["request"]["url"]
             for event in events
             if event["method"] == "Network.requestWillBeSent"
         ]
-        self.operations += asked
-        return asked
 
 
 @contextmanager
