@@ -17,6 +17,17 @@ from hicache_metadata_server.protocol import JSON, StoreDurability
 from hicache_metadata_server.storage.store import MemoryStore
 
 PATIENCE_SECONDS = 30.0
+NOW = 1_800_000_000.0
+
+
+class Clock:
+    """A server's time, which passes when a test says so."""
+
+    def __init__(self):
+        self.now = NOW
+
+    def __call__(self):
+        return self.now
 
 
 @dataclass(frozen=True)
@@ -101,18 +112,58 @@ class Caller:
 
     async def store(self, scope, keys, **options):
         """Reserve and commit keys by the native part; returns the answer to the commit."""
-        reserved = await self.post(
-            "/v2/reserve", {"scopes": [{"scope": scope, "keys": keys}]}, **options
-        )
+        reserved = await self.reserve(scope, keys, **options)
         leases = reserved.json["scopes"][0]["leases"]
         assert 0 not in leases, reserved.json
-        part = {
-            "scope": scope,
-            "leases": leases,
-            "lengths": [1] * len(leases),
-            "checksums": [2**64 - 1] * len(leases),
-        }
+        return await self.commit(scope, leases, checksums=[2**64 - 1] * len(leases), **options)
+
+    async def initialize(self, *names, slots=100, **options):
+        scopes = [{"scope": name, "slots": slots} for name in names]
+        return await self.post("/v2/initialize", {"scopes": scopes}, **options)
+
+    async def reserve(self, scope, keys, **options):
+        return await self.post("/v2/reserve", of_keys(scope, keys), **options)
+
+    async def commit(self, scope, leases, checksums=(), **options):
+        ones = [1] * len(leases)
+        part = {"scope": scope, "leases": leases, "lengths": ones, "checksums": checksums or ones}
         return await self.post("/v2/commit", {"scopes": [part]}, **options)
+
+    async def live(self, scope, keys):
+        """Those of some keys that have a page."""
+        answer = await self.post("/v2/lookup", of_keys(scope, keys))
+        assert answer.status == 200, answer
+        slots = answer.json["scopes"][0]["slots"]
+        return [key for key, slot in zip(keys, slots, strict=True) if slot >= 0]
+
+    async def scopes(self, **options):
+        """Scopes as they are listed, by their names."""
+        listed = (await self.send("GET", "/v2/scopes", **options)).json["scopes"]
+        return {one["scope"]: one for one in listed}
+
+    async def metrics(self, **options):
+        return (await self.send("GET", "/metrics", **options)).body.decode()
+
+    async def status_of(self, path):
+        return (await self.send("GET", path)).status
+
+
+def of_keys(scope, keys):
+    """A request for keys of one scope."""
+    return {"scopes": [{"scope": scope, "keys": keys}]}
+
+
+async def is_status(caller, path, status):
+    return await caller.status_of(path) == status
+
+
+async def eventually(condition, seconds=PATIENCE_SECONDS):
+    """Ask again and again until an asynchronous condition holds, and return what it answered."""
+    until = time.monotonic() + seconds
+    while not (answer := await condition()):
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+    return answer
 
 
 def audit_to(file, **options):
@@ -169,10 +220,7 @@ async def running_shared(
         caller = Caller(app, peers)
         if peers is not None:
             peers[name] = caller
-        until = time.monotonic() + PATIENCE_SECONDS
-        while (ready := await caller.send("GET", "/readyz")).status != 200:
-            assert time.monotonic() < until, ready
-            await asyncio.sleep(0.02)
+        await eventually(lambda: is_status(caller, "/readyz", 200))
         yield caller
 
 

@@ -40,21 +40,22 @@ def resident_mib(place):
 
 
 def test_pipelined_requests_that_nobody_reads_take_no_memory(server):
-    with closing(connected(urlsplit(server.url).port)) as greedy:
+    """And hold up nobody else."""
+    port = urlsplit(server.url).port
+    with closing(connected(port)) as greedy:
         greedy.sendall(PING)
         answers(greedy)
         before, sent = resident_mib(server), 0
         greedy.settimeout(1)
         # Long requests and responses: few of them fit into the buffers of the sockets.
-        padding = b"x" * 1000
-        request = b"GET /metrics HTTP/1.1\r\nHost: meta\r\nPadding: " + padding + b"\r\n\r\n"
+        request = message("/metrics", b"", "GET", Padding="x" * 1000)
         requests = memoryview(request * (100_000_000 // len(request)))
         with contextlib.suppress(TimeoutError):
             while sent < len(requests):
                 sent += greedy.send(requests[sent : sent + 100 * len(request)])
         assert sent < len(requests)
         assert resident_mib(server) - before < 30
-        with closing(connected(urlsplit(server.url).port)) as other:
+        with closing(connected(port)) as other:
             other.sendall(PING)
             assert answers(other)[0][0] == 200
         # All that was sent whole is answered once the client reads.
@@ -63,8 +64,8 @@ def test_pipelined_requests_that_nobody_reads_take_no_memory(server):
         while found < whole:
             received = greedy.recv(1 << 20)
             assert received
-            *ended, rest = (rest + received).split(b"HTTP/1.1 200")
-            found += len(ended)
+            *complete, rest = (rest + received).split(b"HTTP/1.1 200")
+            found += len(complete)
 
 
 @given(
@@ -122,13 +123,17 @@ def test_all_addresses_are_those_of_both_families():
 class Client:
     """A connection as the registry has it."""
 
-    def __init__(self, registry, *, active_at=0.0):
-        self.active_at, self.ended = active_at, False
-        self.is_active = self.is_served = False
+    def __init__(self, registry, *, is_active=False, is_served=False):
+        self.active_at, self.ended = 0.0, False
+        self.is_active, self.is_served = is_active, is_served
         registry.add(self)
 
     def abort(self):
         self.ended = True
+
+
+def ended(*clients):
+    return [client.ended for client in clients]
 
 
 def test_those_that_never_had_an_answer_go_first_then_those_that_are_silent_for_longest():
@@ -136,32 +141,29 @@ def test_those_that_never_had_an_answer_go_first_then_those_that_are_silent_for_
     idle, silent, busy = Client(registry), Client(registry), Client(registry)
     idle.is_active = idle.is_served = busy.is_active = True
     new = Client(registry)
-    assert (silent.ended, idle.ended, busy.ended, new.ended) == (True, False, False, False)
+    assert ended(silent, idle, busy, new) == [True, False, False, False]
     for client in (busy, new):
         client.is_active = client.is_served = True
     registry.end_silent(1.0)
     idle.is_active = True
     registry.end_silent(2.0)
     last = Client(registry)
-    assert (busy.ended, idle.ended, new.ended, last.ended) == (True, False, False, False)
+    assert ended(busy, idle, new, last) == [True, False, False, False]
 
 
 def test_one_connection_goes_where_all_are_active():
     registry = Connections(2)
-    clients = [Client(registry), Client(registry)]
-    for client in clients:
-        client.is_active = True
+    clients = [Client(registry, is_active=True) for _ in range(2)]
     Client(registry)
-    assert [client.ended for client in clients] == [True, False]
+    assert ended(*clients) == [True, False]
 
 
 def test_connections_that_are_silent_for_long_are_closed():
     registry = Connections(10)
-    silent, served, active = Client(registry), Client(registry), Client(registry)
-    served.is_served = active.is_active = True
+    clients = Client(registry), Client(registry, is_served=True), Client(registry, is_active=True)
     registry.end_silent(1.0)
     registry.end_silent(connections.SILENT_SECONDS + 0.5)
-    assert (silent.ended, served.ended, active.ended) == (True, True, False)
+    assert ended(*clients) == [True, True, False]
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/v2/scopes"])

@@ -10,27 +10,13 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage.factory import open_store
-from tests.metadata_server.http_calls import running
+from tests.metadata_server.http_calls import Clock, running
 from tests.support.metadata import Written
 
-NOW = 1_800_000_000.0
-LEASE, QUARANTINE, PIN = (
-    DEFAULTS.lease_seconds,
-    DEFAULTS.quarantine_seconds,
-    DEFAULTS.max_pin_seconds,
-)
+LEASE, QUARANTINE = DEFAULTS.lease_seconds, DEFAULTS.quarantine_seconds
+PIN = DEFAULTS.max_pin_seconds
 OUT = 3 * LEASE
 """Seconds after which no lease, pin or quarantine of a test is left."""
-
-
-class Clock:
-    """The server's time, which passes when a test says so."""
-
-    def __init__(self):
-        self.now = NOW
-
-    def __call__(self):
-        return self.now
 
 
 class Peer:
@@ -54,9 +40,8 @@ class Peer:
     # The part that an unchanged SGLang speaks.
 
     async def sglang(self, operation, status=200, **body):
-        reply = await self.caller.post(
-            f"/{self.rank}/{operation}", {"namespace": self.namespace, **body}
-        )
+        body = {"namespace": self.namespace, **body}
+        reply = await self.caller.post(f"/{self.rank}/{operation}", body)
         assert reply.status == status, (operation, body, reply)
         return reply.json if reply.body else None
 
@@ -71,9 +56,8 @@ class Peer:
 
     async def reserve(self, keys):
         """For each key whether it is there already, and its slot or -1."""
-        answer = await self.sglang(
-            "reserve_and_allocate_page_indices", keys=[[key, ""] for key in keys]
-        )
+        body = {"keys": [[key, ""] for key in keys]}
+        answer = await self.sglang("reserve_and_allocate_page_indices", **body)
         assert len(answer["indices"]) == len(keys)
         assert all(type(there) is bool and slot >= -1 for there, slot in answer["indices"])
         return [(there, slot) for there, slot in answer["indices"]]
@@ -85,13 +69,9 @@ class Peer:
         return [slot for _, slot in answer]
 
     async def confirm(self, keys=(), slots=(), *, released=(), status=204):
-        pairs = list(zip(keys, slots, strict=True))
-        return await self.sglang(
-            "confirm_write",
-            status,
-            written_keys_to_confirm=pairs,
-            pages_to_release=list(released),
-        )
+        pairs, released = list(zip(keys, slots, strict=True)), list(released)
+        body = {"written_keys_to_confirm": pairs, "pages_to_release": released}
+        return await self.sglang("confirm_write", status, **body)
 
     async def put(self, keys):
         """Slots of new keys that are confirmed."""
@@ -129,15 +109,10 @@ class Peer:
     async def initialize(self, slots, slot_bytes=4096, **options):
         """Make the scope; returns whether it is new."""
         part = p.ScopeGeometry(
-            scope=self.scope,
-            slots=slots,
-            slot_bytes=slot_bytes,
-            geometry="page_first",
-            identity="identity",
+            scope=self.scope, slots=slots, slot_bytes=slot_bytes, geometry="g", identity="identity"
         )
-        [created] = (
-            await self.call("/v2/initialize", p.Initialize(scopes=[part], **options))
-        ).created
+        request = p.Initialize(scopes=[part], **options)
+        [created] = (await self.call("/v2/initialize", request)).created
         return created
 
     async def lookup(self, keys, **options):
@@ -153,9 +128,8 @@ class Peer:
 
     async def pin(self, keys, seconds=PIN, **options):
         part = p.LookupScope(scope=self.scope, keys=list(keys))
-        return await self.call(
-            "/v2/lookup", p.Lookup(scopes=[part], pin_seconds=seconds, **options)
-        )
+        request = p.Lookup(scopes=[part], pin_seconds=seconds, **options)
+        return await self.call("/v2/lookup", request)
 
     async def lease(self, keys, prefixes=(), *, once="", **options):
         part = p.ReserveScope(scope=self.scope, keys=list(keys), prefixes=list(prefixes))
@@ -167,15 +141,16 @@ class Peer:
 
     async def given(self, count, **options):
         """Slots that so many new keys get."""
-        keys = [f"{self.scope} {self._number()}" for _ in range(count)]
+        keys = [f"{self.scope} {next(self._numbers)}" for _ in range(count)]
         return {slot for slot in (await self.lease(keys, **options)).slots if slot >= 0}
 
     async def commit(self, leases, lengths=(), checksums=()):
+        ones = [1] * len(leases)
         part = p.CommitScope(
             scope=self.scope,
             leases=list(leases),
-            lengths=list(lengths) or [1] * len(leases),
-            checksums=list(checksums) or [1] * len(leases),
+            lengths=list(lengths) or ones,
+            checksums=list(checksums) or ones,
         )
         return await self._settled("/v2/commit", p.Commit(scopes=[part]), len(leases))
 
@@ -200,9 +175,8 @@ class Peer:
 
     async def status(self):
         """As the list of scopes has it."""
-        [status] = [
-            one for one in (await self.call("/v2/scopes")).scopes if one.scope == self.scope
-        ]
+        listed = (await self.call("/v2/scopes")).scopes
+        [status] = [one for one in listed if one.scope == self.scope]
         return status
 
     async def inspect(self, keys=(), slots=()):
@@ -215,16 +189,13 @@ class Peer:
         """Pages with lengths and checksums of their own, some of which need all 64 bits."""
         leased = await self.lease(keys, prefixes)
         assert set(leased.states) <= {p.Reserved.LEASED}, leased
+        columns = (leased.slots, leased.generations, leased.leases)
         pages = [
             Written(key, slot, generation, lease, 1 + slot, 2**64 - 1 - slot * 2**40)
-            for key, slot, generation, lease in zip(
-                keys, leased.slots, leased.generations, leased.leases, strict=True
-            )
+            for key, slot, generation, lease in zip(keys, *columns, strict=True)
         ]
-        done = await self.commit(
-            leased.leases, [page.length for page in pages], [page.checksum for page in pages]
-        )
-        assert all(done)
+        sums = [page.checksum for page in pages]
+        assert all(await self.commit(leased.leases, [page.length for page in pages], sums))
         return pages
 
     def wait(self, seconds=OUT):
@@ -242,9 +213,6 @@ class Peer:
 
     _numbers = iter(range(10**9))
 
-    def _number(self):
-        return next(self._numbers)
-
 
 def keys_of(count, name="k"):
     """Keys in the form that engines send."""
@@ -255,8 +223,7 @@ def keys_of(count, name="k"):
 async def peer_on(address, **limits):
     """A server on a store, with a clock of the test's."""
     store, clock = open_store(address), Clock()
-    service = MetadataService(
-        msgspec.structs.replace(DEFAULTS, **limits), durability=store.durability
-    )
+    limits = msgspec.structs.replace(DEFAULTS, **limits)
+    service = MetadataService(limits, durability=store.durability)
     async with running(store, service, clock=clock) as caller:
         yield Peer(caller, clock)

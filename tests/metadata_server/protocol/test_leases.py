@@ -34,15 +34,6 @@ async def test_what_reserve_says_of_each_key(timed):
         assert (slot >= 0) == (generation > 0) == (state in (Reserved.LEASED, Reserved.EXISTS))
 
 
-async def test_the_second_writer_is_told(timed):
-    """MD-LEASE-1."""
-    await timed.initialize(8)
-    leases = (await timed.lease(["a", "b"])).leases
-    assert states(await timed.lease(["a", "b"])) == "bb"
-    await timed.commit(leases)
-    assert states(await timed.lease(["a", "b"])) == "ee"
-
-
 async def test_stale_leases(timed):
     """MD-LEASE-2: a held one among them is committed."""
     await timed.initialize(32)
@@ -240,13 +231,17 @@ async def test_tails_go_before_heads(timed):
     assert sum([sum(await timed.live(chain)) for chain in chains]) == sum(lengths) - 6
 
 
-@pytest.mark.parametrize("use", ["touch", "lookup", "reserve", "nothing"])
+@pytest.mark.parametrize(
+    "use", ["touch", "lookup", "reserve", "nothing", "get_page_indices", "exists"]
+)
 async def test_what_was_used_stays(timed, use):
-    """MD-EV-5: looked up without touch does not count."""
+    """MD-EV-1, MD-EV-2 and MD-EV-5: a full scope evicts what was used least recently; a lookup
+    without touch does not count."""
     await timed.initialize(12)
     keys = keys_of(12)
     for key in keys:
         await timed.store([key])
+    # The oldest ones: no order of insertion explains that they stay.
     old = keys[:6]
     if use == "touch":
         request = p.Touch(scopes=[p.LookupScope(scope=timed.scope, keys=[*old, "none"])])
@@ -256,6 +251,8 @@ async def test_what_was_used_stays(timed, use):
         await timed.lookup(old)
     elif use == "reserve":
         await timed.lease(old)
+    elif use != "nothing":
+        await timed.sglang(use, keys=old)
     await timed.lookup(keys[6:], touch=False)
     await timed.lease(keys_of(3, "n"))
     live = await timed.live(keys)

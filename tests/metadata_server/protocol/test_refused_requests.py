@@ -27,8 +27,10 @@ COMPATIBLE = [
     (RESERVE, {}, "keys"),
     *[
         (RESERVE, {"keys": value}, "keys")
-        for value in (["ab"], [["a"]], [["a", "", "b"]], [[1, ""]], [["a", 1]])
+        for value in (["ab"], [["a"]], [["a", "", "b"]], [[1, ""]], [["", ""]], [["a", None]])
     ],
+    (RESERVE, {"keys": [["a", ""], ["b", 1]]}, "keys[1][1]"),
+    ("confirm_write", {CONFIRM: [["a", 1], ["b", -1]]}, f"{CONFIRM}[1][1]"),
     *[
         ("confirm_write", {CONFIRM: value}, CONFIRM)
         for value in ([["a"]], [["a", "0"]], [[0, "a"]], ["a0"])
@@ -50,20 +52,27 @@ NATIVE = [
     ("lookup", {}, "scopes"),
     ("lookup", {"scopes": {}}, "scopes"),
     ("lookup", {"scopes": [{"keys": []}]}, "scopes[0].scope"),
-    ("lookup", {"scopes": [{"scope": "kv", "keys": []}]}, "scopes[0].scope"),
-    ("lookup", {"scopes": [{"scope": "-1:kv", "keys": []}]}, "scopes[0].scope"),
-    ("lookup", {"scopes": [{"scope": "0:a b", "keys": []}]}, "scopes[0].scope"),
+    *[
+        ("lookup", {"scopes": [{"scope": S, "keys": []}, {"scope": name}]}, "scopes[1].scope")
+        for name in (
+            *("kv", ":kv", "-1:kv", "1.5:kv", "0:", "0:a b", "0:a/b", "0:kv\n", "1234567890:kv"),
+            "0:" + "n" * 129,
+        )
+    ],
     ("lookup", {"scopes": [{"scope": S, "keys": "abc"}]}, "scopes[0].keys"),
     ("lookup", {"scopes": [{"scope": S, "keys": [""]}]}, "scopes[0].keys[0]"),
     ("lookup", {"scopes": [{"scope": S, "keys": ["a", 7]}]}, "scopes[0].keys[1]"),
     ("lookup", {"scopes": [{"scope": S, "keys": [], "more": 1}]}, "scopes[0].more"),
     ("lookup", {"scopes": [], "pin_seconds": -1}, "pin_seconds"),
     ("lookup", {"scopes": [], "pin_second": 1}, "pin_second"),
-    (
-        "reserve",
-        {"scopes": [{"scope": S, "keys": ["a", "b"], "prefixes": ["a"]}]},
-        "scopes[0].prefixes",
-    ),
+    *[
+        ("reserve", {"scopes": [{"scope": S, "keys": ["a", "b"], "prefixes": prefixes}]}, field)
+        for prefixes, field in (
+            (["a"], "scopes[0].prefixes"),
+            (["a", "x" * 2000], "scopes[0].prefixes[1]"),
+        )
+    ],
+    ("reserve", {"scopes": [], "owner": "x" * 2000}, "owner"),
     ("reserve", {"scopes": [], "lease_seconds": 0}, "lease_seconds"),
     ("reserve", {"scopes": [], "lease_seconds": "1"}, "lease_seconds"),
     *[
@@ -88,12 +97,15 @@ NATIVE = [
     ),
     ("clear", {"scopes": S}, "scopes"),
     ("unpin", {"pins": [0]}, "pins[0]"),
-    ("initialize", {"scopes": [{"scope": S, "slots": 0}]}, "scopes[0].slots"),
-    (
-        "initialize",
-        {"scopes": [{"scope": S, "slots": 8, "slot_bytes": -1}]},
-        "scopes[0].slot_bytes",
-    ),
+    *[
+        ("initialize", {"scopes": [{"scope": "0:a", "slots": 8} | wrong]}, f"scopes[0].{field}")
+        for wrong, field in (
+            ({"slots": 0}, "slots"),
+            ({"slot_bytes": -1}, "slot_bytes"),
+            ({"slot_bytes": 2**63}, "slot_bytes"),
+            ({"identity": "x" * 5000}, "identity"),
+        )
+    ],
     ("inspect", {"scope": S, "slots": [8]}, "slots[0]"),
     ("drain", {}, "enabled"),
 ]
@@ -151,6 +163,7 @@ async def test_fields_of_the_native_part_that_are_missing_or_wrong(peer):
 
 async def test_bodies_of_the_native_part_that_cannot_be_read(peer):
     """MD-REQ-6."""
+    await peer.initialize(8)
     for body in UNREADABLE:
         reply = await peer.caller.send("POST", "/v2/lookup", body)
         assert (reply.status, bool(reply.json["code"])) == (400, True), (body, reply)
@@ -158,6 +171,10 @@ async def test_bodies_of_the_native_part_that_cannot_be_read(peer):
     assert reply.status == 400
     reply = await peer.caller.send("POST", "/v2/lookup", b"scopes=", content_type="text/plain")
     assert (reply.status, reply.json["code"]) == (415, "media_type")
+    # msgpack has no such number.
+    part = {"scope": S, "leases": [1], "lengths": [1], "checksums": [2**64]}
+    reply = await peer.caller.post("/v2/commit", {"scopes": [part]})
+    assert (reply.status, reply.json["field"]) == (422, "scopes[0].checksums[0]")
 
 
 async def test_limits_are_what_the_server_says(tmp_path):

@@ -18,7 +18,7 @@ ELSEWHERE = {
     "MD-DUR-1": "test_real_server.py::test_every_acknowledged_change_survives_kill_9",
     "MD-DUR-2": "test_real_server.py::test_every_acknowledged_change_survives_kill_9",
     "MD-IDEM-2": "test_real_server.py::test_what_was_answered_holds_after_kill_9",
-    "MD-LEASE-6": "test_never_twice.py::test_an_old_lease_is_stale_for_good",
+    "MD-LEASE-6": "test_late_writers.py::test_an_old_lease_is_stale_for_good",
     "MD-QUAR-2": "test_late_writers.py::test_a_leased_slot_that_is_cleared_rests_until_its_lease",
     "MD-QUAR-3": "test_late_writers.py::test_a_scope_that_is_made_anew_gives_no_slot_before_leases",
     "MD-OPS-6": "test_drop.py::test_a_scope_in_use_stays_and_an_empty_one_goes",

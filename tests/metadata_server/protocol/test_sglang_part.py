@@ -42,7 +42,8 @@ async def test_a_new_scope_has_all_its_slots_and_again_changes_nothing(peer):
     slots = await peer.reserved(keys)
     assert sorted(slots) == list(range(7))
     await peer.confirm(keys, slots)
-    await peer.make(7)
+    # A newer SGLang may send more.
+    await peer.sglang("initialize", 204, num_pages=7, unheard_of=True)
     assert await peer.indices(keys) == slots
 
 
@@ -67,7 +68,7 @@ async def test_scopes_do_not_show_in_each_other(peer):
     await peer.make(8)
     keys = keys_of(4)
     slots = await peer.put(keys)
-    for other in ("1:kv", "0:kv-mamba", "10:kv"):
+    for other in ("1:kv", "0:kv-mamba", "10:kv", "12:kv-1f.A_0"):
         apart = peer.of(other)
         await apart.make(8)
         assert not any(await apart.exists(keys))
@@ -156,20 +157,6 @@ async def test_a_batch_that_does_not_fit(peer):
     assert [slot for there, slot in answer if slot < 0 and not there] == [-1] * 4
     await peer.confirm(given, given.values())
     assert await peer.indices(keys) == [given.get(key) for key in keys]
-
-
-async def test_a_batch_that_does_not_fit_into_a_scope_in_use(timed):
-    """MD-RES-2: no slot of a page is given that is still there; all slots come back."""
-    await timed.make(10)
-    live, keys = keys_of(5), keys_of(20, "n")
-    await timed.put(live)
-    given = [slot for _, slot in await timed.reserve(keys) if slot >= 0]
-    left = [slot for slot in await timed.indices(live) if slot is not None]
-    assert len(set(given)) == len(given)
-    assert not set(given) & set(left)
-    await timed.confirm(released=given)
-    timed.wait()
-    assert sorted(await timed.reserved(keys_of(10, "z"))) == list(range(10))
 
 
 async def test_everything_reserved_and_nothing_confirmed(timed):
@@ -307,18 +294,6 @@ async def test_releasing_twice(timed):
     assert sorted(given) == [-1] * 6 + list(range(6))
 
 
-async def test_two_writers_of_the_same_keys_lose_no_slot(timed):
-    """MD-SLOT-2."""
-    await timed.make(8)
-    keys = keys_of(4)
-    slots = await timed.reserved(keys)
-    assert {slot for _, slot in await timed.reserve(keys)} == {-1}
-    await timed.confirm(keys, slots)
-    await timed.sglang("delete_keys", 204, keys=keys)
-    timed.wait(QUARANTINE)
-    assert sorted(await timed.reserved(keys_of(8, "n"))) == list(range(8))
-
-
 # Pages that go.
 
 
@@ -348,23 +323,6 @@ async def test_clearing(timed):
     await timed.confirm(released=given)
     timed.wait(LEASE)
     assert sorted(await timed.reserved(keys_of(8, "z"))) == list(range(8))
-
-
-@pytest.mark.parametrize("use", ["get_page_indices", "exists"])
-async def test_what_was_used_stays(timed, use):
-    """MD-EV-1 and MD-EV-2: a full scope evicts what was used least recently."""
-    await timed.make(12)
-    keys = keys_of(12)
-    for key in keys:
-        await timed.put([key])
-    # The oldest ones: no order of insertion explains that they stay.
-    await timed.sglang(use, keys=keys[:6])
-    await timed.reserve(["x", "y", "z"])
-    timed.wait(QUARANTINE)
-    await timed.reserved(["x", "y", "z"])
-    there = await timed.exists(keys)
-    assert all(there[:6])
-    assert there.count(False) == 3
 
 
 @pytest.mark.long
