@@ -21,7 +21,7 @@ from hicache_metadata_server.http.timeseries import (
     TimeSeries,
     quantile,
 )
-from hicache_metadata_server.protocol.history import History, SlowCall
+from hicache_metadata_server.protocol import History, SlowCall
 from tests.metadata_server.http_calls import NOW, Clock, running
 
 SCOPE = {"scopes": [{"scope": "0:kv", "slots": 8}]}

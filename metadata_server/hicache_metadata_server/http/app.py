@@ -18,8 +18,7 @@ from hicache_metadata_server.dashboard.assets import HEADERS, PREFIX, read_asset
 from hicache_metadata_server.http.asgi import ProtocolApp, content_types
 from hicache_metadata_server.http.openapi import openapi
 from hicache_metadata_server.http.runtime import ServerRuntime
-from hicache_metadata_server.protocol.history import AFTER
-from hicache_metadata_server.protocol.history import PATH as HISTORY
+from hicache_metadata_server.protocol import AFTER, HISTORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ from hicache_metadata_server.core.chunking import LONG_BODY
 from hicache_metadata_server.core.errors import RequestError, StoreError, too_large
 from hicache_metadata_server.dashboard.assets import is_page
 from hicache_metadata_server.http.handlers import DecodedRequest, Response, refusal
-from hicache_metadata_server.protocol.history import PATH as PATH_OF_HISTORY
+from hicache_metadata_server.protocol import HISTORY
 from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
-PAGES: Final = ("/openapi.json", "/metrics", PATH_OF_HISTORY)
+PAGES: Final = ("/openapi.json", "/metrics", HISTORY)
 """Paths of the application behind that need a read token."""
 OPEN_PAGES: Final = ("/openapi.json",)
 """Those without data of scopes. The others show the scopes of all tenants, so that the token of one

@@ -8,9 +8,7 @@ import msgspec
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.http.routes import Endpoint
-from hicache_metadata_server.protocol.history import AFTER
-from hicache_metadata_server.protocol.history import PATH as HISTORY
-from hicache_metadata_server.protocol.history import ROUTE as HISTORY_ROUTE
+from hicache_metadata_server.protocol import AFTER, HISTORY, HISTORY_ROUTE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,7 +9,7 @@ import heapq
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hicache_metadata_server.protocol.history import History, Series, SlowCall
+from hicache_metadata_server.protocol import History, Series, SlowCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
