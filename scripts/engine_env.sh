@@ -73,7 +73,7 @@ install_project() {
   local project
   project=$(digest "$root/pyproject.toml")
   if ! is_done project "$project"; then
-    install --editable "$root[conformance,hf3fs,metrics,mooncake,server]"
+    install --editable "$root[conformance,metrics,mooncake,server]"
     "$python" -c 'import hicache_conformance, hicache_storage'
     mark_done project "$project"
   fi

@@ -24,7 +24,7 @@ python3 -m venv "$work/clean"
 pip() { "$work/clean/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
 # torch first and pinned: see constraints.txt.
 pip -c "$root/constraints.txt" torch
-pip -c "$root/constraints.txt" "$wheel[cli,hf3fs,server]"
+pip -c "$root/constraints.txt" "$wheel[cli,server]"
 (cd "$work" && "$work/clean/bin/python" -P "$root/scripts/smoke.py" "$version")
 
 # pip itself is no part of what is installed for hicache-storage.

@@ -33,7 +33,6 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
             ),
             summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by "
             "a metadata server",
-            requires=("aiohttp",),
             # Small, because tools that examine a trial store may read whole files.
             trial_config={
                 "path": "{tmp}/store",

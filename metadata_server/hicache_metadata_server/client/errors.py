@@ -91,7 +91,9 @@ def error_of_response(status: int, code: str, message: str) -> MetadataError:
     if code == "mismatch":
         return ScopeMismatchError(f"{text}; all clients of a store must be configured alike")
     if code == "unauthorized":
-        return MetadataError(f"{text}; the driver's option is `token`, or $HICACHE_METADATA_TOKEN")
+        return MetadataError(
+            f"{text}; --token-file FILE of a command, `token` of the driver, or $HICACHE_METADATA_TOKEN"
+        )
     if code == "in_use":
         return InUseError(text)
     if status == 429:

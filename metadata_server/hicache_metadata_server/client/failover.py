@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from yarl import URL
-
-from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import (
     BusyError,
     DrainingError,
@@ -19,7 +16,7 @@ from hicache_metadata_server.client.errors import (
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_metadata_server.client.errors import MetadataError
 
@@ -44,7 +41,7 @@ MAX_DOUBLINGS: Final = 10
 class ServerEndpoint:
     """One address and its state.
 
-    Only the client's loop thread changes it. The exception is `silent_since`, which the thread of
+    `ServerPool` changes it, under its lock. The exception is `silent_since`, which the thread of
     a request sets.
     """
 
@@ -55,7 +52,6 @@ class ServerEndpoint:
         "failures",
         "in_backoff",
         "probe",
-        "routes",
         "silent_since",
         "url",
         "was_silent",
@@ -63,9 +59,6 @@ class ServerEndpoint:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.routes = {
-            path: (route.method, URL(self.url + path)) for path, route in p.ROUTES.items()
-        }
         self.failures = 0
         """Failures since the last answered request."""
         self.in_backoff = False
@@ -78,7 +71,7 @@ class ServerEndpoint:
         """The failover was logged, so the return is logged too."""
         self.silent_since: float | None = None
         """Start of the first request since the last response."""
-        self.probe: asyncio.Task[None] | None = None
+        self.probe: threading.Timer | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -101,7 +94,7 @@ class ServerPool:
 
     A client uses the first healthy server of its order. A server that fails is in backoff. The
     backoff doubles with each failure in a row and is drawn, so that clients do not return at once.
-    After it a task probes the server, beside the requests. A single server is never in backoff.
+    After it a thread probes the server, beside the requests. A single server is never in backoff.
 
     Args:
         urls: at least one.
@@ -115,7 +108,7 @@ class ServerPool:
         urls: Sequence[str],
         *,
         rng: random.Random,
-        problem_of: Callable[[ServerEndpoint], Awaitable[str]],
+        problem_of: Callable[[ServerEndpoint], str],
         on_failover: Callable[[], None],
     ) -> None:
         self._all = [ServerEndpoint(url) for url in urls]
@@ -124,6 +117,7 @@ class ServerPool:
         self._rng = rng
         self._problem_of = problem_of
         self._on_failover = on_failover
+        self._lock = threading.RLock()
         self._closed = False
 
     def __len__(self) -> int:
@@ -150,14 +144,15 @@ class ServerPool:
 
     def at(self, url: str) -> ServerEndpoint:
         """The server at an address. An owner may be a server that the client was not told of."""
-        for server in self._all:
-            if server.url == url:
-                return server
-        found = ServerEndpoint(url)
-        # Bounded: the address comes from a server.
-        if len(self._all) < MAX_SERVERS:
-            self._all.append(found)
-        return found
+        with self._lock:
+            for server in self._all:
+                if server.url == url:
+                    return server
+            found = ServerEndpoint(url)
+            # Bounded: the address comes from a server.
+            if len(self._all) < MAX_SERVERS:
+                self._all.append(found)
+            return found
 
     def describe(self) -> str:
         """The server in use, and the number of servers in backoff."""
@@ -168,12 +163,13 @@ class ServerPool:
 
     def record_success(self, server: ServerEndpoint) -> None:
         """Reset a server's failures and end its backoff, after an answered request."""
-        server.failures = 0
-        if server.in_backoff:
-            self._end_backoff(server)
-        if server.probe is not None:
-            server.probe.cancel()
-            server.probe = None
+        with self._lock:
+            server.failures = 0
+            if server.in_backoff:
+                self._end_backoff(server)
+            if server.probe is not None:
+                server.probe.cancel()
+                server.probe = None
 
     def record_timeout(self, server: ServerEndpoint) -> None:
         """Record a request without response: a failure if all requests have been silent for
@@ -185,45 +181,57 @@ class ServerPool:
 
     def record_failure(self, server: ServerEndpoint, reason: object) -> None:
         """Put a server in backoff and start its probe."""
-        server.failed_at = time.monotonic()
-        server.was_silent = isinstance(reason, NoResponseError)
-        if server.in_backoff or len(self._all) == 1 or self._closed:
-            return
-        self._draw_backoff(server)
-        server.in_backoff = True
-        server.probe = asyncio.get_running_loop().create_task(self._probe(server))
-        if not self.first.in_backoff:
+        with self._lock:
+            server.failed_at = time.monotonic()
+            server.was_silent = isinstance(reason, NoResponseError)
+            if server.in_backoff or len(self._all) == 1 or self._closed:
+                return
+            if not self._begin_backoff(server) or self.first.in_backoff:
+                return
             server.failed_over = True
-            self._on_failover()
-            logger.warning(
-                "metadata server %s is left for %s: %s", server.url, self.first.url, reason
-            )
+        self._on_failover()
+        logger.warning("metadata server %s is left for %s: %s", server.url, self.first.url, reason)
 
     def close(self) -> None:
-        """Cancel all probes. From now on no server goes into backoff."""
-        self._closed = True
-        for server in self._all:
-            if server.probe is not None:
-                server.probe.cancel()
-                server.probe = None
+        """End all probes. From now on no server goes into backoff."""
+        with self._lock:
+            self._closed = True
+            probes = [server.probe for server in self._all if server.probe is not None]
+        for probe in probes:
+            probe.cancel()
+            probe.join()
 
-    def _draw_backoff(self, server: ServerEndpoint) -> None:
+    def _begin_backoff(self, server: ServerEndpoint) -> bool:
+        """Put a server in backoff; False if no thread can be started to end it."""
         doubled = FIRST_BACKOFF_SECONDS * 2 ** min(server.failures, MAX_DOUBLINGS)
         bound = min(MAX_BACKOFF_SECONDS, doubled)
         server.failures += 1
         # Drawn, so that clients that failed together do not probe together.
-        server.backoff_until = time.monotonic() + self._rng.uniform(bound / 2, bound)
+        seconds = self._rng.uniform(bound / 2, bound)
+        server.backoff_until = time.monotonic() + seconds
+        server.probe = threading.Timer(seconds, self._probe, (server,))
+        server.probe.name = "hicache-metadata-probe"
+        server.probe.daemon = True
+        try:
+            server.probe.start()
+            server.in_backoff = True
+        except RuntimeError:
+            server.probe = None
+            server.in_backoff = False
+        return server.in_backoff
 
-    async def _probe(self, server: ServerEndpoint) -> None:
-        while server.in_backoff:
-            await asyncio.sleep(server.backoff_until - time.monotonic())
-            if not await self._problem_of(server):
+    def _probe(self, server: ServerEndpoint) -> None:
+        is_ready = not self._problem_of(server)
+        with self._lock:
+            if not server.in_backoff or self._closed:
+                return
+            if is_ready:
                 # `failures` stays until a request is answered: a server that answers probes only
                 # must not get short backoffs again.
+                server.probe = None
                 self._end_backoff(server)
             else:
-                self._draw_backoff(server)
-        server.probe = None
+                self._begin_backoff(server)
 
     def _end_backoff(self, server: ServerEndpoint) -> None:
         server.in_backoff = False

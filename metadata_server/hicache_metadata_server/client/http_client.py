@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextvars
 import logging
+import queue
 import random
 import secrets
+import threading
 import time
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
-from multidict import CIMultiDict
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.addresses import addresses
@@ -23,24 +25,20 @@ from hicache_metadata_server.client.errors import (
     UnknownScopeError,
 )
 from hicache_metadata_server.client.failover import ServerPool
-from hicache_metadata_server.client.http_transport import (
-    PROBE_SECONDS,
-    HttpTransport,
-    PendingRequest,
-    add_trace_headers,
-    request_span,
-)
-from hicache_metadata_server.client.inline_loop import InlineLoop
-from hicache_metadata_server.client.loop_thread import LoopThread
+from hicache_metadata_server.client.http_transport import HttpTransport, PendingRequest
 from hicache_metadata_server.client.metadata_client import MetadataClient
+from hicache_storage.observability import tracing
+from hicache_storage.observability.request_ids import HEADER, RequestScope, call_request_id
 from hicache_storage.spec import StorageTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
+    from contextlib import AbstractContextManager
     from ssl import SSLContext
 
     from hicache_metadata_server.client.failover import AttemptPlan, ServerEndpoint
     from hicache_storage.objects import Call
+    from hicache_storage.observability.otel import Spans
 
 A = TypeVar("A", bound=p.Answer)
 T = TypeVar("T")
@@ -59,19 +57,16 @@ MAX_MOVES: Final = 4
 
 
 class HttpMetadataClient(MetadataClient):
-    """A client of protocol 2. Its thread starts with the first request and ends with `close`.
+    """A client of protocol 2. A request runs in the thread of its caller.
 
     Of several servers, all on one store, it uses one. A request that fails there goes to the next
     server, within the call's deadline and under the same idempotency key.
-
-    The first attempt at a healthy server runs in the calling thread, if no other thread is in the
-    inline loop. Everything else runs in the client's loop thread.
 
     Args:
         urls: one address or several (a list, or separated by commas), `http://` or `https://`.
         token: bearer token, "" for none.
         timeout_seconds: deadline of calls without one.
-        on_failover: called for each server that is left for another one, in the loop thread.
+        on_failover: called for each server that is left for another one.
         rng: draws the order of servers, backoffs and pauses.
         tls: TLS context for `https://` servers; by default the system's authorities and no client
             certificate.
@@ -93,33 +88,34 @@ class HttpMetadataClient(MetadataClient):
         super().__init__()
         self._rng = rng or random.Random()
         self._transport = HttpTransport(tls)
+        self._probing = HttpTransport(tls)
         self._servers = ServerPool(
             addresses(urls),
             rng=self._rng,
-            problem_of=self._transport.problem,
+            problem_of=self._probing.problem,
             on_failover=on_failover,
         )
-        headers = {"Content-Type": p.MSGPACK, "Accept": p.MSGPACK, "Accept-Encoding": "identity"}
+        self._headers = {
+            "Content-Type": p.MSGPACK,
+            "Accept": p.MSGPACK,
+            "Accept-Encoding": "identity",
+        }
         if token:
-            headers["Authorization"] = f"Bearer {token}"
-        # aiohttp would convert any other mapping to this type for each request.
-        self._headers = CIMultiDict(headers)
+            self._headers["Authorization"] = f"Bearer {token}"
         self._timeout_seconds = timeout_seconds
-        self._inline_loop = InlineLoop(HttpTransport(tls))
-        self._loop_thread = LoopThread(
-            "hicache-metadata-client",
-            end=self._end,
-            after=lambda: self._inline_loop.close(CLOSE_SECONDS),
-        )
         self._about: p.About | None = None
         self._initialized_at = ""
         """URL of the server that has initialized scopes last."""
         self._owners: dict[str, ServerEndpoint] = {}
         """Owners of scopes, as servers have named them. One that is wrong by now names another."""
+        self._unawaited: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sender: threading.Thread | None = None
+        """Sends `_unawaited`; started with the first."""
+        self._closed = False
 
     @property
     def about(self) -> p.About:
-        """ServerEndpoint information of the last `refresh`.
+        """Server information of the last `refresh`.
 
         Raises:
             MetadataError: `refresh` has not succeeded yet.
@@ -141,67 +137,117 @@ class HttpMetadataClient(MetadataClient):
         return self._about
 
     def problem(self) -> str:
-        work = self._transport.problem(self._servers.first)
-        return self._loop_thread.run(work, PROBE_SECONDS)
+        return self._transport.problem(self._servers.first)
 
     def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
         return self._call(path, request, response_type, call)
 
     def send_later(self, path: str, request: p.Request) -> None:
-        self._loop_thread.post(self._send_unawaited(path, request))
+        until = time.monotonic() + UNAWAITED_SECONDS
+        # With the request id and the span of this call.
+        context = contextvars.copy_context()
+        with self._lock:
+            if self._closed:
+                raise MetadataError("the client of the metadata server is closed")
+            if self._sender is None:
+                sender = threading.Thread(
+                    target=self._send_unawaited, name="hicache-metadata-client", daemon=True
+                )
+                try:
+                    sender.start()
+                except RuntimeError as error:
+                    raise MetadataError(
+                        f"the client's thread cannot be started: {error}"
+                    ) from error
+                self._sender = sender
+            self._unawaited.put(lambda: context.run(self._send_quietly, path, request, until))
 
     def close(self) -> None:
-        self._loop_thread.close()
+        with self._lock:
+            self._closed = True
+            sender, self._sender = self._sender, None
+        self._probing.close(0.0)
+        self._servers.close()
+        until = time.monotonic() + CLOSE_SECONDS
+        if sender is not None:
+            self._unawaited.put(None)
+            sender.join(CLOSE_SECONDS)
+        self._transport.close(max(0.0, until - time.monotonic()))
+        if sender is not None:
+            sender.join()
 
-    # In the caller's thread.
+    def _send_unawaited(self) -> None:
+        while (send := self._unawaited.get()) is not None:
+            send()
+
+    def _send_quietly(self, path: str, request: p.Request, until: float) -> None:
+        try:
+            self._request(path, request, p.Answer, until)
+        except (MetadataError, TimeoutError):
+            return
 
     def _call(self, path: str, request: p.Request | None, response_type: type[T], call: Call) -> T:
         left = call.remaining()
         seconds = self._timeout_seconds if left is None else left
-        until = time.monotonic() + seconds
-        # Also for inline attempts: this thread probes servers, and it closes the inline loop.
-        self._loop_thread.start()
         try:
-            with request_span(path):
-                pending = self._pending(path, request, response_type)
-                plan = self._servers.plan(self._owners.get(pending.scope))
-                first_error: MetadataError | None = None
-                if plan.server.is_healthy and self._inline_loop.try_acquire():
-                    try:
-                        return self._inline_loop.run(
-                            lambda transport: self._attempt(transport, pending, plan, seconds)
-                        )
-                    except (RetryableError, DrainingError) as failure:
-                        first_error = failure
-                rest = max(0.0, until - time.monotonic())
-                return self._loop_thread.run(self._request(pending, plan, until, first_error), rest)
-        except asyncio.CancelledError as error:
-            raise MetadataError("the client of the metadata server was closed meanwhile") from error
+            return self._request(path, request, response_type, time.monotonic() + seconds)
         except TimeoutError as error:
             message = f"the metadata server {self.endpoint} has not answered within {seconds:.3g} s"
             raise StorageTimeoutError(message) from error
 
+    def _request(
+        self, path: str, request: p.Request | None, response_type: type[T], until: float
+    ) -> T:
+        """Ask one server after another.
+
+        Raises:
+            TimeoutError: no server has answered by `until`.
+            MetadataError: the servers refuse, or cannot be reached.
+        """
+        with _request_span(path):
+            pending = self._pending(path, request, response_type)
+            plan = self._servers.plan(self._owners.get(pending.scope))
+            max_pause = PAUSE_SECONDS
+            while True:
+                # After the pause: an attempt without time would count as a silent server.
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                server = plan.server
+                try:
+                    response = self._attempt(pending, plan, left)
+                except (RetryableError, DrainingError) as error:
+                    left = until - time.monotonic()
+                    if not plan.advance(error) and left > 0:
+                        raise
+                    if plan.needs_pause and left > 0:
+                        time.sleep(min(left, self._rng.uniform(0, max_pause)))
+                        max_pause = min(2 * max_pause, MAX_PAUSE_SECONDS)
+                else:
+                    if server.failures:
+                        self._servers.record_success(server)
+                    return response
+
     def _pending(
         self, path: str, request: p.Request | None, response_type: type[T]
     ) -> PendingRequest[T]:
-        headers = self._headers.copy()
-        add_trace_headers(headers)
+        headers = {**self._headers, HEADER: call_request_id(None)}
+        if tracing.spans() is not None:
+            from hicache_storage.observability.otel import inject
+
+            inject(headers)
         if p.ROUTES[path].changes:
             # One key for all attempts: servers make the change once, whichever of them has seen it.
             headers[p.IDEMPOTENCY_HEADER] = secrets.token_hex(16)
         body = None if request is None else msgspec.msgpack.encode(request)
         return PendingRequest(path, headers, body, response_type, _scope_of(request))
 
-    # In either event loop.
-
-    async def _attempt(
-        self, transport: HttpTransport, pending: PendingRequest[T], plan: AttemptPlan, left: float
-    ) -> T:
+    def _attempt(self, pending: PendingRequest[T], plan: AttemptPlan, left: float) -> T:
         until, moves = time.monotonic() + min(left, plan.timeout(left)), 0
         while True:
             server = plan.server
             try:
-                response = await transport.send(server, pending, until - time.monotonic())
+                response = self._transport.send(server, pending, until - time.monotonic())
                 break
             except MovedError as moved:
                 # Servers that disagree about the owner would send the client back and forth.
@@ -234,71 +280,17 @@ class HttpMetadataClient(MetadataClient):
                 self._initialized_at,
             )
 
-    # In the loop thread.
 
-    async def _request(
-        self,
-        pending: PendingRequest[T],
-        plan: AttemptPlan,
-        until: float,
-        error: MetadataError | None,
-    ) -> T:
-        """Ask one server after another.
+def _request_span(path: str) -> AbstractContextManager[None]:
+    """A span around a request; does nothing if tracing is off."""
+    spans = tracing.spans()
+    return nullcontext() if spans is None else _span(spans, path)
 
-        Args:
-            error: the failure of the inline attempt; None if there was none.
-        """
-        max_pause = PAUSE_SECONDS
-        while True:
-            left = until - time.monotonic()
-            if error is not None:
-                if not plan.advance(error) and left > 0:
-                    raise error
-                if plan.needs_pause and left > 0:
-                    await asyncio.sleep(min(left, self._rng.uniform(0, max_pause)))
-                    max_pause = min(2 * max_pause, MAX_PAUSE_SECONDS)
-                    left = until - time.monotonic()
-            # After the pause: an attempt without time would count as a silent server.
-            if left <= 0:
-                raise TimeoutError
-            server = plan.server
-            try:
-                response = await self._attempt(self._transport, pending, plan, left)
-            except (RetryableError, DrainingError) as failure:
-                error = failure
-            except asyncio.CancelledError:
-                # The caller's deadline has ended. Such attempts count towards the server's silence,
-                # or a server that hangs would keep all calls with short deadlines.
-                self._servers.record_timeout(server)
-                raise
-            else:
-                if server.failures:
-                    self._servers.record_success(server)
-                return response
 
-    async def _send_unawaited(self, path: str, request: p.Request) -> None:
-        with request_span(path):
-            pending = self._pending(path, request, p.Answer)
-            try:
-                await self._request(
-                    pending,
-                    self._servers.plan(self._owners.get(pending.scope)),
-                    time.monotonic() + UNAWAITED_SECONDS,
-                    None,
-                )
-            except (MetadataError, TimeoutError):
-                return
-
-    async def _end(self) -> None:
-        """Wait for requests under way, for a time; then cancel them and close the connections."""
-        self._servers.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
-        await self._transport.close()
+@contextmanager
+def _span(spans: Spans, path: str) -> Generator[None]:
+    with RequestScope(call_request_id(None)) as request_id, spans.request(path, request_id):
+        yield
 
 
 def _scope_of(request: p.Request | None) -> str:

@@ -1,39 +1,41 @@
-"""HTTP connections of one event loop; sends one request to one metadata server."""
+"""HTTP connections to metadata servers; sends one request to one of them, within a time."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import errno
+import http.client
+import io
+import select
+import socket
+import ssl
+import threading
 import time
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import (
+    MetadataError,
     MovedError,
     NoResponseError,
     RetryableError,
     error_of_response,
 )
-from hicache_storage.observability import tracing
-from hicache_storage.observability.request_ids import HEADER, RequestScope, call_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, MutableMapping
-    from contextlib import AbstractContextManager
-    from ssl import SSLContext
-
-    from multidict import CIMultiDict
+    from collections.abc import Mapping
 
     from hicache_metadata_server.client.failover import ServerEndpoint
-    from hicache_storage.observability.otel import Spans
 
 T = TypeVar("T")
 
-MAX_CONNECTIONS: Final = 32
-"""To one server."""
+MAX_IDLE: Final = 32
+"""Idle connections to one server."""
 PROBE_SECONDS: Final = 1.0
 """Timeout of a readiness probe."""
 MAX_RESPONSE_BYTES: Final = 256 << 20
@@ -41,167 +43,322 @@ READY: Final = "/readyz"
 EMPTY: Final = msgspec.msgpack.encode({})
 
 
-class PendingRequest(Generic[T]):
+class PendingRequest(NamedTuple, Generic[T]):
     """A request as it is sent to each server in turn, with the type of its response."""
 
-    __slots__ = ("body", "headers", "path", "response_type", "scope")
-
-    def __init__(
-        self,
-        path: str,
-        headers: CIMultiDict[str],
-        body: bytes | None,
-        response_type: type[T],
-        scope: str = "",
-    ) -> None:
-        self.path = path
-        self.scope = scope
-        """The first scope that it names; empty for none."""
-        self.headers = headers
-        self.body = body
-        self.response_type = response_type
+    path: str
+    headers: Mapping[str, str]
+    body: bytes | None
+    response_type: type[T]
+    scope: str = ""
+    """The first scope that it names; empty for none."""
 
 
 class HttpTransport:
-    """A connection pool, opened at the first request. Only the thread of its event loop uses it.
+    """Connection pool. Each request has a connection, and the thread of its caller.
 
     Args:
         tls: TLS context for `https://` servers; None for the system's authorities and no client
             certificate.
     """
 
-    def __init__(self, tls: SSLContext | None) -> None:
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
-        self._session: aiohttp.ClientSession | None = None
+        self._state = threading.Condition()
+        self._idle: dict[str, list[_Connection]] = {}
+        self._busy = set[_Connection]()
+        self._closed = False
 
-    async def send(self, server: ServerEndpoint, pending: PendingRequest[T], seconds: float) -> T:
+    def send(self, server: ServerEndpoint, pending: PendingRequest[T], seconds: float) -> T:
         """Send a request to a server and return its response.
 
         Raises:
             NoResponseError: no response within `seconds`.
             MovedError: another server owns the scopes.
             RetryableError: the connection failed, or the response is malformed.
-            MetadataError: the server refuses.
+            MetadataError: the server refuses, or the transport is closed.
         """
-        session = self._session or self._open()
-        method, url = server.routes[pending.path]
         if server.silent_since is None:
             server.silent_since = time.monotonic()
+        method = p.ROUTES[pending.path].method
         try:
-            async with (
-                asyncio.timeout(seconds),
-                session.request(
-                    method, url, data=pending.body, headers=pending.headers, allow_redirects=False
-                ) as response,
-            ):
-                server.silent_since = None
-                return _decoded(response, await _body(response), pending.response_type)
+            response = self._exchange(
+                server.url, method, pending.path, pending.body, pending.headers, seconds
+            )
+            server.silent_since = None
+            return _decoded(server.url, pending.path, response, pending.response_type)
         except TimeoutError as error:
             message = f"the metadata server {server.url} has not answered within {seconds:.3g} s"
             raise NoResponseError(message) from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (http.client.HTTPException, OSError, ValueError) as error:
             # A ValueError is a malformed response.
             message = (
                 f"the metadata server {server.url} does not answer: {type(error).__name__}: {error}"
             )
             raise RetryableError(message) from error
 
-    async def problem(self, server: ServerEndpoint) -> str:
+    def problem(self, server: ServerEndpoint) -> str:
         """Ask a server for the reason that it is not ready; empty if it is."""
-        session = self._session or self._open()
         try:
-            async with (
-                asyncio.timeout(PROBE_SECONDS),
-                session.get(server.url + READY, allow_redirects=False) as response,
-            ):
-                if response.status == 200:
-                    return ""
-                body = await _body(response)
-                return p.decode(body, p.Problem, response.content_type).message
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            response = self._exchange(server.url, "GET", READY, None, {}, PROBE_SECONDS)
+            if response.status == 200:
+                return ""
+            return p.decode(response.body, p.Problem, response.content_type).message
+        except (MetadataError, http.client.HTTPException, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            # TLS connections send their close notification in the next turn of the loop.
-            await asyncio.sleep(0)
+    def close(self, seconds: float = 0.0) -> None:
+        """Wait up to `seconds` for requests under way, then end them and close the connections."""
+        with self._state:
+            self._closed = True
+            self._state.wait_for(lambda: not self._busy, seconds)
+            for connection in self._busy:
+                connection.abort()
+            for connections in self._idle.values():
+                for connection in connections:
+                    connection.end()
+            self._idle.clear()
 
-    def _open(self) -> aiohttp.ClientSession:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, limit_per_host=MAX_CONNECTIONS, ssl=self._tls or True
-            ),
-            timeout=aiohttp.ClientTimeout(total=None),
-            # Cookies and compression would cost time at each request; servers use neither.
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
-        return self._session
+    def _exchange(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        seconds: float,
+    ) -> _Response:
+        connection, keep = self._take(url), False
+        try:
+            connection.until = time.monotonic() + seconds
+            response, keep = connection.exchange(method, path, body, headers)
+            return response
+        finally:
+            # Not kept after an interrupt either: the next request would get the rest of this
+            # response.
+            self._release(url, connection, keep=keep)
+
+    def _take(self, url: str) -> _Connection:
+        with self._state:
+            if self._closed:
+                raise MetadataError("the client of the metadata server is closed")
+            idle = self._idle.setdefault(url, [])
+            while idle:
+                connection = idle.pop()
+                if connection.is_quiet():
+                    break
+                # The server has closed it meanwhile.
+                connection.end()
+            else:
+                if url.startswith("https:") and self._tls is None:
+                    self._tls = ssl.create_default_context()
+                connection = _Connection(url, self._tls)
+            self._busy.add(connection)
+        return connection
+
+    def _release(self, url: str, connection: _Connection, *, keep: bool) -> None:
+        with self._state:
+            self._busy.remove(connection)
+            if keep and not self._closed and len(self._idle[url]) < MAX_IDLE:
+                self._idle[url].append(connection)
+            else:
+                connection.end()
+            if self._closed:
+                self._state.notify_all()
 
 
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    if response.content_length is not None:
+class _Response(NamedTuple):
+    status: int
+    content_type: str
+    location: str
+    body: bytes
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection all of whose waits end at one time, `until`.
+
+    `http.client` bounds each wait for itself: a server that sends a byte now and then would keep
+    a caller for ever.
+    """
+
+    def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
+        parts = urlsplit(url)
+        self._is_secure = parts.scheme == "https"
+        port = parts.port or (443 if self._is_secure else 80)
+        super().__init__(parts.hostname or "", port)
+        self.until = 0.0
+        self._prefix = parts.path
+        self._tls = tls
+        self._socket: socket.socket | None = None
+        self._unsent = b""
+        self._is_aborted = False
+
+    def exchange(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[_Response, bool]:
+        """Send a request; return its response, and whether the connection can be used again.
+
+        Raises:
+            TimeoutError: there is none by `until`.
+            OSError: the connection failed.
+            http.client.HTTPException: what comes is no HTTP.
+            ValueError: the response is too long.
+        """
+        if self._socket is None:
+            self.connect()
+        self.request(method, self._prefix + path, body, headers)
+        response = self.getresponse()
         # Bounded, because the address may be that of another program.
-        if response.content_length > MAX_RESPONSE_BYTES:
-            raise ValueError(f"a response of {response.content_length} bytes")
-        return await response.read()
-    chunks, length = list[bytes](), 0
-    async for chunk in response.content.iter_any():
-        chunks.append(chunk)
-        length += len(chunk)
-        if length > MAX_RESPONSE_BYTES:
+        if (response.length or 0) > MAX_RESPONSE_BYTES:
+            raise ValueError(f"a response of {response.length} bytes")
+        content = response.read(MAX_RESPONSE_BYTES)
+        if response.length:
+            raise http.client.IncompleteRead(content, response.length)
+        if not response.isclosed() and response.read(1):
             raise ValueError(f"a response of more than {MAX_RESPONSE_BYTES} bytes")
-    return b"".join(chunks)
+        content_type = response.headers.get("Content-Type", "").partition(";")[0].strip()
+        location = response.headers.get("Location", "")
+        answer = _Response(response.status, content_type, location, content)
+        return answer, not response.will_close
+
+    def is_quiet(self) -> bool:
+        """True if the server has neither sent anything nor closed the connection."""
+        assert self._socket is not None, "it was used before"
+        quiet = select.poll()
+        quiet.register(self._socket, select.POLLIN)
+        return not quiet.poll(0)
+
+    def abort(self) -> None:
+        """End the request that another thread waits for."""
+        self._is_aborted = True
+        if self._socket is not None:
+            # Not the method of a TLS socket, which would take its state from that thread.
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Close the connection, whatever state it is in."""
+        if self._socket is not None:
+            self._socket.close()
+
+    # Called by `http.client`.
+
+    def connect(self) -> None:
+        """Try each address of the server, with an equal part of the time."""
+        found = _addresses_of(self.host, self.port, self.left())
+        for others, (family, kind, protocol, _, address) in zip(
+            range(len(found))[::-1], found, strict=True
+        ):
+            self._socket = opened = socket.socket(family, kind, protocol)
+            try:
+                opened.settimeout(self.left() / (others + 1))
+                opened.connect(address)
+                break
+            except OSError:
+                opened.close()
+                if not others:
+                    raise
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._is_secure and self._tls is not None:
+            opened.settimeout(self.left())
+            self._socket = self._tls.wrap_socket(opened, server_hostname=self.host)
+        self.sock = cast("socket.socket", self)
+
+    def send(self, data: Any) -> None:
+        """Keep what is to be sent: head and body go in one packet, which wakes the server once."""
+        self._unsent += data
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        """Send the request, and read the head of its response."""
+        assert self._socket is not None, "it is connected"
+        self._socket.settimeout(self.left())
+        self._socket.sendall(self._unsent)
+        self._unsent = b""
+        return super().getresponse()
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """A reader of one response."""
+        return io.BufferedReader(_Reader(self))
+
+    def close(self) -> None:
+        """Nothing: `http.client` would close before the body of a last response is read."""
+
+    def left(self) -> float:
+        """Seconds until `until`.
+
+        Raises:
+            TimeoutError: there are none.
+            ConnectionAbortedError: the client is being closed.
+        """
+        left = self.until - time.monotonic()
+        if self._is_aborted:
+            raise ConnectionAbortedError("the client is closed")
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def receive(self, buffer: Any) -> int:
+        """Receive some bytes into a buffer; 0 at the end."""
+        assert self._socket is not None, "it is connected"
+        self._socket.settimeout(self.left())
+        return self._socket.recv_into(buffer)
 
 
-def _decoded(response: aiohttp.ClientResponse, body: bytes, response_type: type[T]) -> T:
+class _Reader(io.RawIOBase):
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._connection.receive(buffer)
+
+
+def _addresses_of(host: str, port: int, seconds: float) -> list[Any]:
+    """Look up a name, in a daemon thread: a lookup can neither be bounded nor be cancelled."""
+    lookup = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    with contextlib.suppress(socket.gaierror):
+        return lookup(flags=socket.AI_NUMERICHOST)
+    found = Future[list[Any]]()
+
+    def run() -> None:
+        try:
+            found.set_result(lookup())
+        except Exception as error:  # noqa: BLE001 - raised in the waiting thread
+            found.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="hicache-name-lookup", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
+    return found.result(seconds)
+
+
+def _decoded(url: str, path: str, response: _Response, response_type: type[T]) -> T:
     """Decode a response.
 
     Raises:
         MetadataError: the server refuses.
         ValueError: the response is malformed.
     """
-    if response.status == 307:
-        location = response.headers.get("Location", "")
+    status, content_type, location, body = response
+    if status == 307:
         # The same path: a request must not be sent to another route.
-        if not location.endswith(response.url.raw_path):
+        if not location.endswith(path):
             raise ValueError(f"a redirection to {location!r}")
         message = f"another metadata server owns the scopes: {location}"
-        raise MovedError(message, location.removesuffix(response.url.raw_path))
-    if response.status >= 400:
+        raise MovedError(message, location.removesuffix(path))
+    if status >= 400:
         try:
-            problem = p.decode(body, p.Problem, response.content_type)
+            problem = p.decode(body, p.Problem, content_type)
         except ValueError:
             message = f"a response of {len(body)} bytes that is no metadata server's"
             problem = p.Problem(code="unreadable", message=message)
-        raise error_of_response(response.status, problem.code, problem.message)
-    if response.status == 204:
+        raise error_of_response(status, problem.code, problem.message)
+    if status == 204:
         # Callers of routes without a response body do not use the decoded value.
-        body = EMPTY
-    elif response.status != 200:
-        raise ValueError(f"status {response.status}")
-    return p.decode(
-        body, response_type, p.MSGPACK if response.status == 204 else response.content_type
-    )
-
-
-def add_trace_headers(headers: MutableMapping[str, str]) -> None:
-    """Add the id of the running call, and its span if tracing is on."""
-    headers[HEADER] = call_request_id(None)
-    if tracing.spans() is not None:
-        from hicache_storage.observability.otel import inject
-
-        inject(headers)
-
-
-def request_span(path: str) -> AbstractContextManager[None]:
-    """A span around a request; does nothing if tracing is off."""
-    spans = tracing.spans()
-    return nullcontext() if spans is None else _span(spans, path)
-
-
-@contextmanager
-def _span(spans: Spans, path: str) -> Generator[None]:
-    with RequestScope(call_request_id(None)) as request_id, spans.request(path, request_id):
-        yield
+        return p.decode(EMPTY, response_type, p.MSGPACK)
+    if status != 200:
+        raise ValueError(f"status {status}")
+    return p.decode(body, response_type, content_type)

@@ -8,13 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from msgspec import structs
-
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import MetadataError, UnknownScopeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from hicache_storage.objects import Call
 
@@ -22,8 +20,6 @@ A = TypeVar("A", bound=p.Answer)
 
 MAX_REINITIALIZATIONS: Final = 2
 """Of scopes that the server has lost, in one call."""
-SubRequest = tuple[list[int], Any]
-"""Indices of the scopes that a subrequest is about, and the subrequest."""
 
 
 class MetadataClient(ABC):
@@ -110,11 +106,10 @@ class MetadataClient(ABC):
     ) -> Located:
         """Look up the slots of pages, and pin them if `pin_seconds` is not 0."""
         request = p.Lookup(scopes=list(scopes), pin_seconds=pin_seconds, touch=touch)
-        done = self._send_split("/v2/lookup", request, p.LookedUp, call)
-        found: list[p.FoundPages] = merge_responses(request, done)
-        for columns, part in zip(found, scopes, strict=True):
+        found, done = self._send_split("/v2/lookup", request, p.LookedUp, call)
+        for columns, part in zip(found.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
-        return Located(found, [response.pin for _, response in done if response.pin])
+        return Located(found.scopes, [response.pin for response in done if response.pin])
 
     def present_in_memory(
         self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
@@ -140,12 +135,11 @@ class MetadataClient(ABC):
     ) -> p.Leases:
         """Lease slots."""
         request = p.Reserve(scopes=list(scopes), owner=owner, lease_seconds=lease_seconds)
-        done = self._send_split("/v2/reserve", request, p.Leases, call)
-        leased: list[p.Leased] = merge_responses(request, done)
-        for columns, part in zip(leased, scopes, strict=True):
+        leased, done = self._send_split("/v2/reserve", request, p.Leases, call)
+        for columns, part in zip(leased.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
         return p.Leases(
-            scopes=leased, lease_seconds=min(response.lease_seconds for _, response in done)
+            scopes=leased.scopes, lease_seconds=min(response.lease_seconds for response in done)
         )
 
     def commit(self, scopes: Sequence[p.CommitScope], call: Call) -> list[list[bool]]:
@@ -164,28 +158,20 @@ class MetadataClient(ABC):
         """Give leases back, without waiting for the response: lost ones end by themselves."""
         request = p.Abort(scopes=[part for part in scopes if part.leases])
         if request.scopes:
-            for _, subrequest in split_request(request, self.about.limits):
-                self.send_later("/v2/abort", subrequest)
+            for chunk in self._chunks(request):
+                self.send_later("/v2/abort", chunk.request)
 
     def touch(self, scopes: Sequence[p.LookupScope], call: Call) -> list[list[bool]]:
         """Mark pages as used. False for each key that is not live."""
         request = p.Touch(scopes=list(scopes))
-        return [
-            scope.done
-            for scope in merge_responses(
-                request, self._send_split("/v2/touch", request, p.Marked, call)
-            )
-        ]
+        marked, _ = self._send_split("/v2/touch", request, p.Marked, call)
+        return [scope.done for scope in marked.scopes]
 
     def delete(self, scopes: Sequence[p.DeleteScope], call: Call) -> list[list[bool]]:
         """Delete pages. False for each key that was not live."""
         request = p.Delete(scopes=list(scopes))
-        return [
-            scope.done
-            for scope in merge_responses(
-                request, self._send_split("/v2/delete", request, p.Marked, call)
-            )
-        ]
+        marked, _ = self._send_split("/v2/delete", request, p.Marked, call)
+        return [scope.done for scope in marked.scopes]
 
     def inspect(self, scope: str, slots: Sequence[int], call: Call) -> list[p.SlotStatus]:
         """Request the status of slots."""
@@ -222,19 +208,32 @@ class MetadataClient(ABC):
     # Implementation.
 
     def _settle(self, path: str, request: p.Commit | p.Renew, call: Call) -> list[list[bool]]:
-        scopes = merge_responses(request, self._send_split(path, request, p.SettledLeases, call))
-        return [[state is p.Settled.DONE for state in scope.states] for scope in scopes]
+        settled, _ = self._send_split(path, request, p.SettledLeases, call)
+        return [[state is p.Settled.DONE for state in scope.states] for scope in settled.scopes]
 
     def _send_split(
         self, path: str, request: Any, response_type: type[A], call: Call
-    ) -> list[tuple[list[int], A]]:
-        done = list[tuple[list[int], A]]()
-        for indices, subrequest in split_request(request, self.about.limits):
-            scopes = [part.scope for part in subrequest.scopes]
-            response = self._with_scopes(path, subrequest, scopes, response_type, call)
-            _check_shape(subrequest, response)
-            done.append((indices, response))
-        return done
+    ) -> tuple[A, list[A]]:
+        """Send a request in chunks that are within the limits.
+
+        Returns:
+            The responses as if one request had been sent, and the responses.
+        """
+        chunks, done = self._chunks(request), list[A]()
+        for chunk in chunks:
+            scopes = [part.scope for part in chunk.request.scopes]
+            response = self._with_scopes(path, chunk.request, scopes, response_type, call)
+            _check_shape(chunk.request, response)
+            done.append(response)
+        return done[0] if len(done) == 1 else p.join_responses(chunks, done), done
+
+    def _chunks(self, request: Any) -> list[p.Chunk]:
+        limits, columns, parts = self.about.limits, p.COLUMNS[type(request)], request.scopes
+        entries = sum(len(getattr(part, columns[0])) for part in parts)
+        most = _max_entries(parts, columns, limits)
+        if len(parts) <= limits.scopes and entries <= most:
+            return [p.Chunk(0, 0, request)]
+        return p.chunks_of(request, most)
 
     def _with_scopes(
         self,
@@ -343,40 +342,6 @@ def _check_shape(request: Any, response: Any) -> None:
     )
 
 
-def split_request(request: Any, limits: p.Limits) -> list[SubRequest]:
-    """Split a request into subrequests within the limits, in the order in which to send them."""
-    columns = p.COLUMNS[type(request)]
-    parts: Sequence[Any] = request.scopes
-    max_entries = _max_entries(parts, columns, limits)
-    entries = sum(len(getattr(part, columns[0])) for part in parts)
-    if len(parts) <= limits.scopes and entries <= max_entries:
-        return [(list(range(len(parts))), request)]
-    found, indices, room = list[SubRequest](), list[int](), 0
-    scopes = list[Any]()
-    for index, part in _split_parts(parts, columns, max_entries):
-        length = len(getattr(part, columns[0]))
-        if scopes and (length > room or len(scopes) == limits.scopes):
-            found.append((indices, structs.replace(request, scopes=scopes)))
-            indices, scopes = [], []
-        if not scopes:
-            room = max_entries
-        indices.append(index)
-        scopes.append(part)
-        room -= length
-    found.append((indices, structs.replace(request, scopes=scopes)))
-    # From the last to the first, as keys count as used: the head of a chain is used last.
-    return found[::-1] if isinstance(request, p.FROM_THE_END) else found
-
-
-def merge_responses(request: Any, done: Sequence[tuple[list[int], Any]]) -> list[Any]:
-    """Merge the scopes of all responses, as if one request had been sent."""
-    columns: list[list[Any]] = [[] for _ in request.scopes]
-    for indices, response in reversed(done) if isinstance(request, p.FROM_THE_END) else done:
-        for index, scope in zip(indices, response.scopes, strict=True):
-            columns[index].append(scope)
-    return [some[0] if len(some) == 1 else p.merged(some) for some in columns]
-
-
 def _max_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limits) -> int:
     longest = 20
     for name in columns:
@@ -388,19 +353,3 @@ def _max_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limit
     # An estimate from above: names of scopes and fields take less than 1 KiB for each scope.
     room = limits.body_bytes - 1024 * min(len(parts), limits.scopes)
     return max(1, min(limits.keys, room // (len(columns) * (longest + 8))))
-
-
-def _split_parts(
-    parts: Sequence[Any], columns: tuple[str, ...], max_entries: int
-) -> Iterator[tuple[int, Any]]:
-    for index, part in enumerate(parts):
-        length = len(getattr(part, columns[0]))
-        if length <= max_entries:
-            yield index, part
-            continue
-        for start in range(0, length, max_entries):
-            end = start + max_entries
-            yield (
-                index,
-                structs.replace(part, **{name: getattr(part, name)[start:end] for name in columns}),
-            )

@@ -15,7 +15,7 @@ import msgspec
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord
-from hicache_metadata_server.core.chunking import LONG_BODY, can_be_cut, chunks_of, join_responses
+from hicache_metadata_server.core.chunking import CHUNK_ENTRIES, LONG_BODY, can_be_cut
 from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.core.idempotency import check_idempotency_key, digest_of
 from hicache_metadata_server.core.sglang import SglangService
@@ -284,7 +284,7 @@ class Handlers:
         Committing each chunk keeps commit groups short, which bounds the latency of the short
         requests that share a group.
         """
-        pieces, answers = chunks_of(request.message), list[Any]()
+        pieces, answers = p.chunks_of(request.message, CHUNK_ENTRIES), list[Any]()
         for number, piece in enumerate(pieces):
             # A header cannot contain a line feed, so no client can send the key of a chunk.
             answers.append(
@@ -293,7 +293,7 @@ class Handlers:
             if request.endpoint.changes:
                 await self._wait_for_commit()
             await asyncio.sleep(0)
-        return join_responses(pieces, answers)
+        return p.join_responses(pieces, answers)
 
     def _run_chunk(self, request: DecodedRequest, piece: Any, idempotency_key: str) -> Any:
         """Run one chunk, or return its kept answer.

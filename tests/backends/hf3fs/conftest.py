@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,26 +13,6 @@ SERVE = (
     f"--port {{port}}"
     " --store sqlite:///{tmp}/m.db --quarantine-seconds 0.05 --lease-seconds 1"
 )
-
-
-MAIN, ANOTHER = "main thread", "another thread"
-
-
-@pytest.fixture(params=[MAIN, ANOTHER])
-def caller(request):
-    """The thread that a test runs in: the client of the metadata server runs its event loop in any
-    but the main one."""
-    return request.param
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    if pyfuncitem.funcargs.get("caller") != ANOTHER:
-        return None
-    asked = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(pyfuncitem.obj, **asked).result()
-    return True
 
 
 @pytest.fixture

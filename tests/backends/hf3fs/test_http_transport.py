@@ -1,11 +1,10 @@
-"""The loop thread of the HTTP metadata client."""
+"""Connections and threads of the HTTP metadata client."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import inspect
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,65 +12,136 @@ import threading
 import warnings
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
-from hicache_metadata_server.client.loop_thread import LoopThread
+from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_storage.objects import Call
-from tests.backends.hf3fs.conftest import ANOTHER, MAIN
-from tests.backends.hf3fs.listening import listening
-from tests.backends.hf3fs.test_inline_loop import ABOUT
+from hicache_storage.spec import StorageTimeoutError
+from tests.backends.hf3fs.listening import listening, reply
 
+ABOUT = reply(
+    b"200 OK",
+    msgspec.msgpack.encode(
+        p.About(
+            protocol=p.PROTOCOL,
+            server="test 0",
+            instance="1",
+            durability=p.StoreDurability.PROCESS,
+            limits=DEFAULTS,
+        )
+    ),
+)
 PATIENCE_SECONDS = 60.0
 
 
-async def nothing():
-    return None
+def test_calls_at_the_same_time_are_all_answered():
+    both = threading.Barrier(2, timeout=30)
+
+    def answer(connection):
+        # Only when two requests are on their way: that one waits for the other would be a deadline.
+        both.wait()
+        ABOUT(connection)
+
+    with listening(answer) as (url, requests), closing(HttpMetadataClient(url)) as client:
+        asking = [threading.Thread(target=client.refresh, args=(Call(25),)) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+        assert len(requests) == 2
 
 
-@pytest.fixture
-def thread():
-    made = LoopThread("hicache-test-loop", end=nothing, after=lambda: None)
-    yield made
-    made.close()
+def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used():
+    """A server closes those that are idle; a client that did not look would take its request for
+    failed, and the server for ill."""
+    answered, closed = threading.Semaphore(0), threading.Semaphore(0)
+
+    def answer(connection):
+        reply(b"200 OK", msgspec.msgpack.encode(p.Cleared(pages=[3])))(connection)
+        assert answered.acquire(timeout=30)
+        connection.shutdown(socket.SHUT_RDWR)
+        closed.release()
+
+    with listening(answer) as (url, requests), closing(HttpMetadataClient(url)) as client:
+        for count in range(1, 4):
+            assert client.send(
+                "/v2/clear", p.Clear(scopes=["0:kv"]), p.Cleared, Call(10)
+            ).pages == [3]
+            answered.release()
+            assert closed.acquire(timeout=30)
+            assert len(requests) == count
 
 
-@pytest.mark.parametrize(
-    "ask", [LoopThread.post, lambda thread, work: thread.run(work, 1.0)], ids=["post", "run"]
-)
-@pytest.mark.parametrize("served", [False, True], ids=["never started", "has served"])
-def test_a_closed_one_refuses_work_and_does_not_leave_it_lying(thread, ask, served):
-    if served:
-        thread.run(nothing(), PATIENCE_SECONDS)
-    thread.close()
-    work = nothing()
-    with pytest.raises(MetadataError, match="closed"):
-        ask(thread, work)
-    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
+def test_a_connection_is_used_again():
+    connections = set[int]()
+
+    def answer(connection):
+        connections.add(id(connection))
+        ABOUT(connection)
+
+    with listening(answer) as (url, _), closing(HttpMetadataClient(url)) as client:
+        for _ in range(3):
+            client.refresh(Call(PATIENCE_SECONDS))
+    assert len(connections) == 1
 
 
-def test_posted_work_runs(thread):
-    done = threading.Event()
+def test_a_response_byte_by_byte_ends_at_the_deadline():
+    """A time for each wait would let such a server keep a caller for ever."""
+    over = threading.Event()
 
-    async def work():
-        await asyncio.sleep(0)
-        done.set()
+    def answer(connection):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
+        while not over.wait(0.01):
+            connection.sendall(b"x")
 
-    thread.post(work())
-    assert done.wait(PATIENCE_SECONDS)
+    with listening(answer) as (url, _), closing(HttpMetadataClient(url)) as client:
+        try:
+            with pytest.raises(StorageTimeoutError):
+                client.refresh(Call(0.3))
+        finally:
+            over.set()
 
 
-def test_posted_work_that_fails_leaves_the_loop_serving(thread):
-    async def fail():
-        raise MetadataError("on purpose")
+class Interrupt(BaseException):
+    pass
 
-    async def answer():
-        return 7
 
-    thread.post(fail())
-    assert thread.run(answer(), PATIENCE_SECONDS) == 7
+def test_a_response_that_an_interrupt_has_cut_off_is_not_the_next_ones():
+    """In the main thread a signal's handler may raise while a response is read."""
+    first = threading.Event()
+
+    def answer(connection):
+        if first.is_set():
+            ABOUT(connection)
+            return
+        first.set()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    def interrupt(number, frame):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with listening(answer) as (url, _), closing(HttpMetadataClient(url)) as client:
+            with pytest.raises(Interrupt):
+                client.refresh(Call(PATIENCE_SECONDS))
+            assert client.refresh(Call(PATIENCE_SECONDS)).instance == "1"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_client_that_is_closed_says_so():
+    with listening(ABOUT) as (url, _):
+        client = HttpMetadataClient(url)
+        client.refresh(Call(10))
+        client.close()
+        with pytest.raises(MetadataError, match="closed"):
+            client.refresh(Call(10))
 
 
 def test_a_closed_client_is_not_warned_of_what_nobody_waits_for():
@@ -85,8 +155,7 @@ def test_a_closed_client_is_not_warned_of_what_nobody_waits_for():
     assert [str(warning.message) for warning in told] == []
 
 
-@pytest.mark.parametrize("caller", [MAIN, ANOTHER], indirect=True)
-def test_a_server_may_be_named(caller):
+def test_a_server_may_be_named():
     with (
         listening(ABOUT) as (url, _),
         closing(HttpMetadataClient(url.replace("127.0.0.1", "localhost"))) as client,
@@ -133,25 +202,21 @@ print("closed", flush=True)
 """
 
 
-def test_a_thread_that_cannot_be_started_is_an_error_that_says_so(monkeypatch):
+def test_without_a_thread_requests_are_answered_and_what_nobody_waits_for_is_refused(monkeypatch):
     start = threading.Thread.start
 
     def limited(self):
-        if self.name == "hicache-metadata-client":
+        if self.name.startswith("hicache-"):
             raise RuntimeError("can't start new thread")
         start(self)
 
-    with listening(ABOUT) as (url, _), closing(HttpMetadataClient(url)) as client:
+    with listening(ABOUT) as (url, _):
         before = len(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(threading.Thread, "start", limited)
         for _ in range(3):
-            with pytest.raises(MetadataError, match="can't start new thread"):
-                client.refresh(Call(PATIENCE_SECONDS))
-            with pytest.raises(MetadataError, match="can't start new thread"):
-                client.send_later("/v2/unpin", p.Unpin(pins=[1]))
-            client.close()
-            client = HttpMetadataClient(url)
+            with closing(HttpMetadataClient([url, "http://127.0.0.1:1"])) as client:
+                # Also where one of the servers fails, which is probed in a thread.
+                assert client.refresh(Call(PATIENCE_SECONDS)).instance == "1"
+                with pytest.raises(MetadataError, match="can't start new thread"):
+                    client.send_later("/v2/unpin", p.Unpin(pins=[1]))
         assert len(os.listdir("/proc/self/fd")) == before
-        monkeypatch.undo()
-        with closing(client):
-            client.refresh(Call(PATIENCE_SECONDS))
