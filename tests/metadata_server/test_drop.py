@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.options import opened_store
 from hicache_metadata_server.core.errors import RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
@@ -282,33 +281,6 @@ def test_the_command_waits_for_the_quarantine(tmp_path):
         )
         assert (done.exit_code, done.stdout) == (0, "0:kv: deleted\n"), done.stderr
         assert run_metadata("scopes", "--json", "--url", place.url).stdout == ""
-
-
-def test_scopes_are_deleted_from_a_store_that_no_server_uses(tmp_path):
-    url = f"sqlite:///{tmp_path}/m.db"
-    gone = run_metadata("scopes", "delete", "0:kv", "--store", url)
-    assert (gone.exit_code, gone.stderr) == (2, f"there is no store {tmp_path}/m.db\n")
-    with opened_store(url, create=True) as (service, store):
-        for name in ("0:kv", "0:empty", "0:kept"):
-            geometry = p.ScopeGeometry(scope=name, slots=8)
-            service.initialize(p.Initialize(scopes=[geometry]), time.time())
-        for name in ("0:kv", "0:kept"):
-            service.reserve(part(p.Reserve, name, keys=["a"]), time.time())
-        store.write(service.take_changes())
-
-    def deleted(*arguments):
-        done = run_metadata("scopes", "delete", *arguments, "--store", url)
-        return done.exit_code, done.stdout or " ".join(done.stderr.split())
-
-    status, said = deleted("0:empty", "0:kv")
-    assert status == 2
-    assert "1 slots that are live, leased or quarantined" in said
-    assert deleted("0:empty", "0:none") == (2, f"{url} has no scope '0:none'")
-    assert deleted("0:empty") == (0, "0:empty: deleted\n")
-    assert deleted("0:kv", "--force", "--yes") == (0, "0:kv: deleted\n")
-    with opened_store(url) as (service, _):
-        assert list(service.scopes) == ["0:kept"]
-        assert len(service.scopes["0:kept"].leases) == 1
 
 
 def test_doctor_leaves_no_scope_behind(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server.auth.tls import ServerTls, first_expiry
-from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
+from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_metadata_server.client.tls import client_context
@@ -94,7 +94,7 @@ def test_handshakes(tmp_path, authority, others):
         old.set_ciphers("ALL:@SECLEVEL=0")
         with pytest.raises(ssl.SSLError, match=r"EOF|alert protocol version"):
             shown(place, old)
-        with pytest.raises(RemoteError, match="does not answer"):
+        with pytest.raises(MetadataError, match="does not answer"):
             AdminClient(place.url.replace("https", "http")).call("/v2", None, About)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import time
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -32,7 +33,10 @@ from hicache_metadata_server.cli.options import (
 from hicache_metadata_server.cli.token import app as token_app
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from hicache_metadata_server.cli.admin_client import AdminClient
+    from hicache_metadata_server.settings import ServerSettings
 
 app = typer.Typer(
     help="Run and administer the metadata server of the 3FS driver. Commands exit with 2 on "
@@ -48,134 +52,39 @@ app.add_typer(token_app, name="token")
 app.add_typer(scope_commands.app, name="scopes")
 
 
-@app.command()
-def serve(
-    host: Annotated[
-        str | None, typer.Option(show_default="127.0.0.1", help="Address to listen on.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(show_default="18000", help="Port to listen on; 0 for a free one.")
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            show_default="memory:",
-            help="sqlite:///FILE, redis://HOST:PORT/DB, or memory:",
-        ),
-    ] = None,
-    durability: Annotated[
-        str | None,
-        typer.Option(
-            show_default="process",
-            help="Failures that acknowledged changes survive: process (kill -9), machine (power "
-            "loss); with a Redis also none.",
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of tokens, managed by `hicache metadata token`. Without it all clients have "
-            "all rights."
-        ),
-    ] = None,
-    lease_seconds: Annotated[
-        float | None,
-        typer.Option(
-            show_default="30", help="Duration of a lease, unless a writer asks for another one."
-        ),
-    ] = None,
-    quarantine_seconds: Annotated[
-        float | None,
-        typer.Option(
-            show_default="5",
-            help="Time that a freed slot stays in quarantine before it is leased again.",
-        ),
-    ] = None,
-    tls_certificate: Annotated[
-        Path | None, typer.Option(help="PEM file of the certificate; enables https.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
-    tls_client_ca: Annotated[
-        Path | None,
-        typer.Option(help="PEM file of authorities; clients need a certificate of one of them."),
-    ] = None,
-    tenants_file: Annotated[
-        Path | None, typer.Option(help="TOML file of the tenants' quotas.")
-    ] = None,
-    log_format: Annotated[
-        str | None, typer.Option(show_default="json", help="Format of the log: json or console.")
-    ] = None,
-    log_level: Annotated[
-        str | None,
-        typer.Option(show_default="info", help="Level of the log: debug, info, warning or error."),
-    ] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", hidden=True, help="Check settings, files and store, write nothing, and exit."
-        ),
-    ] = False,
-) -> None:
-    """Run a server until SIGTERM or SIGINT.
+PASSED_ON: Final = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": list[str](),
+}
+"""Context of a command whose options are the settings of a server, which has its own parser."""
+
+
+@app.command(context_settings=PASSED_ON)
+def serve(context: typer.Context) -> None:
+    """Run a server until SIGTERM or SIGINT. `serve --help` lists its settings.
 
     All settings can also be set in the environment, such as
     HICACHE_METADATA_STORE; options take precedence. docs/metadata-server.md lists them.
     """
-    given: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "store": store,
-        "durability": durability,
-        "token_file": token_file,
-        "lease_seconds": lease_seconds,
-        "quarantine_seconds": quarantine_seconds,
-        "tls_certificate": tls_certificate,
-        "tls_key": tls_key,
-        "log_format": log_format,
-        "log_level": log_level,
-        "tls_client_ca": tls_client_ca,
-        "tenants_file": tenants_file,
-    }
-    # The packages of the server are an extra, unlike those of the other commands: an operator may
-    # administer a server from a machine that cannot run one.
-    try:
-        from hicache_metadata_server import server
-        from hicache_metadata_server.settings import ServerSettings
-    except ImportError as error:
-        fail(f"the server needs more packages: pip install 'hicache-storage[server]' ({error})")
-    from hicache_metadata_server.core.errors import StoreError
-
-    try:
-        settings = ServerSettings(
-            # None is an option that is not given: the environment and the defaults apply.
-            **{name: value for name, value in given.items() if value is not None}
-        )
-        # The settings themselves are validated in both cases, by the line above.
-        if check:
-            unknown = server.check(settings)
-            for variable, nearest in unknown:
-                meant = f": {nearest} is" if nearest else ""
-                typer.echo(f"{variable} is no setting{meant}", err=True)
-            typer.echo("a server would start with these settings")
-            raise typer.Exit(FOUND_PROBLEMS if unknown else 0)
+    with _settings(context) as (server, settings):
         server.serve(settings)
-    except (StoreError, ValueError, OSError) as error:
-        fail(_settings_error(error))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=PASSED_ON)
 def config(context: typer.Context) -> None:
     """Check the settings, files and store of a server without starting it.
 
     Takes the options of `serve` and the environment. Writes nothing. Exits with 1 if a variable is
     misspelt, and with 2 if the server would not start.
     """
-    assert context.parent is not None, "below `metadata`"
-    group: Any = context.parent.command
-    command = group.get_command(context, "serve")
-    with command.make_context("config", [*context.args, "--check"], parent=context.parent) as made:
-        command.invoke(made)
+    with _settings(context) as (server, settings):
+        unknown = server.check(settings)
+        for variable, nearest in unknown:
+            meant = f": {nearest} is" if nearest else ""
+            typer.echo(f"{variable} is no setting{meant}", err=True)
+        typer.echo("a server would start with these settings")
+        raise typer.Exit(FOUND_PROBLEMS if unknown else 0)
 
 
 @app.command()
@@ -202,9 +111,9 @@ def status(
         _wait_until_ready(remote, time.monotonic() + wait)
         about = remote.call("/v2", None, About)
         listed = remote.call("/v2/scopes", None, Scopes)
-        ready, reason = remote.is_ready()
+        reason = remote.problem()
     scopes = listed.scopes
-    exit_status = 0 if ready else FOUND_PROBLEMS
+    exit_status = FOUND_PROBLEMS if reason else 0
     if as_json:
         typer.echo(_status_json(about, listed, reason))
         raise typer.Exit(exit_status)
@@ -230,7 +139,7 @@ def status(
                 f"{server.log_bytes:,} bytes"
             )
         )
-    console.print("ready" if ready else Text(f"not ready: {reason}", "yellow"))
+    console.print(Text(f"not ready: {reason}", "yellow") if reason else "ready")
     # A status of its own, so that a probe can tell "not ready" from "not reached" (2).
     raise typer.Exit(exit_status)
 
@@ -391,13 +300,8 @@ def _status_json(about: Any, listed: Any, problem: str) -> str:
 
 def _wait_until_ready(remote: AdminClient, until: float) -> None:
     """Poll until the server is ready, or until a time; leave errors to the next call."""
-    from hicache_metadata_server.cli.admin_client import RemoteError
-
-    # Errors are expected until the server listens.
-    while time.monotonic() < until:
-        with suppress(RemoteError):
-            if remote.is_ready()[0]:
-                return
+    # Refused connections are expected until the server listens.
+    while time.monotonic() < until and remote.problem():
         time.sleep(POLL_SECONDS)
 
 
@@ -409,11 +313,40 @@ def _import(store: str, scopes: Any, tenant: str) -> None:
         opened.write(service.take_changes())
 
 
-def _settings_error(error: Exception) -> str:
-    # An error of pydantic names all wrong settings at once.
-    errors = getattr(error, "errors", None)
-    if errors is None:
-        return error_message(error)
-    return "; ".join(
-        f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors()
+@contextmanager
+def _settings(context: typer.Context) -> Generator[tuple[Any, ServerSettings]]:
+    """Return the server, and its settings from options and environment; end with their errors."""
+    # The packages of the server are an extra, unlike those of the other commands: an operator may
+    # administer a server from a machine that cannot run one.
+    try:
+        from hicache_metadata_server import server
+        from hicache_metadata_server.settings import ServerSettings
+    except ImportError as error:
+        fail(f"the server needs more packages: pip install 'hicache-storage[server]' ({error})")
+    from hicache_metadata_server.core.errors import StoreError
+
+    parser = argparse.ArgumentParser(
+        prog=context.command_path, description=context.command.help, allow_abbrev=False
     )
+    for name, setting in ServerSettings.model_fields.items():
+        # Every user of the machine can see a command line.
+        if name != "admin_token":
+            default = "" if setting.default in (None, "") else f" [{setting.default}]"
+            parser.add_argument(
+                f"--{name.replace('_', '-')}",
+                metavar="VALUE",
+                default=argparse.SUPPRESS,
+                help=f"{setting.description}{default}",
+            )
+    try:
+        # What is not given is left to the environment and the defaults.
+        yield server, ServerSettings(**vars(parser.parse_args(context.args)))
+    except (StoreError, ValueError, OSError) as error:
+        # An error of pydantic names all wrong settings at once.
+        errors = getattr(error, "errors", None)
+        if errors is None:
+            fail(error_message(error))
+        wrong = (
+            f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors()
+        )
+        fail("; ".join(wrong))

@@ -132,14 +132,14 @@ def opened_store(
 @contextmanager
 def exit_on_error() -> Generator[None]:
     """End the command with a message, instead of a traceback, on an expected error."""
-    from hicache_metadata_server.cli.admin_client import RemoteError
+    from hicache_metadata_server.client.errors import MetadataError
     from hicache_metadata_server.core.errors import RequestError, StoreError
 
     try:
         yield
     except RequestError as error:
         fail(error.problem.message)
-    except (RemoteError, StoreError, ValueError, OSError) as error:
+    except (MetadataError, StoreError, ValueError, OSError) as error:
         fail(error_message(error))
 
 

@@ -106,7 +106,7 @@ def open_page_checker(path: Path) -> PageChecker:
     except ImportError as error:
         raise StoreError(
             f"data files are read by the 3FS driver, which is not installed: "
-            f"pip install 'hicache-storage[hf3fs]' ({error})"
+            f"pip install hicache-storage ({error})"
         ) from error
     return cast("PageChecker", provider.SlotFilePageChecker(path))
 

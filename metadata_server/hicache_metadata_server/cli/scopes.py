@@ -22,7 +22,6 @@ from hicache_metadata_server.cli.options import (
     fail,
     named_scopes,
     open_client,
-    opened_store,
 )
 
 app = typer.Typer()
@@ -138,32 +137,20 @@ def delete(
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
-    store: Annotated[
-        str,
-        typer.Option(
-            metavar="URL",
-            help="Delete from this store instead: a sqlite:///FILE that no server has open. With "
-            "--force at once.",
-        ),
-    ] = "",
 ) -> None:
     """Remove scopes, one after another: those that are empty, or with --force any.
 
     Data files stay. An engine that still uses a scope creates it again.
     """
-    from hicache_metadata_server.cli.admin_client import RefusalError
+    from hicache_metadata_server.client.errors import InUseError
     from hicache_metadata_server.protocol import Clear, Cleared, Drop, Dropped
 
     with exit_on_error():
-        if store:
-            if not scope:
-                raise ValueError("name scopes: a store is not searched for a model")
-            _confirm_forced(scope, yes=yes, force=force)
-            _delete_from_store(store, list(dict.fromkeys(scope)), force=force)
-            return
         remote = open_client(url, token_file, ca, certificate)
         names = named_scopes(remote, scope or [], model)
-        _confirm_forced(names, yes=yes, force=force)
+        # Without --force only empty scopes go, and nothing is lost.
+        if force:
+            _confirm(f"Remove {', '.join(names)} with all pages?", yes=yes)
         until = time.monotonic() + (
             (FORCED_WAIT_SECONDS if force else 0.0) if wait is None else wait
         )
@@ -174,18 +161,12 @@ def delete(
                 try:
                     remote.call("/v2/drop", Drop(scopes=[name]), Dropped)
                     break
-                except RefusalError as error:
-                    # Leases and quarantines end by themselves; other refusals do not.
-                    if error.code != "in_use" or time.monotonic() >= until:
+                except InUseError:
+                    # Leases and quarantines end by themselves.
+                    if time.monotonic() >= until:
                         raise
                 time.sleep(POLL_SECONDS)
             typer.echo(f"{name}: deleted")
-
-
-def _confirm_forced(names: list[str], *, yes: bool, force: bool) -> None:
-    # Without --force only empty scopes go, and nothing is lost.
-    if force:
-        _confirm(f"Remove {', '.join(names)} with all pages?", yes=yes)
 
 
 def _confirm(question: str, *, yes: bool) -> None:
@@ -199,19 +180,3 @@ def _confirm(question: str, *, yes: bool) -> None:
     if not sys.stdin.isatty():
         raise ValueError(f"{question} Say so with --yes")
     typer.confirm(question, abort=True)
-
-
-def _delete_from_store(store: str, names: list[str], *, force: bool) -> None:
-    from hicache_metadata_server.core.errors import StoreError
-    from hicache_metadata_server.protocol import Drop
-
-    with opened_store(store) as (service, opened):
-        if unknown := [name for name in names if name not in service.scopes]:
-            raise StoreError(f"{store} has no scope {unknown[0]!r}")
-        if force:
-            service.remove(names)
-        else:
-            service.drop(Drop(scopes=names), time.time())
-        opened.write(service.take_changes())
-    for name in names:
-        typer.echo(f"{name}: deleted")
