@@ -45,6 +45,10 @@ OTHER: Final = "other"
 _log = structlog.get_logger()
 
 
+# Some clients of the SGLang protocol send JSON without a content type.
+_CONTENT_TYPES: Final = {b"": p.JSON, p.JSON.encode(): p.JSON, p.MSGPACK.encode(): p.MSGPACK}
+
+
 class _ClientDisconnectError(Exception):
     """The client closed the connection before its request was complete."""
 
@@ -70,6 +74,7 @@ class ProtocolApp:
         self.server = server
         # Bound once: each attribute saves two lookups in every request.
         self._handlers = server.handlers
+        self._known = server.handlers.endpoints
         self._request_log = server.request_log
         self._tokens = server.security.tokens
         self._rates = server.security.rates
@@ -80,16 +85,13 @@ class ProtocolApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        # Probes of an orchestrator have no token, and the dashboard's files hold no data: both go
-        # past tokens, rate limits and metrics.
-        if (
-            scope["type"] != "http"
-            or scope["path"] in HEALTH
-            or (is_page(scope["path"]) and scope["method"] in READ_METHODS)
+        # Routes of the protocol first: all others are rare.
+        if scope["type"] != "http" or (
+            scope["path"] not in self._known and _is_open(scope["path"], scope["method"])
         ):
             await self._app(scope, receive, send)
             return
-        headers = dict[bytes, bytes](scope["headers"])
+        headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = adopt(headers.get(REQUEST_ID))
         begin, path, head, request = time.perf_counter(), scope["path"], None, None
         try:
@@ -106,7 +108,8 @@ class ProtocolApp:
             response = refusal(refused, content_types(path, headers)[1])
         except _ClientDisconnectError:
             return
-        self._write_audit(path, headers, head, request, response, peer_of(scope["client"]))
+        if response.status in UNAUTHORIZED or (head is not None and head.endpoint.audited):
+            self._write_audit(path, headers, head, request, response, peer_of(scope["client"]))
         self._request_log.record(
             head.endpoint.name if head is not None else OTHER,
             response.status,
@@ -196,7 +199,17 @@ class ProtocolApp:
         """Run a request, and wait for the commit of its changes."""
         request = None
         try:
-            request = await self._decode(head, body)
+            arguments = (head.endpoint, body, head.content_type, head.idempotency_key, head.caller)
+            if len(body) <= LONG_BODY:
+                request = self._handlers.read(*arguments)
+            else:
+                # Decoding blocks the event loop. The lock and the `sleep(0)` let the loop serve
+                # short requests between two long bodies, however many arrive at once.
+                async with self._decoding:
+                    try:
+                        request = self._handlers.read(*arguments)
+                    finally:
+                        await asyncio.sleep(0)
             started = self._handlers.start(request)
             if started is None:
                 return request, await self._handlers.run_in_slices(request)
@@ -210,18 +223,6 @@ class ProtocolApp:
         except Exception:  # noqa: BLE001 - a bug must not close the connection, and its traceback belongs into the log
             return request, await self._internal_error(head)
         return request, started.response
-
-    async def _decode(self, head: RequestHead, body: bytes) -> DecodedRequest:
-        arguments = (head.endpoint, body, head.content_type, head.idempotency_key, head.caller)
-        if len(body) <= LONG_BODY:
-            return self._handlers.read(*arguments)
-        # Decoding blocks the event loop. The lock and the `sleep(0)` let the loop serve short
-        # requests between two long bodies, however many arrive at once.
-        async with self._decoding:
-            try:
-                return self._handlers.read(*arguments)
-            finally:
-                await asyncio.sleep(0)
 
     async def _internal_error(self, head: RequestHead) -> Response:
         _log.exception("request_failed", route=head.endpoint.name)
@@ -244,7 +245,7 @@ class ProtocolApp:
             code = p.decode(response.body, p.Problem, response.content_type).code
             caller = self._tokens.caller_of(headers.get(b"authorization", b""))
             self._audit.refused(self._route(path), response.status, code, caller, peer)
-        elif head is not None and head.endpoint.audited:
+        elif head is not None:
             fields = (
                 audit_fields(request.message, self._handlers.names(request))
                 if request is not None
@@ -261,13 +262,16 @@ class ProtocolApp:
             return OTHER
 
 
+def _is_open(path: str, method: str) -> bool:
+    """True for what goes past tokens, rate limits and metrics."""
+    # Probes of an orchestrator have no token, and the dashboard's files hold no data.
+    return path in HEALTH or (is_page(path) and method in READ_METHODS)
+
+
 def content_types(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
     """Content types of a request's body and of its response."""
-    # Some clients of the SGLang protocol send JSON without a content type.
-    sent = (
-        headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-        or p.JSON
-    )
+    header = headers.get(b"content-type", b"")
+    sent = _CONTENT_TYPES.get(header) or header.partition(b";")[0].strip().lower().decode("latin-1")
     return sent, p.MSGPACK if sent == p.MSGPACK and path.startswith("/v2") else p.JSON
 
 

@@ -53,7 +53,9 @@ def part_end(last: bytes, data: bytes, begin: int) -> int:
     if found < 0 and across < 0:
         return len(data)
     end = found + len(HEAD_END)
-    return end if data.find(HEAD_END, end) >= 0 else len(data)
+    # One byte first: it is found ten times as fast, and few bodies have it.
+    more = data.find(b"\r", end)
+    return end if more >= 0 and data.find(HEAD_END, more) >= 0 else len(data)
 
 
 class Connections:
