@@ -16,14 +16,13 @@ from hicache_metadata_server.core.codec import slots_of
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.dashboard.assets import read_assets
 from hicache_metadata_server.http.asgi import HEALTH, PAGES
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.factory import open_store
 from hicache_metadata_server.storage.store import MemoryStore
-from tests.metadata_server.http_calls import SlowStore, of_keys, running
+from tests.metadata_server.http_calls import PAGE_FILES, SlowStore, of_keys, running
 
 ADDRESS = re.compile(rb"""\w+://[^\s"'<>)]+|(?<=["'(=])//\w[^\s"'<>)]*""")
 SVG = b"http://www.w3.org/2000/svg"
@@ -237,7 +236,7 @@ async def test_the_description_is_that_of_the_types():
 
 async def test_what_a_browser_gets_refers_to_nothing_outside():
     async with running() as caller:
-        for path in (*read_assets(), *PAGES, *HEALTH, "/v2", "/v2/scopes"):
+        for path in (*PAGE_FILES, *PAGES, *HEALTH, "/v2", "/v2/scopes"):
             answer = await caller.send("GET", path)
             assert answer.status == 200, path
             assert set(ADDRESS.findall(answer.body)) <= {SVG}, path

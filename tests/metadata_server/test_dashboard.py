@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mimetypes
 import random
 import threading
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from selenium.webdriver.common.keys import Keys
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.dashboard.assets import read_assets
 from tests.metadata_server.browser import browser
+from tests.metadata_server.http_calls import PAGE_FILES
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
 from tests.support.metadata import V2Scope
@@ -424,8 +425,6 @@ LISTED = p.Scopes(scopes=[p.ScopeStatus(scope=SCOPE, slots=8, **NO_PAGES, **FORE
 class CannedAnswers(BaseHTTPRequestHandler):
     """A server that says what a test puts into its mouth, and serves the page."""
 
-    assets = read_assets()
-
     def __init__(self, answers, *args):
         self.answers = answers
         super().__init__(*args)
@@ -433,8 +432,9 @@ class CannedAnswers(BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
         status, body, kind = 200, b"", "application/json"
-        if path in self.assets:
-            body, kind = self.assets[path].body, self.assets[path].content_type
+        if path in PAGE_FILES:
+            file = PAGE_FILES[path]
+            body, kind = file.read_bytes(), mimetypes.guess_type(file.name)[0]
         else:
             status, body = self.answers.get(path, NOT_FOUND)
         self.send_response(status)

@@ -237,6 +237,6 @@ async def test_the_page_is_sent_once():
         tag = (await caller.send("GET", "/")).headers["etag"]
         again = await caller.send("GET", "/", headers={"If-None-Match": tag})
         assert (again.status, again.body) == (304, b"")
-        for file in ("", "index.html", "../app.py", "__init__.py", "main.js/x"):
-            reply = await caller.send("GET", f"/page/{file}")
-            assert (reply.status, reply.json["code"]) == (404, "unknown_route"), file
+        for path in ("/page/", "/page/../app.py", "/page/__init__.py", "/page/main.js/x"):
+            reply = await caller.send("GET", path)
+            assert (reply.status, reply.json["code"]) == (404, "unknown_route"), path

@@ -6,18 +6,16 @@ with the token that the user enters.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-from importlib import resources
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-PREFIX: Final = "/page/"
-TYPES: Final = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+from starlette.staticfiles import StaticFiles
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import Scope
+
+PREFIX: Final = "/page"
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -34,30 +32,22 @@ HEADERS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Asset:
-    """One static file."""
-
-    body: bytes
-    content_type: str
-    tag: str
-    """Entity tag: a digest of the content."""
-
-
 def is_page(path: str) -> bool:
     """Return True for a path of the status page."""
-    return path == "/" or path.startswith(PREFIX)
+    return path == "/" or path.startswith(f"{PREFIX}/")
 
 
-def read_assets() -> dict[str, Asset]:
-    """Read all files, by URL path."""
-    # Into memory, at the start: a request can only name a key of this table, never a path on disk.
-    assets = dict[str, Asset]()
-    for file in resources.files("hicache_metadata_server.dashboard").joinpath("static").iterdir():
-        body, kind = file.read_bytes(), TYPES.get(file.name[file.name.rfind(".") :])
-        if kind is not None:
-            assets[PREFIX + file.name] = Asset(
-                body, kind, f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-            )
-    assets["/"] = assets.pop(f"{PREFIX}index.html")
-    return assets
+class Assets(StaticFiles):
+    """The files below `PREFIX`, with `HEADERS`."""
+
+    def __init__(self) -> None:
+        super().__init__(packages=[("hicache_metadata_server.dashboard", "static")])
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
+        return response
+
+    async def index(self, request: Request) -> Response:
+        """The page at `/`."""
+        return await self.get_response("index.html", request.scope)

@@ -6,15 +6,14 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.core.leases import SteadyClock
-from hicache_metadata_server.dashboard.assets import HEADERS, PREFIX, read_assets
+from hicache_metadata_server.dashboard.assets import PREFIX, Assets
 from hicache_metadata_server.http.asgi import ProtocolApp, content_types
 from hicache_metadata_server.http.openapi import openapi
 from hicache_metadata_server.http.runtime import ServerRuntime
@@ -61,8 +60,9 @@ def create_app(
         handlers,
         slow_seconds,
     )
+    assets = Assets()
     app = Starlette(
-        routes=[*_pages(server), *_dashboard()],
+        routes=[*_pages(server), Route("/", assets.index), Mount(PREFIX, assets)],
         # A wrong method is an unknown route as well, as in the protocol's own routes.
         exception_handlers={404: _unknown, 405: _unknown},
         lifespan=server.running,
@@ -107,22 +107,6 @@ def _pages(server: ServerRuntime) -> list[Route]:
         Route("/metrics", metrics),
         Route(HISTORY, history),
     ]
-
-
-def _dashboard() -> list[Route]:
-    assets = read_assets()
-
-    async def page(request: Request) -> Response:
-        asset = assets.get(request.url.path)
-        if asset is None:
-            raise HTTPException(404)
-        headers = {**HEADERS, "ETag": asset.tag}
-        # `in`, not `==`: the header may list several tags, or mark them as weak.
-        if asset.tag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(asset.body, headers=headers, media_type=asset.content_type)
-
-    return [Route(path, page) for path in ("/", PREFIX + "{name}")]
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
