@@ -151,11 +151,9 @@ def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compa
     )
 
 
-@pytest.mark.parametrize("page_bytes", [1, 600, 1 << 20])
-def test_a_long_log_is_read_page_by_page(owner, monkeypatch, page_bytes):
-    """One entry, some, or all that are left with each command after the first."""
-    monkeypatch.setattr(scope_log, "PAGE_ENTRIES", 2)
-    monkeypatch.setattr(scope_log, "PAGE_BYTES", page_bytes)
+@pytest.mark.parametrize("groups", [1, 5, 6, 12])
+def test_a_long_log_is_read_page_by_page(owner, monkeypatch, groups):
+    monkeypatch.setattr(scope_log, "PAGE_GROUPS", groups)
     one, other = owner("one"), owner("other")
     one.make("0:kv")
     for number in range(11):

@@ -45,11 +45,10 @@ MAX_LOG_BYTES: Final = 4 << 20
 """Length of a scope's log from which each write also compacts. A takeover replays it in 0.1 s."""
 IDLE_LOG_BYTES: Final = 1 << 20
 """The same in an idle server. A takeover replays what is left within milliseconds."""
-PAGE_ENTRIES: Final = 64
-"""Blocks that a takeover reads with one command, and entries of the log with the first: less than a
-megabyte."""
-PAGE_BYTES: Final = 1 << 20
-"""What the next commands should read of the log, by the length of the entries so far."""
+PAGE_BLOCKS: Final = 64
+"""Blocks that a takeover reads with one command: less than a megabyte."""
+PAGE_GROUPS: Final = 1024
+"""Entries of the log that it reads with one command: most logs."""
 COMPRESSION: Final = 1
 SCOPE: Final = b"scope"
 """Field of `rest` with the scope's record and its counters; the other fields are windows."""
@@ -271,17 +270,14 @@ async def load(connection: RedisConnection, name: str, token: bytes) -> LoadedSc
     rest = await read(3, "HGETALL")
     blocks, cursor = dict[int, bytes](), b"0"
     while True:
-        cursor, found = await read(2, "HSCAN", cursor, "COUNT", PAGE_ENTRIES)
+        cursor, found = await read(2, "HSCAN", cursor, "COUNT", PAGE_BLOCKS)
         blocks |= {int(number): blob for number, blob in _paired(found)}
         if cursor == b"0":
             break
-    groups, first, count, size = list[tuple[int, bytes]](), b"-", PAGE_ENTRIES, 0
-    while page := await read(1, "XRANGE", first, "+", "COUNT", count):
+    groups, first = list[tuple[int, bytes]](), b"-"
+    while page := await read(1, "XRANGE", first, "+", "COUNT", PAGE_GROUPS):
         groups += [(int(key.partition(b"-")[0]), fields[1]) for key, fields in page]
-        if len(page) < count:
-            break
-        size += sum(len(fields[1]) for _, fields in page)
-        first, count = b"(" + page[-1][0], max(1, PAGE_BYTES * len(groups) // size)
+        first = b"(" + page[-1][0]
     return LoadedScope(blocks, dict(_paired(rest)), groups)
 
 
@@ -301,17 +297,6 @@ def restored(
     Raises:
         StoreError: snapshot or log cannot be read.
     """
-    found, rows = _recovered(log, loaded, now)
-    if not found.scopes:
-        return found, None
-    longest = found.counters.get(LONGEST, 0)
-    return found, service.restored_scope(found.scopes[0], found.pins, rows, now, longest)
-
-
-def _recovered(
-    log: ScopeLog, loaded: LoadedScope, now: float
-) -> tuple[Recovered, Iterable[SlotRows]]:
-    """Merge snapshot and log."""
     everything = Changes()
     try:
         for key in sorted(loaded.rest, key=_window_of):
@@ -335,18 +320,18 @@ def _recovered(
     log.counters = dict(everything.counters)
     if everything.scopes:
         log.record = everything.scopes[-1]
-    unpinned = set(everything.unpinned)
-    pins = [pin for pin in everything.pins if pin.pin not in unpinned]
-    local = _shifted(
-        Changes(scopes=everything.scopes[-1:], pins=pins, answers=everything.answers),
-        -log.offset,
-        log.number,
-    )
-    alive = [answer for answer in local.answers if answer.until > now]
+    everything.scopes = everything.scopes[-1:]
+    local, unpinned = _shifted(everything, -log.offset, log.number), set(everything.unpinned)
     found = Recovered(
-        local.scopes, [pin for pin in local.pins if pin.until > now], alive, everything.counters
+        local.scopes,
+        [pin for pin in local.pins if pin.until > now and pin.pin not in unpinned],
+        [answer for answer in local.answers if answer.until > now],
+        everything.counters,
     )
-    return found, _rows(blocks, -log.offset)
+    if not found.scopes:
+        return found, None
+    rows, longest = _rows(blocks, -log.offset), found.counters.get(LONGEST, 0)
+    return found, service.restored_scope(found.scopes[0], found.pins, rows, now, longest)
 
 
 def _compressed(batch: CompactionBatch) -> list[bytes]:
