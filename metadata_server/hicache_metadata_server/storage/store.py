@@ -110,7 +110,11 @@ class MemoryStore:
     """A store without durability: a restart forgets all pages."""
 
     durability = StoreDurability.NONE
-    writer = None
+
+    @property
+    def writer(self) -> StoreWriter | None:
+        """None: written from a thread."""
+        return None
 
     def recover(self, now: float) -> Recovered:
         return Recovered()
