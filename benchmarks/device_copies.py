@@ -34,8 +34,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interleaved import machine, table
 
 from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
-from hicache_storage.transfer import CudaDevice, PageTransfers, Way
-from hicache_storage.transfer.simulator import StreamSimulator
+from hicache_storage.transfer import (
+    CudaDevice,
+    Indices,
+    LayerMap,
+    PageTransfers,
+    PoolPair,
+    StreamSimulator,
+    Way,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -154,6 +161,7 @@ class Case:
         self.device_pool = MHADevicePool(**arguments, dtype=DTYPE, device=self.place)
         self.host_pool = MHAHostPool(**arguments, dtype=DTYPE, layout=self.layout)
         self.device_slots, self.host_slots = (self._scattered() for _ in range(2))
+        self.indices = {"kv": Indices(self.device_slots, self.host_slots)}
 
     def _scattered(self) -> torch.Tensor:
         pages = torch.randperm(self.pages) * 2
@@ -161,15 +169,14 @@ class Case:
 
     def ours(self, way: Way | None) -> tuple[PageTransfers, dict[str, Copy]]:
         """Our copies in both directions; checked."""
-        engine = PageTransfers(self.device, self.compute, self.device_pool, self.host_pool, way=way)
+        pair = PoolPair(self.device_pool, self.host_pool, LayerMap(range(self.layers)))
+        engine = PageTransfers(self.device, self.compute, {"kv": pair}, way=way)
         self._check(engine)
         last: list[Any] = []
 
         def enqueue(direction: str) -> None:
-            if direction == OUT:
-                last[:] = [engine.write_back(self.device_slots, self.host_slots)]
-            else:
-                last[:] = [engine.load(self.host_slots, self.device_slots)]
+            copy = engine.write_back if direction == OUT else engine.load
+            last[:] = [copy(self.indices)]
 
         copies = {
             OUT: Copy(lambda: enqueue(OUT), lambda: last[0].wait()),
@@ -188,11 +195,11 @@ class Case:
         slots = self.device_slots.to(parts[0].device)
         before = [part[slots] for part in parts]
         self.synchronize()
-        engine.write_back(self.device_slots, self.host_slots).wait()
+        engine.write_back(self.indices).wait()
         for part in parts:
             part.zero_()
         self.synchronize()
-        engine.load(self.host_slots, self.device_slots).synchronize()
+        engine.load(self.indices).synchronize()
         if not all(torch.equal(part[slots], old) for part, old in zip(parts, before, strict=True)):
             raise AssertionError("pages did not come back as they went")
 
@@ -265,11 +272,11 @@ class Case:
 def sides_of(case: Case, sglang: Any) -> tuple[dict[str, dict[str, Copy]], str]:
     """All sides of a case, by name, and the plan that was chosen."""
     engine, chosen = case.ours(None)
-    plan = engine.plan[0]
+    plan = engine.pools["kv"].plan[0]
     sides = {PINNED: case.pinned(), CHOSEN: chosen}
     for way in ("kernel", "dma"):
         other, copies = case.ours(way)
-        forced = other.plan[0]
+        forced = other.pools["kv"].plan[0]
         if (forced.out, forced.into) != (plan.out, plan.into):
             sides[way] = copies
     if sglang is not None and case.layout == "page_first":

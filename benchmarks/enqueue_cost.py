@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interleaved import machine, table
 from stubbed_cuda import StubbedDevice, stubbed
 
-from hicache_storage.pools import MHAHostPool, host_tensor
-from hicache_storage.transfer import DevicePages, PageTransfers, Way
+from hicache_storage.pools import DevicePages, MHAHostPool, host_tensor
+from hicache_storage.transfer import Indices, LayerMap, PageTransfers, PoolPair, Way
 
 HEAD_DIM, DTYPE, LAYERS = 128, torch.bfloat16, 32
 HEADS, POOL_BYTES = (8, 4, 2, 1), 8 << 30
@@ -60,7 +60,8 @@ def engine(layout: str, page_size: int, pages: int, way: Way | None) -> PageTran
     )
     device_pages = DevicePages([layer.unbind() for layer in layers], page_size)
     device = StubbedDevice()
-    return PageTransfers(device, device.stream("compute"), device_pages, host_pool, way=way)
+    pair = PoolPair(device_pages, host_pool, LayerMap(range(LAYERS)))
+    return PageTransfers(device, device.stream("compute"), {"kv": pair}, way=way)
 
 
 def measure(
@@ -71,13 +72,12 @@ def measure(
         ((torch.randperm(pages) * 2).unsqueeze(1) * page_size + torch.arange(page_size)).view(-1)
         for _ in range(2)
     )
+    indices = {"kv": Indices(device, host)}
+    enqueue = transfers.write_back if direction == "write-back" else transfers.load
     seconds = list[float]()
     for _ in range(rounds):
         began = time.thread_time()
-        if direction == "write-back":
-            transfers.write_back(device, host)
-        else:
-            transfers.load(host, device)
+        enqueue(indices)
         seconds.append(time.thread_time() - began)
     return seconds
 

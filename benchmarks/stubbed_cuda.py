@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import torch
 
-from hicache_storage.transfer import CudaDevice, CudaEvent, CudaStream
+from hicache_storage.transfer import CudaDevice, CudaStream
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import kernel as kernel_module
+from hicache_storage.transfer.cuda.device import CudaEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +107,6 @@ def stubbed(launch: Callable[[int, int, int], object] | None = None) -> Iterator
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (cuda_module, "_pinned", lambda rows: torch.empty(rows, dtype=torch.int64)),
         (cuda_module, "is_capturing", lambda stream: False),
-        (cuda_module, "forget_error", lambda: None),
         (cuda_module, "memcpy", counted("upload", _copy)),
         (cuda_module, "copy_pieces", counted("DMA", _copy_pieces)),
         (kernel_module, "address", lambda view: view.data_ptr()),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hicache_storage.hybrid.controller import HybridCacheController
     from hicache_storage.hybrid.copies.operations import CacheOperation
-    from hicache_storage.hybrid.copies.transfers import HybridLayerCounter
     from hicache_storage.hybrid.hashing import namespace_seed, page_hashes
     from hicache_storage.hybrid.policies import (
         PrefetchPolicy,
@@ -60,7 +59,6 @@ __all__ = [
     "HostPoolGroup",
     "HybridCacheController",
     "HybridIndices",
-    "HybridLayerCounter",
     "HybridStack",
     "IndexerGeometry",
     "MLAGeometry",
@@ -99,7 +97,6 @@ _HOMES = {
     "HostPoolGroup": "pools.group",
     "HybridCacheController": "controller",
     "HybridIndices": "pools.indices",
-    "HybridLayerCounter": "copies.transfers",
     "HybridStack": "stack",
     "IndexerGeometry": "stack",
     "MLAGeometry": "stack",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from hicache_storage.hybrid.copies.device_copies import DeviceCopies
-from hicache_storage.hybrid.copies.transfers import PerPoolTransfers
 from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import PrefetchRules
 from hicache_storage.hybrid.pools.tiers import CollectiveAllocator
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.hybrid.copies.transfers import LoadProgress, SpanTransfers
+    from hicache_storage.hybrid.copies.operations import LoadProgress
     from hicache_storage.hybrid.pools.group import HostPoolGroup
     from hicache_storage.hybrid.pools.indices import HybridIndices
     from hicache_storage.hybrid.ranks.group import RankGroup
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
     from hicache_storage.hybrid.storage_io.results import BackupResult, PrefetchResult
     from hicache_storage.spec import HiCacheStorage, PoolName
+    from hicache_storage.transfer import TransferEngine
 
 STORAGE_CALL_SECONDS = 30.0
 """Default time after which a call of the storage is abandoned."""
@@ -62,8 +62,7 @@ class HybridCacheController:
 
     Args:
         group: the pools.
-        transfers: copies all pools at once, such as the `HybridTransfers` that made the engines of
-            the entries; None copies each pool with its own engine.
+        transfers: copies the pools, by their names; its `host_slots` are those of the entries.
         parallel: position of this rank.
         rank_group: the ranks of the replica; may be left out for a single one.
         rules: rules of prefetches.
@@ -84,8 +83,8 @@ class HybridCacheController:
     def __init__(
         self,
         group: HostPoolGroup,
+        transfers: TransferEngine,
         *,
-        transfers: SpanTransfers | None = None,
         parallel: ParallelConfig | None = None,
         rank_group: RankGroup | None = None,
         rules: PrefetchRules | None = None,
@@ -108,7 +107,7 @@ class HybridCacheController:
         self._stop_seconds = stop_seconds
         self._counter = StatsCounter()
         allocator = CollectiveAllocator(rank_group)
-        transfers = transfers or PerPoolTransfers(group)
+        self._transfers = transfers
         self._copies = DeviceCopies(group, transfers, allocator, rank_group, self._counter)
         self._prefetcher = Prefetcher(group, allocator, rank_group, rules, self._counter)
         self._backups = StorageBackups(group, rank_group, self._counter)
@@ -224,12 +223,11 @@ class HybridCacheController:
 
         Rule ST-1.
         """
-        for name, entry in self.group.entries.items():
-            # Derived pools as well: an indexer lies in the slots of KV, but an engine of its own
-            # copies it.
-            slots = self.group.slots(device, name)
-            if slots is not None and slots.numel():
-                entry.copies.before_overwrite(slots)
+        # Derived pools as well: an indexer lies in the slots of KV.
+        slots = {name: self.group.slots(device, name) for name in self.group.entries}
+        self._transfers.before_overwrite(
+            {str(name): own for name, own in slots.items() if own is not None}
+        )
 
     def free_host(self, host: HybridIndices) -> None:
         """Free host slots of all pools.

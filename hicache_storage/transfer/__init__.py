@@ -12,37 +12,25 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.transfer.engine import PageTransfers, TransferEngine
 from hicache_storage.transfer.host_slots import HostSlots
-from hicache_storage.transfer.hybrid import HybridTransfers, Indices, PoolPair
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
-from hicache_storage.transfer.pages import DevicePages, HostPages, LayeredPages
 from hicache_storage.transfer.plan import Way
-from hicache_storage.transfer.streams import (
-    Device,
-    Event,
-    Stream,
-    StreamFailedError,
-    recorded,
-)
+from hicache_storage.transfer.pool_copies import Indices, PoolPair
+from hicache_storage.transfer.simulator import StreamSimulator
+from hicache_storage.transfer.streams import Device, Event, Stream, StreamFailedError, recorded
 
 if TYPE_CHECKING:
-    from hicache_storage.transfer.cuda.device import CudaDevice, CudaEvent, CudaStream
-    from hicache_storage.transfer.simulator import StreamSimulator
+    from hicache_storage.transfer.cuda.device import CudaDevice, CudaStream
 
 __all__ = [
     "Acknowledgement",
     "CudaDevice",
-    "CudaEvent",
     "CudaStream",
     "Device",
-    "DevicePages",
     "Event",
-    "HostPages",
     "HostSlots",
-    "HybridTransfers",
     "Indices",
     "LayerCounter",
     "LayerMap",
-    "LayeredPages",
     "PageTransfers",
     "PoolPair",
     "Stream",
@@ -53,18 +41,11 @@ __all__ = [
     "recorded",
 ]
 
-_HOMES = {
-    "CudaDevice": "cuda.device",
-    "CudaEvent": "cuda.device",
-    "CudaStream": "cuda.device",
-    "StreamSimulator": "simulator",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in ("CudaDevice", "CudaStream"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.cuda.device"), name)
 
 
 def __dir__() -> list[str]:

@@ -8,8 +8,6 @@ from hicache_storage.transfer.plan import How
 from hicache_storage.transfer.streams import RowSide, recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from hicache_storage.transfer.plan import PartGroup
@@ -31,88 +29,36 @@ DEVICE, HOST = 0, 1
 """Rows of page numbers."""
 
 
-class PageCopies:
-    """The copies between two pools in one direction.
-
-    Some are enqueued on streams of their own. Those begin behind what the direction's stream holds
-    when `begin` is called, and that waits for them, also where one is refused: an event recorded on
-    it afterwards stands for all.
-
-    Args:
-        stream: of the direction.
-        pages: in the pool that is written, none of them twice in a transfer.
-        staging_bytes: as `PageTransfers` has it.
-        outwards: True for copies from the device to the host.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        plan: Sequence[PartGroup],
-        stream: Stream,
-        pages: int,
-        staging_bytes: int,
-        *,
-        outwards: bool,
-    ) -> None:
-        self._stream = stream
-        self._table = device.page_table(pages)
-        self.lanes = [
-            Lane(device, group, stream, self._table, staging_bytes, outwards) for group in plan
-        ]
-
-    def begin(self, pages: torch.Tensor) -> None:
-        """Prepare the copies of a transfer.
-
-        Args:
-            pages: their numbers in two rows, `DEVICE` and `HOST`: int64 on the CPU.
-        """
-        self._stream.upload(self._table, pages)
-        for lane in self.lanes:
-            lane.begin(pages)
-
-    def enqueue(self, layer: int) -> bool:
-        """Enqueue the copies of the layers that begin with this one.
-
-        False if there are none, as they came with earlier ones.
-        """
-        # All of them: no lane is left out because another one has enqueued something.
-        enqueued = [lane.enqueue(layer) for lane in self.lanes]
-        return any(enqueued)
-
-    def enqueue_all(self) -> None:
-        """Enqueue the copies of all layers."""
-        for lane in self.lanes:
-            for layer in lane.runs:
-                lane.enqueue(layer)
-
-
 class Run(NamedTuple):
     """Adjacent layers that are copied together."""
 
     what: str
+    layers: range
     parts: range
     """Theirs, among those of all layers."""
     starts: torch.Tensor
     """Addresses of page 0, in two rows as page numbers, for each part of the first layer."""
     piece_bytes: int
-    buffers: Sequence[Buffer]
-    """The staging buffers, as these layers use them."""
     room: int
-    """Pages that fit into a buffer."""
-
-
-class Buffer(NamedTuple):
-    """A staging buffer, as a run of layers uses it."""
-
-    rows: object
-    """The kernel that gathers the layers into it, or scatters them from there."""
-    pieces: torch.Tensor
-    """Addresses in it: (pages, parts of a layer)."""
+    """Pages that fit into a staging buffer."""
+    buffers: list[tuple[object, torch.Tensor]]
+    """For each staging buffer the kernel that gathers the layers into it, or scatters them from
+    there, and the addresses of pieces in it: (pages, parts of a layer)."""
 
 
 class Lane:
-    """One direction of the copies of parts that have the same lengths."""
+    """One direction of the copies of parts that have the same lengths.
+
+    Some are enqueued on a stream of its own. Those begin behind what the direction's stream holds
+    when `begin` is called, and that waits for them, also where one is refused: an event recorded on
+    it afterwards stands for all.
+
+    Args:
+        stream: of the direction.
+        table: has the page numbers of a transfer.
+        staging_bytes: as `PageTransfers` has it.
+        outwards: True for copies from the device to the host.
+    """
 
     def __init__(
         self,
@@ -130,76 +76,98 @@ class Lane:
         self._stream = stream
         self._table = table
         self._outwards = outwards
-        self.staging: Staging | None = None
         how = group.out if outwards else group.into
+        self._is_staged = how is How.STAGED
         self._rows = self._row_copy(group.device, RowSide(group.host, HOST), BUS_BLOCKS)
         whole = range(group.layer_num)
         runs = [whole] if outwards and how is not How.DIRECT else [range(n, n + 1) for n in whole]
-        if how is How.STAGED and not outwards:
+        if self._is_staged and not outwards:
             # A write-back passes whole pages, as it is acknowledged as a whole. A load passes few
             # layers at first, for which kernels wait (rule ST-2).
             runs = growing(len(whole))
         self._max_pages = 0 if how is How.KERNEL else MAX_PIECES // (group.parts * len(runs))
-        buffers: list[torch.Tensor] = []
-        if how is How.STAGED:
-            # A stream of its own, so that one buffer is filled while the other one is drained.
-            filler = device.stream(*(("gather", "lowest") if outwards else ("stage", "highest")))
+        self.memory: list[torch.Tensor] = []
+        """The staging buffers; kept here, as copies know addresses only."""
+        if self._is_staged:
+            # A stream of its own fills one buffer while the direction's drains the other one.
+            self.filler = device.stream(
+                *(("gather", "lowest") if outwards else ("stage", "highest"))
+            )
             page_bytes = group.parts * group.layer_bytes * max(map(len, runs))
             pages = min(self._max_pages, group.host[0].shape[0])
-            room = max(1, min(staging_bytes // page_bytes, pages))
-            buffers = [device.scratch(room * page_bytes, (filler, stream)) for _ in range(2)]
-            self.staging = Staging(device, filler, buffers)
-        self.runs = {layers.start: self._run(layers, buffers) for layers in runs}
-        """By their first layer."""
+            size = max(1, min(staging_bytes // page_bytes, pages)) * page_bytes
+            self.memory = [device.scratch(size, (self.filler, stream)) for _ in range(2)]
+            # Recorded again and again: waits that were enqueued before keep the position that an
+            # event had then.
+            self._filled, *self._drained = (device.event() for _ in range(3))
+            self._turn = 0
+        self.runs = [self._run(layers) for layers in runs]
         views = group.device[0], group.host[0]
         pitches = [view.stride(0) * view.element_size() for view in views]
         self._pitches = torch.tensor(pitches).view(2, 1, 1)
-        self._pages, self._sent = 0, 0
-        self._offsets: torch.Tensor | None = None
+        self._pages, self._sent = torch.empty(2, 0), 0
 
     def begin(self, pages: torch.Tensor) -> None:
-        """Take the pages of the next transfer."""
-        self._pages = pages.shape[1]
-        self._sent = min(self._pages, self._max_pages)
+        """Take the pages of the next transfer.
+
+        Args:
+            pages: their numbers in two rows, `DEVICE` and `HOST`: int64 on the CPU, and uploaded.
+        """
+        self._pages = pages
+        self._sent = min(pages.shape[1], self._max_pages)
+        if self._is_staged:
+            self._before_staging()
+
+    def enqueue(self, run: Run) -> None:
+        """Enqueue the copies of some layers."""
+        import torch
+
         if self._sent:
-            self._offsets = pages[:, : self._sent].unsqueeze(2) * self._pitches
-            if self.staging is not None:
-                self.staging.begin(self._stream)
-
-    def enqueue(self, layer: int) -> bool:
-        """Enqueue the copies of the layers that begin with this one; False if none do."""
-        run = self.runs.get(layer)
-        if run is None:
-            return False
-        if self._offsets is not None and self._sent:
-            on_device, on_host = self._offsets + run.starts
-            if self.staging is None:
-                self._send(self._stream, on_device, on_host, run)
+            sent = self._pages[:, : self._sent].unsqueeze(2)
+            on_device, on_host = torch.addcmul(run.starts, sent, self._pitches)
+            if self._is_staged:
+                self._stage(on_host, run)
             else:
-                self._stage(self.staging, on_host, run)
-        if self._sent < self._pages:
-            rest = range(self._sent, self._pages)
+                self._send(self._stream, on_device, on_host, run)
+        if self._sent < self._pages.shape[1]:
+            rest = range(self._sent, self._pages.shape[1])
             self._stream.copy_rows(self._rows, run.parts, rest, run.what)
-        return True
 
-    def _stage(self, staging: Staging, on_host: torch.Tensor, run: Run) -> None:
+    def _stage(self, on_host: torch.Tensor, run: Run) -> None:
+        # The kernels of a staging buffer know the parts of its run alone.
         parts = range(len(run.parts))
         for start in range(0, self._sent, run.room):
             pages = range(start, min(start + run.room, self._sent))
-            buffer, pieces = run.buffers[staging.turn()], on_host[start : pages.stop]
+            self._turn ^= 1
+            rows, on_device = run.buffers[self._turn]
+            filler, drainer = self.filler, self._stream
+            pieces = on_device, on_host[start : pages.stop]
+            self._before_fill()
             try:
                 if self._outwards:
-                    staging.filler.copy_rows(buffer.rows, parts, pages, run.what)
+                    filler.copy_rows(rows, parts, pages, run.what)
                 else:
-                    self._send(staging.filler, buffer.pieces, pieces, run)
+                    self._send(filler, *pieces, run)
             finally:
                 # Also behind a copy that was refused half-way: what was enqueued uses the pages.
-                staging.hand_over(self._stream)
+                self._hand_over()
             if self._outwards:
-                self._send(self._stream, buffer.pieces, pieces, run)
+                self._send(drainer, *pieces, run)
             else:
-                self._stream.copy_rows(buffer.rows, parts, pages, run.what)
-            staging.release(self._stream)
+                drainer.copy_rows(rows, parts, pages, run.what)
+            self._drained[self._turn].record(drainer)
+
+    # Methods of their own, so that tests can leave out one wait alone.
+
+    def _before_staging(self) -> None:
+        self.filler.wait_event(recorded(self._device, self._stream))
+
+    def _before_fill(self) -> None:
+        self.filler.wait_event(self._drained[self._turn])
+
+    def _hand_over(self) -> None:
+        self._filled.record(self.filler)
+        self._stream.wait_event(self._filled)
 
     def _send(
         self, stream: Stream, on_device: torch.Tensor, on_host: torch.Tensor, run: Run
@@ -214,72 +182,33 @@ class Lane:
         sides = self._to_from(RowSide(on_device, DEVICE), other)
         return self._device.row_copy(*sides, self._table, blocks)
 
-    def _run(self, layers: range, staging: Sequence[torch.Tensor]) -> Run:
+    def _run(self, layers: range) -> Run:
         import torch
 
         group = self._group
         direction = "write-back" if self._outwards else "load"
         named = f"layer {layers.start}" if len(layers) == 1 else f"{len(layers)} layers"
         parts = range(layers.start * group.parts, layers.stop * group.parts)
-        views = [each[parts.start : parts.stop] for each in (group.device, group.host)]
-        starts = [[view.data_ptr() for view in each[: group.parts]] for each in views]
+        on_device, on_host = (
+            [*each[parts.start : parts.stop]] for each in (group.device, group.host)
+        )
+        starts = [
+            [view.data_ptr() for view in each[: group.parts]] for each in (on_device, on_host)
+        ]
         block = group.layer_bytes * len(layers)
-        room = len(staging[0]) // (group.parts * block) if staging else 0
-        buffers: list[Buffer] = []
-        for memory in staging:
+        room = len(self.memory[0]) // (group.parts * block) if self.memory else 0
+        buffers: list[tuple[object, torch.Tensor]] = []
+        for memory in self.memory:
             regions = memory[: group.parts * room * block].view(group.parts, -1)
             staged = [
-                _like(regions[number % group.parts], block, view, views[HOST][number % group.parts])
-                for number, view in enumerate(views[HOST])
+                _like(regions[number % group.parts], block, view, on_host[number % group.parts])
+                for number, view in enumerate(on_host)
             ]
-            rows = self._row_copy(views[DEVICE], RowSide(staged, None), DEVICE_BLOCKS)
+            rows = self._row_copy(on_device, RowSide(staged, None), DEVICE_BLOCKS)
             firsts = torch.tensor([region.data_ptr() for region in regions])
-            pages = torch.arange(0, room * block, block).unsqueeze(1)
-            buffers.append(Buffer(rows, firsts + pages))
+            buffers.append((rows, firsts + torch.arange(0, room * block, block).unsqueeze(1)))
         what = f"{direction} of {named}"
-        return Run(what, parts, torch.tensor(starts).unsqueeze(1), block, buffers, room)
-
-
-class Staging:
-    """Two buffers on the device that one stream fills while another one drains them.
-
-    Args:
-        filler: the stream that fills; it belongs to this.
-        memory: kept here, as copies know addresses only.
-    """
-
-    def __init__(self, device: Device, filler: Stream, memory: Sequence[torch.Tensor]) -> None:
-        self.filler = filler
-        self.memory = memory
-        self._device = device
-        # One that was never recorded is complete, as the buffer is free. They are recorded again:
-        # waits that were enqueued before keep the position that an event had then.
-        self._drained = [device.event() for _ in range(2)]
-        self._filled = device.event()
-        self._turn = 0
-
-    def begin(self, behind: Stream) -> None:
-        """Let the filling wait for what another stream holds now."""
-        self.filler.wait_event(recorded(self._device, behind))
-
-    def turn(self) -> int:
-        """Number of the next buffer; what fills it waits until it has been drained."""
-        self._turn ^= 1
-        self._before_fill()
-        return self._turn
-
-    def hand_over(self, drainer: Stream) -> None:
-        """Let what drains the buffer wait until it has been filled."""
-        self._filled.record(self.filler)
-        drainer.wait_event(self._filled)
-
-    def release(self, drainer: Stream) -> None:
-        """Note that everything that drains the buffer has been enqueued."""
-        self._drained[self._turn].record(drainer)
-
-    # A method of its own, so that tests can leave out this wait alone.
-    def _before_fill(self) -> None:
-        self.filler.wait_event(self._drained[self._turn])
+        return Run(what, layers, parts, torch.tensor(starts).unsqueeze(1), block, room, buffers)
 
 
 def growing(layers: int) -> list[range]:

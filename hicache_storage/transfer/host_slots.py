@@ -55,6 +55,7 @@ class HostSlots:
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
         """By page, how many of the uses hold it."""
+        self._one = torch.ones(1, dtype=torch.int64)
         self._parked = torch.zeros(pages, dtype=torch.bool)
         """By page, whether it was freed and is still in use."""
 
@@ -103,7 +104,7 @@ class HostSlots:
         """
         with self._lock:
             # Not `+= 1`, which counts a page once that occurs twice in `pages`.
-            self._users.index_add_(0, pages, pages.new_ones(pages.numel()))
+            self._users.index_add_(0, pages, self._one.expand(pages.numel()))
             self._uses.setdefault(behind, deque()).append(_Use(pages, until))
             if sum(map(len, self._uses.values())) >= self._ask_at:
                 # The next allocation reports a failed stream.
@@ -146,7 +147,7 @@ class HostSlots:
             if not self._uses[behind]:
                 del self._uses[behind]
         pages = torch.cat([use.pages for _, use in ended])
-        self._users.index_add_(0, pages, -pages.new_ones(pages.numel()))
+        self._users.index_add_(0, pages, self._one.expand(pages.numel()), alpha=-1)
         idle = pages[(self._users[pages] == 0) & self._parked[pages]]
         if idle.numel():
             self._parked[idle] = False

@@ -7,9 +7,9 @@ import pytest
 from hicache_conformance.fixtures.pipeline import HOST_MEMORY, broken_rule, wait_for
 from hicache_conformance.fixtures.target import DriverTarget
 from hicache_conformance.model.violation import Violation
-from hicache_storage.pools import MHAHostPool
-from hicache_storage.transfer import DevicePages, PageTransfers
-from hicache_storage.transfer.simulator import Access, Race, StreamSimulator
+from hicache_storage.pools import DevicePages, MHAHostPool
+from hicache_storage.transfer import PageTransfers, StreamSimulator
+from hicache_storage.transfer.races import Access, Race
 
 KERNEL_READS, KERNEL_WRITES = "kernel that reads layer 0", "kernel that writes layer 0"
 DEVICE = "bytes 0 to 8 of K of layer 0 on the device"

@@ -115,6 +115,7 @@ class Rank:
         rules = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
         impatient = HybridCacheController(
             self.stack.group,
+            self.stack.transfers,
             parallel=self.parallel,
             rank_group=self.rank_group,
             rules=rules,
@@ -196,7 +197,11 @@ class Rank:
         ):
             try:
                 HybridCacheController(
-                    group, rules=own, parallel=self.parallel, rank_group=self.rank_group
+                    group,
+                    self.stack.transfers,
+                    rules=own,
+                    parallel=self.parallel,
+                    rank_group=self.rank_group,
                 )
             except ConfigError as error:
                 self.tell("refused", str(error).split(";")[0])

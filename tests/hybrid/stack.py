@@ -18,8 +18,7 @@ from hicache_storage.hybrid import (
     PrefetchRules,
 )
 from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
-from hicache_storage.transfer import HostPages, HybridTransfers, LayerMap, PageTransfers, PoolPair
-from hicache_storage.transfer.simulator import StreamSimulator
+from hicache_storage.transfer import LayerMap, PageTransfers, PoolPair, StreamSimulator
 from tests.support.pools import pool_pair
 
 PAGE = 4
@@ -64,10 +63,9 @@ class Stack:
 
     Args:
         states: 0 for MLA and an indexer without states.
-        poolwise: copy each pool with an engine of its own.
     """
 
-    def __init__(self, *, pages=16, states=8, poolwise=False, seed=0, **options):
+    def __init__(self, *, pages=16, states=8, seed=0, **options):
         self.simulator = StreamSimulator(seed)
         self.compute = self.simulator.stream("compute")
         pairs = {
@@ -75,15 +73,9 @@ class Stack:
             INDEXER: indexer_pools(pages * PAGE),
         }
         pairs |= {MAMBA: mamba_pools(states)} if states else {}
-        device, compute = self.simulator, self.compute
-        transfers = None if poolwise else HybridTransfers(device, compute, pairs)
-        self.engines = {
-            name: PageTransfers(device, compute, *pair[:2]) for name, pair in pairs.items()
-        }
-        if transfers is not None:
-            self.engines = transfers.engines
+        self.transfers = PageTransfers(self.simulator, self.compute, pairs)
         self.device = {name: pair.device_pool for name, pair in pairs.items()}
-        self.host = {name: HostPages(pair.host_pool) for name, pair in pairs.items()}
+        self.host = {name: pair.host_pool for name, pair in pairs.items()}
         fields = {
             KV: {"is_primary_index_anchor": True},
             INDEXER: {"indices_from_pool": KV, "device_pool": None},
@@ -97,8 +89,7 @@ class Stack:
                     "device_pool": pair.device_pool,
                     **fields[name],
                 },
-                copies=self.engines[name],
-                layer_mapper=pair.layers,
+                host_slots=self.transfers.host_slots[name],
             )
             for name, pair in pairs.items()
         )
@@ -106,7 +97,7 @@ class Stack:
             "rules", PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
         )
         options.setdefault("stop_seconds", 30.0)
-        self.controller = HybridCacheController(self.group, transfers=transfers, **options)
+        self.controller = HybridCacheController(self.group, self.transfers, **options)
 
     def close(self):
         self.controller.close()

@@ -8,15 +8,10 @@ import torch
 from hicache_storage.hybrid import HybridIndices, page_hashes
 from hicache_storage.spec import InvalidTransferError, SlotError
 from hicache_storage.transfer import recorded
-from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, tokens
+from tests.hybrid.stack import KV, MAMBA, PAGE, tokens
 from tests.support.waiting import eventually
 
 KEYS = page_hashes(tokens(16), PAGE)
-
-
-@pytest.fixture(params=[False, True], ids=["together", "poolwise"])
-def stack(make_stack, request):
-    return make_stack(poolwise=request.param)
 
 
 def written(stack, pages, ends=(), node=1):
@@ -62,16 +57,13 @@ def test_operations_of_a_step_are_one_and_told_once(stack):
     stack.controller.layer_counter(-1).wait(0, stack.compute)
 
 
-@pytest.mark.parametrize(("poolwise", "arrived"), [(False, [0, 1]), (True, [0, 1, 3])])
-def test_a_layer_is_waited_for_in_the_pools_that_have_it(make_stack, poolwise, arrived):
-    """Attention layers 0 and 2 are KV's and the indexer's, 1 and 3 are Mamba's; layer 2 of KV is
-    late."""
-    stack = make_stack(poolwise=poolwise)
+def test_a_layer_is_waited_for_in_the_pools_that_have_it(stack):
+    """Attention layers 0 and 2 are KV's and the indexer's, 1 and 3 are Mamba's."""
     _, host = written(stack, 2, ends=(2,))
     stack.controller.load(host, [1])
-    hold = stack.simulator.hold([stack.device[KV].layers[1][0]], 60)
+    stack.simulator.is_held = True
     counter = stack.controller.layer_counter(stack.controller.start_loading())
-    for layer in arrived:
+    for layer in (0, 1):
         stream = stack.simulator.stream(f"model {layer}")
         counter.wait(layer, stream)
         stream.synchronize()
@@ -81,9 +73,9 @@ def test_a_layer_is_waited_for_in_the_pools_that_have_it(make_stack, poolwise, a
     counter.wait(2, late)
     event = recorded(stack.simulator, late)
     assert not event.query()
-    hold.release()
-    counter.synchronize()
     late.synchronize()
+    assert not counter.done()
+    counter.synchronize()
     assert event.query()
     assert counter.done()
 
@@ -93,7 +85,7 @@ def test_a_step_waits_for_earlier_loads_too(stack):
     nothing itself."""
     _, host = written(stack, 2, ends=(2,))
     device = stack.controller.load(host, [1])
-    hold = stack.simulator.hold([stack.device[KV].layers[0][0]], 60)
+    stack.simulator.is_held = True
     first = stack.controller.start_loading()
     assert stack.controller.completed_loads() == []
     assert stack.controller.start_loading() == first
@@ -103,7 +95,6 @@ def test_a_step_waits_for_earlier_loads_too(stack):
     assert second > first
     counter = stack.controller.layer_counter(second)
     assert not counter.done()
-    hold.release()
     counter.synchronize()
     assert counter.done()
     assert stack.holds("device", device, KEYS)
@@ -130,13 +121,13 @@ def test_what_is_freed_in_flight_is_not_handed_out(stack):
     host = stack.controller.write(device, 1)
     stack.controller.free_host(host)
     assert stack.free() == {KV: 0, MAMBA: 6}, "queued, not started"
-    hold = stack.simulator.hold([*stack.engines[INDEXER].host_slots._pool.buffers], 60)
+    stack.simulator.is_held = True
     stack.controller.start_writing()
     stack.compute.synchronize()
     assert stack.controller.write(stack.take("device", 1), 2) is None, (
         "the indexer's copy uses KV's slots"
     )
-    hold.release()
+    stack.simulator.is_held = False
     eventually(lambda: stack.free() == stack.total())
     assert stack.controller.stats().writes_without_room == 1
 
@@ -189,7 +180,7 @@ def test_refused_spans_take_nothing(stack):
 def test_reset_drops_what_is_queued_and_lets_the_rest_end(stack):
     device = stack.take("device", 2, ends=(2,))
     started, queued = stack.controller.write(device, 1), None
-    hold = stack.simulator.hold([*stack.engines[KV].host_slots._pool.buffers], 60)
+    stack.simulator.is_held = True
     stack.controller.start_writing()
     queued = stack.controller.write(device, 2)
     stack.controller.reset()
@@ -198,7 +189,7 @@ def test_reset_drops_what_is_queued_and_lets_the_rest_end(stack):
     assert stack.free()[KV] == stack.total()[KV] - 2 * PAGE
     assert stack.controller.start_writing() == 0
     assert stack.controller.completed_writes() == []
-    hold.release()
+    stack.simulator.is_held = False
     eventually(lambda: stack.free() == stack.total())
 
 

@@ -188,19 +188,13 @@ class Pool:
         self.size, self.page_size = size, page_size
 
 
-class Copies:
-    """Of an engine only what the group looks at."""
-
-    def __init__(self, pool):
-        self.host_slots = HostSlots(SlotAllocator(pool.size, pool.page_size))
-
-
 def entry(name, pool=None, **fields):
     pool = pool or Pool()
     fields.setdefault(
         "device_pool", None if "indices_from_pool" in fields else SlotAllocator(64, pool.page_size)
     )
-    return PoolEntry(name=name, host_pool=pool, copies=Copies(pool), **fields)
+    slots = HostSlots(SlotAllocator(pool.size, pool.page_size))
+    return PoolEntry(name=name, host_pool=pool, host_slots=slots, **fields)
 
 
 KV_ENTRY = {"name": "kv", "is_primary_index_anchor": True}

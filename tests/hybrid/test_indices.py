@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_storage.hybrid import CacheOperation, HybridIndices
-from hicache_storage.hybrid.copies.operations import AllDone
+from hicache_storage.hybrid.copies.operations import LoadProgress
 from hicache_storage.spec import InvalidTransferError
 from tests.hybrid.stack import MAMBA, PAGE, empty
 
@@ -110,5 +110,5 @@ def test_merged_operations_keep_everything():
     assert merged.host.anchor.tolist() == [*range(9 * PAGE, 11 * PAGE), *range(4 * PAGE, 5 * PAGE)]
     assert merged.device.side[MAMBA].tolist() == [0, 1, 5]
     assert merged.host.side[MAMBA].tolist() == [9, 10, 6]
-    merged.mark_started(AllDone())
+    merged.mark_started(LoadProgress())
     assert all(part.done() for part in parts)

@@ -116,6 +116,14 @@ class TestEveryLayout:
             view.zero_()
             assert not any(map(any, page_bytes(pool, slot)))
 
+    def test_layers_of_a_page_are_its_bytes(self, pool: HostPoolBase) -> None:
+        for number, slot in enumerate(pages(pool), 1):
+            for layer in range(pool.layer_num):
+                for part in pool.page_layer(slot, layer):
+                    part.view(torch.uint8).fill_(number)
+        for number, slot in enumerate(pages(pool), 1):
+            assert all(set(component) == {number} for component in page_bytes(pool, slot))
+
     def test_flat_page_travels_to_another_pool(self, case: PoolCase, pool: HostPoolBase) -> None:
         other = case.build()
         source, target = pages(pool)[1], pages(pool)[3]

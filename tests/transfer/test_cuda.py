@@ -13,13 +13,24 @@ import time
 
 import pytest
 import torch
-from transfer_bench import KINDS, LAYERS, POOLS, Bench, Cuda, fill, random_bytes, raw, same
+from transfer_bench import (
+    KINDS,
+    LAYERS,
+    POOLS,
+    Bench,
+    Cuda,
+    fill,
+    moved,
+    one_pool,
+    random_bytes,
+    raw,
+    same,
+)
 
 from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.pools.cuda_runtime import cuda_runtime
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer import CudaDevice, CudaStream, PageTransfers, recorded
-from hicache_storage.transfer.copies import HOST
+from hicache_storage.transfer import CudaDevice, CudaStream, recorded
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.plan import WAYS
 
@@ -47,8 +58,8 @@ def many_pages(device, way, layout="page_first", pages=MANY_PAGES, **fields):
         MHADevicePool(size=slots, device="cuda", **size),
         MHAHostPool(size=slots, layout=layout, **size),
     )
-    engine = PageTransfers(device, device.stream("compute"), *pools, way=way)
-    engine.host_slots.alloc(slots)
+    engine = one_pool(device, device.stream("compute"), *pools, way=way)
+    engine.host_slots["pool"].alloc(slots)
     device_pages, host_pages = (
         ((torch.randperm(pages) * 2).unsqueeze(1) * size["page_size"])
         + torch.arange(size["page_size"])
@@ -59,8 +70,8 @@ def many_pages(device, way, layout="page_first", pages=MANY_PAGES, **fields):
 
 def run_alone(engine, device, host):
     """The first transfer loads kernels; the next ones are judged."""
-    engine.write_back(device, host).wait()
-    engine.load(host, device).synchronize()
+    engine.write_back(moved(device, host)).wait()
+    engine.load(moved(device, host)).synchronize()
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
@@ -73,8 +84,8 @@ def test_no_call_waits_for_a_copy(cuda, way, kind, layout):
         bench.run_kernel(page, content, at_once=True)
     bench.compute.synchronize()
     cuda.delay(bench.compute)
-    acknowledgement = bench.engine.write_back(bench.slots(0, 1, 2), host)
-    counter = bench.engine.load(host, bench.slots(4, 3, 5))
+    acknowledgement = bench.write_back(bench.slots(0, 1, 2), host)
+    counter = bench.load(host, bench.slots(4, 3, 5))
     seen = bench.read_pages((4, 3, 5), counter)
     assert not acknowledgement.done()
     assert counter.arrived() == 0
@@ -86,7 +97,7 @@ def test_no_call_waits_for_a_copy(cuda, way, kind, layout):
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_many_pages_come_back(cuda, kind, layout, way):
     device, host = KINDS[kind].pair(layout, "cuda", 3000)
-    engine = PageTransfers(cuda.device, cuda.device.stream("compute"), device, host, way=way)
+    engine = one_pool(cuda.device, cuda.device.stream("compute"), device, host, way=way)
     size, pages = KINDS[kind].page_size, torch.randperm(1500) * 2
     slots, backwards = (
         (each.unsqueeze(1) * size + torch.arange(size)).view(-1) for each in (pages, pages.flip(0))
@@ -96,11 +107,11 @@ def test_many_pages_come_back(cuda, kind, layout, way):
         part.copy_(random_bytes(part, torch.Generator().manual_seed(0)))
     before = [part[pages.cuda()].clone() for part in parts]
     torch.cuda.synchronize()
-    engine.write_back(slots, backwards).wait()
+    engine.write_back(moved(slots, backwards)).wait()
     for part in parts:
         fill(part, 0xA5)
     torch.cuda.synchronize()
-    engine.load(backwards, slots).synchronize()
+    engine.load(moved(slots, backwards)).synchronize()
     torch.cuda.synchronize()
     for part, old in zip(parts, before, strict=True):
         assert torch.equal(raw(part[pages.cuda()]), raw(old))
@@ -127,9 +138,9 @@ def test_enqueueing_many_pages_does_not_wait_for_a_full_queue(cuda, way, layout,
     run_alone(engine, device, host)
     cuda.delay(engine._compute)
     began = time.perf_counter()
-    acknowledgement = engine.write_back(device, host)
+    acknowledgement = engine.write_back(moved(device, host))
     middle = time.perf_counter()
-    counter = engine.load(host, device)
+    counter = engine.load(moved(device, host))
     ended = time.perf_counter()
     print(
         f"{way}, {layout}, {fields}: {MANY_PAGES} pages behind a busy stream, write-back "
@@ -148,8 +159,8 @@ def test_many_small_transfers_do_not_fill_a_queue(cuda, way):
     run_alone(engine, device, host)
     cuda.delay(engine._compute)
     for page in range(16):
-        acknowledgement = engine.write_back(device[page : page + 1], host[page : page + 1])
-        counter = engine.load(host[page : page + 1], device[page : page + 1])
+        acknowledgement = engine.write_back(moved(device[page : page + 1], host[page : page + 1]))
+        counter = engine.load(moved(device[page : page + 1], host[page : page + 1]))
     assert not acknowledgement.done()
     assert counter.arrived() == 0
     cuda.release()
@@ -181,7 +192,7 @@ def test_copies_stay_out_of_a_graph(cuda):
         [torch.zeros_like(part[2]) for part in bench.device_pool.layer(layer)]
         for layer in range(LAYERS)
     ]
-    counter = bench.engine.load(host, bench.slots(2))
+    counter = bench.load(host, bench.slots(2))
     counter.synchronize()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -189,11 +200,11 @@ def test_copies_stay_out_of_a_graph(cuda):
         with pytest.raises(InvalidTransferError, match="being captured"):
             counter.wait(0, bench.compute)
         with pytest.raises(InvalidTransferError, match="being captured"):
-            bench.engine.write_back(bench.slots(2), host)
+            bench.write_back(bench.slots(2), host)
         for layer in range(LAYERS):
             for copy, part in zip(seen[layer], bench.device_pool.layer(layer), strict=True):
                 copy.copy_(part[2])
-    counter = bench.engine.load(host, bench.slots(2))
+    counter = bench.load(host, bench.slots(2))
     counter.wait(LAYERS - 1, bench.compute)
     with torch.cuda.stream(bench.compute.native):
         graph.replay()
@@ -215,10 +226,10 @@ def test_streams_have_priorities():
 def test_the_current_stream_of_a_model_is_taken(cuda):
     device, host = KINDS["mha"].pair("page_first", "cuda")
     compute = CudaStream(torch.cuda.current_stream())
-    with PageTransfers(cuda.device, compute, device, host) as engine:
+    with one_pool(cuda.device, compute, device, host) as engine:
         device.layer(0)[0].fill_(3)
-        engine.write_back(torch.arange(2), torch.arange(2)).wait()
-        assert engine._sides[HOST].layer(0)[0][0].eq(3).all()
+        engine.write_back(moved(torch.arange(2), torch.arange(2))).wait()
+        assert host.layer(0)[0][0].eq(3).all()
 
 
 def test_events_are_as_the_simulator_has_them():
@@ -246,7 +257,7 @@ def test_memory_that_is_not_page_locked_is_refused(cuda):
     arguments = dict(KINDS["mha"].fields, size=device.size, layer_num=LAYERS)
     host = MHAHostPool(**arguments, pin_memory=False)
     with pytest.raises(InvalidPoolError, match="pin_memory=True"):
-        PageTransfers(cuda.device, cuda.device.stream("compute"), device, host)
+        one_pool(cuda.device, cuda.device.stream("compute"), device, host)
     assert launches()
 
 
@@ -324,8 +335,8 @@ def test_pools_of_a_device_that_is_not_the_current_one(way):
     torch.cuda.synchronize(1)
     host = bench.alloc()
     bench.run_kernel(0, content, at_once=True)
-    bench.engine.write_back(bench.slots(0), host).wait()
-    counter = bench.engine.load(host, bench.slots(3))
+    bench.write_back(bench.slots(0), host).wait()
+    counter = bench.load(host, bench.slots(3))
     counter.synchronize()
     seen = [
         [part[3] for part in bench.device_pool.layer(layer)]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, Bench, Simulated, fill, same
+from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, Bench, Simulated, fill, one_pool, same
 
+from hicache_storage.pools import DevicePages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer import DevicePages, HostPages, PageTransfers
-from hicache_storage.transfer.engine import IN, OUT
 from hicache_storage.transfer.plan import WAYS
+from hicache_storage.transfer.pool_copies import IN, OUT
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
@@ -32,8 +32,8 @@ def test_pages_come_back_as_they_went(simulated, kind, layout, way, staging_byte
     for page, content in zip(pages, contents, strict=True):
         bench.run_kernel(page, content)
     host = torch.cat([bench.alloc() for _ in pages]).view(4, -1)[[2, 3, 0, 1]].view(-1)
-    acknowledgement = bench.engine.write_back(bench.slots(*pages), host)
-    counter = bench.engine.load(host, bench.slots(*elsewhere))
+    acknowledgement = bench.write_back(bench.slots(*pages), host)
+    counter = bench.load(host, bench.slots(*elsewhere))
     seen = bench.read_pages(elsewhere, counter)
     untouched = bench.read(1)
     bench.finish()
@@ -46,25 +46,11 @@ def test_pages_come_back_as_they_went(simulated, kind, layout, way, staging_byte
 def _poisoned(bench, used):
     """Return True if unused host pages are unchanged."""
     pages = set(range(PAGES)) - {slot // bench.kind.page_size for slot in used.tolist()}
-    parts = [part[page] for page in pages for layer in bench.host_pages._layers for part in layer]
+    parts = [part[page] for page in pages for layer in bench.host_pool._layers for part in layer]
     expected = [torch.empty_like(part) for part in parts]
     for tensor in expected:
         fill(tensor, 0xA5)
     return len(pages) == 2 and same([parts], [expected])
-
-
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
-def test_layers_of_a_host_page_are_its_bytes(kind, layout):
-    _, pool = KINDS[kind].pair(layout, "cpu")
-    host = HostPages(pool)
-    for page in range(PAGES):
-        for layer in range(LAYERS):
-            for tensor in host.page_layer(page * pool.page_size, layer):
-                fill(tensor, page + 1)
-    for page, components in enumerate(
-        pool.page_buffers([page * pool.page_size for page in range(PAGES)])
-    ):
-        assert all(set(buffer) == {page + 1} for buffer in components)
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
@@ -118,7 +104,7 @@ class _Traffic:
             st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True)
         )
         targets = self._draw(st.permutations(range(PAGES)))[: len(sources)]
-        self._bench.engine.write_back(self._bench.slots(*sources), self._bench.slots(*targets))
+        self._bench.write_back(self._bench.slots(*sources), self._bench.slots(*targets))
         self._host.update(
             {to: self._device[page] for page, to in zip(sources, targets, strict=True)}
         )
@@ -131,7 +117,7 @@ class _Traffic:
         if not known:
             return
         sources = [self._draw(st.sampled_from(known)) for _ in targets]
-        counter = self._bench.engine.load(self._bench.slots(*sources), self._bench.slots(*targets))
+        counter = self._bench.load(self._bench.slots(*sources), self._bench.slots(*targets))
         self._device.update(
             {to: self._host[page] for page, to in zip(sources, targets, strict=True)}
         )
@@ -144,20 +130,19 @@ class _Traffic:
 def test_the_counter_tells_what_has_arrived(simulated, way):
     bench = Bench(simulated, "mha", "page_first_direct", way)
     host = bench.filled_host(bench.content(0))
-    hold = bench.hold_loads_into(0, [1])
-    counter = bench.engine.load(host, bench.slots(0))
+    simulated.hold()
+    counter = bench.load(host, bench.slots(0))
     compute = simulated.device.stream("layer 0")
     counter.wait(0, compute)
     compute.synchronize()
     assert counter.arrived() == 1
-    hold.release()
     counter.synchronize()
     assert counter.arrived() == LAYERS
 
 
 def test_indices_that_do_not_fit_are_refused(simulated):
     bench = Bench(simulated, "mha", "page_first", None)
-    engine, host = bench.engine, bench.engine.host_slots.alloc(2 * PAGE)
+    host = bench.alloc(2)
     for wrong in (
         bench.slots(0),
         bench.slots(0, 1)[1:],
@@ -165,17 +150,17 @@ def test_indices_that_do_not_fit_are_refused(simulated):
         torch.tensor([], dtype=torch.int64),
     ):
         with pytest.raises(InvalidTransferError):
-            engine.write_back(wrong, host)
+            bench.write_back(wrong, host)
     with pytest.raises(InvalidTransferError, match="device_indices must be slots in"):
-        engine.write_back(bench.slots(0, PAGES), host)
+        bench.write_back(bench.slots(0, PAGES), host)
     with pytest.raises(InvalidTransferError, match="host_indices must be slots in"):
-        engine.load(bench.slots(0, -1), bench.slots(0, 1))
+        bench.load(bench.slots(0, -1), bench.slots(0, 1))
     with pytest.raises(InvalidTransferError, match="host_indices hold a page twice"):
-        engine.write_back(bench.slots(0, 1), bench.slots(2, 2))
+        bench.write_back(bench.slots(0, 1), bench.slots(2, 2))
     with pytest.raises(InvalidTransferError, match="device_indices hold a page twice"):
-        engine.load(bench.slots(0, 1), bench.slots(2, 2))
+        bench.load(bench.slots(0, 1), bench.slots(2, 2))
     simulated.check()
-    assert not any(fences._count for fences in engine._fences.values())
+    assert not any(fences._count for fences in bench.pool._fences.values())
 
 
 def test_repeated_pages_are_found(simulated):
@@ -189,39 +174,26 @@ def test_repeated_pages_are_found(simulated):
                 if len(set(pages)) < len(pages)
                 else nullcontext()
             ):
-                bench.engine.checked(direction, *indices)
+                bench.pool.checked(direction, *indices)
 
 
 def test_pools_that_do_not_fit_are_refused(simulated):
     device, host = KINDS["mha"].pair("page_first", "cpu")
     compute = simulated.device.stream("compute")
     for layers, field in (
-        (device.layers[1:], "layer_num: 2 and 3"),
-        ([(v, k) for k, v in device.layers], "element type and shape of the rows of layer 0"),
+        (device.layers[1:], "layer_num is 3 in the host pool and 2 in the device pages"),
+        ([(v, k) for k, v in device.layers], "element type and shape of the rows of layer 0 is"),
         (
             [(k.view(torch.int16), v) for k, v in device.layers],
-            "element type and shape of the rows of layer 0",
+            "element type and shape of the rows of layer 0 is",
         ),
     ):
-        with pytest.raises(InvalidPoolError, match=f"differ in {field}"):
-            PageTransfers(simulated.device, compute, DevicePages(layers, PAGE), host)
-    with pytest.raises(InvalidPoolError, match="differ in page_size: 4 and 2"):
-        PageTransfers(simulated.device, compute, DevicePages(device.layers, 2 * PAGE), host)
+        with pytest.raises(InvalidPoolError, match=field):
+            one_pool(simulated.device, compute, DevicePages(layers, PAGE), host)
+    with pytest.raises(InvalidPoolError, match="page_size is 2 in the host pool and 4 in"):
+        one_pool(simulated.device, compute, DevicePages(device.layers, 2 * PAGE), host)
     _, other = KINDS["mla"].pair("page_first", "cpu")
     with pytest.raises(InvalidPoolError, match="MHADevicePool is backed up by MHAHostPool"):
-        PageTransfers(simulated.device, compute, device, other)
+        one_pool(simulated.device, compute, device, other)
     with pytest.raises(InvalidTransferError, match="way must be None or one of kernel, dma"):
-        PageTransfers(simulated.device, compute, device, host, way="auto")
-
-
-def test_pages_that_copies_do_not_know_are_refused():
-    with pytest.raises(InvalidPoolError, match="same number of slots"):
-        DevicePages([[torch.zeros(4, 1)], [torch.zeros(6, 1)]], 2)
-    with pytest.raises(
-        InvalidPoolError, match="MHAHostPool, MLAHostPool, MambaHostPool and IndexerHostPool"
-    ):
-        HostPages(object())
-    _, pool = KINDS["mha"].pair("page_first", "cpu")
-    pool.layout = "page_last"
-    with pytest.raises(InvalidPoolError, match="do not know the layout 'page_last'"):
-        HostPages(pool)
+        one_pool(simulated.device, compute, device, host, way="auto")

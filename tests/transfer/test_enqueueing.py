@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from kernel_on_cpu import launch
-from transfer_bench import KINDS, LAYERS, PAGES, POOLS, fill, random_bytes, raw
+from transfer_bench import KINDS, LAYERS, PAGES, POOLS, fill, moved, one_pool, random_bytes, raw
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer import CudaEvent, CudaStream, PageTransfers, StreamFailedError, copies
+from hicache_storage.transfer import CudaStream, StreamFailedError, copies
 from hicache_storage.transfer.copies import DEVICE, HOST
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import dma
@@ -29,7 +29,7 @@ def engine(kind, layout, way, pages=PAGES, staging_bytes=1, device=None):
     device = device or StubbedDevice()
     pools = KINDS[kind].pair(layout, "cpu", pages)
     compute = device.stream("compute")
-    return PageTransfers(device, compute, *pools, way=way, staging_bytes=staging_bytes)
+    return one_pool(device, compute, *pools, way=way, staging_bytes=staging_bytes)
 
 
 def slots(pages, page_size):
@@ -37,7 +37,9 @@ def slots(pages, page_size):
 
 
 def parts(engine, side):
-    return [part for layer in range(LAYERS) for part in engine._sides[side].layer(layer)]
+    return [
+        part for layer in range(LAYERS) for part in engine.pools["pool"]._pair[side].layer(layer)
+    ]
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
@@ -55,10 +57,10 @@ def test_every_address_is_right(monkeypatch, kind, layout, way, max_pieces):
         before = [part.clone() for part in parts(made, DEVICE)]
         for part in parts(made, HOST):
             fill(part, 0xA5)
-        made.write_back(slots(out, size), slots(host, size))
+        made.write_back(moved(slots(out, size), slots(host, size)))
         for part in parts(made, DEVICE):
             fill(part, 0xA5)
-        made.load(slots(host, size), slots(back, size))
+        made.load(moved(slots(back, size), slots(host, size)))
     assert bool(calls["DMA"]) == (way == "dma")
     for part, old in zip(parts(made, DEVICE), before, strict=True):
         assert torch.equal(raw(part[back]), raw(old[out]))
@@ -76,8 +78,8 @@ def test_the_number_of_calls_does_not_grow_with_the_pages(way, layout):
         with stubbed() as calls:
             made = engine("mha", layout, way, 2 * pages, staging_bytes=1 << 20)
             separate = slots([2 * page for page in range(pages)], KINDS["mha"].page_size)
-            made.write_back(separate, separate)
-            made.load(separate, separate)
+            made.write_back(moved(separate, separate))
+            made.load(moved(separate, separate))
         counts.append(calls)
     if way == "kernel":
         assert counts[0] == counts[1] == {"upload": 2, "kernel": 2 * (1 + LAYERS)}
@@ -101,7 +103,7 @@ def test_what_cuda_refuses_is_named(stub, call, message):
             patch.object(*stub, lambda *arguments: 1),
             pytest.raises(StreamFailedError, match=message),
         ):
-            transfer(pages, pages)
+            transfer(moved(pages, pages))
 
 
 def test_kernels_are_launched_in_the_context_of_their_device(monkeypatch):
@@ -112,71 +114,61 @@ def test_kernels_are_launched_in_the_context_of_their_device(monkeypatch):
         monkeypatch.setattr(
             kernel_module, "launch", lambda *arguments: used.append(CurrentDevice.number) or 0
         )
-        made.write_back(pages, pages)
-        made.load(pages, pages)
+        made.write_back(moved(pages, pages))
+        made.load(moved(pages, pages))
     assert len(used) > 2
     assert set(used) == {1}
     assert CurrentDevice.number == 0
 
 
-class Runtime:
-    """As much of CUDA's runtime as the binding of batches needs; notes what it is called with."""
+class Driver:
+    """As much of NVIDIA's bindings as copies by DMA need; notes what CUDA is called with."""
 
-    def __init__(self, version, answer=0):
-        self.calls, self.single = [], []
-
-        @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-        def version_of(address):
-            ctypes.c_int.from_address(address).value = version
-            return 0
-
-        self.cudaRuntimeGetVersion = version_of
+    def __init__(self, knows_batches):
+        self.calls, self.single, self._knows_batches = [], [], knows_batches
         array, size = ctypes.c_void_p, ctypes.c_size_t
-        pointers = (ctypes.c_void_p,) * (1 if version < 13000 else 0)
-        kinds = (array, array, array, size, array, array, size, *pointers, ctypes.c_void_p)
 
-        @ctypes.CFUNCTYPE(ctypes.c_int, *kinds)
+        @ctypes.CFUNCTYPE(ctypes.c_int, *[array] * 3, size, array, array, size, array, array)
         def batch(*arguments):
             self.calls.append(arguments)
             self.attributes = list((ctypes.c_int * 6).from_address(arguments[4]))
             self.first = ctypes.c_size_t.from_address(arguments[5]).value
-            return answer
-
-        @ctypes.CFUNCTYPE(ctypes.c_int, array, array, size, ctypes.c_int, array)
-        def single(*arguments):
-            self.single.append(arguments)
             return 0
 
-        self.cudaMemcpyBatchAsync, self.cudaMemcpyAsync = batch, single
+        self._batch = batch
+
+    def cuGetProcAddress(self, name, version, flags):
+        assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
+        address = ctypes.cast(self._batch, ctypes.c_void_p).value
+        return (0, address, 0) if self._knows_batches else (1, 0, 0)
+
+    def cuMemcpyAsync(self, *arguments):
+        self.single.append(arguments)
+        return (0,)
 
     def use(self, monkeypatch):
-        monkeypatch.setattr(dma, "cuda_runtime", lambda: self)
-        monkeypatch.setattr(dma, "forget_error", lambda: None)
-        for name in ("memcpy_batch", "_memcpy"):
-            monkeypatch.setattr(dma, name, getattr(dma, name).__wrapped__)
+        monkeypatch.setattr(dma, "driver", lambda: self)
+        monkeypatch.setattr(dma, "memcpy_batch", dma.memcpy_batch.__wrapped__)
 
 
-@pytest.mark.parametrize(("version", "length"), [(12080, 9), (12090, 9), (13000, 8)])
-def test_batches_are_called_as_each_runtime_declares_them(monkeypatch, version, length):
-    runtime = Runtime(version)
-    runtime.use(monkeypatch)
+def test_batches_are_called_as_cuda_declares_them(monkeypatch):
+    driver = Driver(knows_batches=True)
+    driver.use(monkeypatch)
     to, origin = torch.arange(4).view(2, 2), torch.arange(6).view(3, 2)
     assert dma.copy_pieces(to, origin, 9, 15) == 0
-    (arguments,) = runtime.calls
-    assert len(arguments) == length
+    (arguments,) = driver.calls
     addresses = tuple(each.data_ptr() for each in (to, origin))
-    assert (*arguments[:2], arguments[3], arguments[6], arguments[-1]) == (*addresses, 4, 1, 15)
+    assert (*arguments[:2], arguments[3], arguments[6], arguments[8]) == (*addresses, 4, 1, 15)
     assert list((ctypes.c_size_t * 4).from_address(arguments[2])) == [9] * 4
-    # cudaMemcpySrcAccessOrderStream, no hints, no flags, for all copies from the first on.
-    assert (runtime.attributes, runtime.first) == ([1, 0, 0, 0, 0, 0], 0)
+    # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, no hints, no flags, for all copies from the first on.
+    assert (driver.attributes, driver.first) == ([1, 0, 0, 0, 0, 0], 0)
 
 
-@pytest.mark.parametrize(("version", "answer"), [(12060, 0), (13000, 36), (13000, 801)])
-def test_without_batches_pieces_are_copied_one_by_one(monkeypatch, version, answer):
-    runtime = Runtime(version, answer)
-    runtime.use(monkeypatch)
+def test_without_batches_pieces_are_copied_one_by_one(monkeypatch):
+    driver = Driver(knows_batches=False)
+    driver.use(monkeypatch)
     assert dma.copy_pieces(torch.tensor([1, 2]), torch.tensor([3, 4]), 5, 7) == 0
-    assert runtime.single == [(1, 3, 5, 4, 7), (2, 4, 5, 4, 7)]
+    assert driver.single == [(1, 3, 5, 7), (2, 4, 5, 7)]
 
 
 # What is used again
@@ -192,9 +184,9 @@ def test_no_transfer_locks_memory_or_makes_events(way):
 
         def transfers(times):
             for _ in range(times):
-                made.write_back(pages, pages)
-                made.load(pages, pages)
-                made.host_slots.available_size()
+                made.write_back(moved(pages, pages))
+                made.load(moved(pages, pages))
+                made.host_slots["pool"].available_size()
 
         # Fences keep the last events.
         transfers(300)
@@ -212,13 +204,13 @@ def test_a_buffer_is_used_again_when_its_upload_is_over():
     with stubbed():
         table = StubbedDevice().page_table(8)
         first, uploaded = table.take(numbers)
-        assert first.tolist() == [5, 7, 1, 2]
+        assert list((ctypes.c_int64 * 4).from_address(first)) == [5, 7, 1, 2]
         assert table.rows[1] - table.rows[0] == 16
         for _ in range(cuda_module.PREPARED_UPLOADS - 1):
             table.take(numbers)
         with patch.object(uploaded, "query", lambda: False, create=True):
-            assert table.take(numbers)[0].data_ptr() != first.data_ptr()
-        assert table.take(numbers)[0].data_ptr() == first.data_ptr()
+            assert table.take(numbers)[0] != first
+        assert table.take(numbers)[0] == first
 
 
 def test_an_event_that_was_used_before_is_complete_until_it_is_recorded():
@@ -257,10 +249,14 @@ class Failed:
 
 @pytest.mark.parametrize(
     ("kind", "call"),
-    [(CudaEvent, "query"), (CudaEvent, "synchronize"), (CudaStream, "synchronize")],
+    [
+        (cuda_module.CudaEvent, "query"),
+        (cuda_module.CudaEvent, "synchronize"),
+        (CudaStream, "synchronize"),
+    ],
 )
 def test_a_failed_kernel_is_a_failed_stream(kind, call):
     made = kind.__new__(kind)
-    made.native, made._is_recorded = Failed(), True
+    made.native, made.is_recorded = Failed(), True
     with pytest.raises(StreamFailedError, match="illegal memory access"):
         getattr(made, call)()

@@ -4,32 +4,26 @@ fails."""
 from __future__ import annotations
 
 import gc
-import threading
 
 import pytest
 from transfer_bench import PAGE as PAGE_SIZE
-from transfer_bench import PAGES, POOLS, Bench
+from transfer_bench import PAGES, Bench
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer import HybridTransfers, Indices, LayerMap, PoolPair, StreamFailedError
-from hicache_storage.transfer.engine import IN, OUT
+from hicache_storage.transfer import StreamFailedError
 from hicache_storage.transfer.plan import WAYS
-from hicache_storage.transfer.simulator.simulator import SimulatedRows
-
-RELEASE_SECONDS = 0.05
+from hicache_storage.transfer.pool_copies import IN, OUT
+from hicache_storage.transfer.simulator import SimulatedRows
 
 
 def held_copy(bench, direction=OUT):
-    """A copy that cannot go on for a while; what tells that it is over."""
+    """A copy that nothing but a wait lets go on; what tells that it is over."""
+    bench.place.hold()
     if direction == OUT:
-        host = bench.alloc()
-        hold = bench.hold_write_backs_into(host)
-        copy = bench.engine.write_back(bench.slots(2), host)
+        copy = bench.write_back(bench.slots(2), bench.alloc())
     else:
-        hold = bench.hold_loads_into(2)
-        copy = bench.engine.load(bench.filled_host(bench.content(0)), bench.slots(2))
+        copy = bench.load(bench.filled_host(bench.content(0)), bench.slots(2))
     assert not copy.done()
-    threading.Timer(RELEASE_SECONDS, hold.release).start()
     return copy
 
 
@@ -40,7 +34,7 @@ def test_closing_waits_for_copies_and_takes_no_more(simulated, direction):
         copy = held_copy(bench, direction)
     assert copy.done()
     engine.close()
-    for call in (engine.write_back, engine.load):
+    for call in (bench.write_back, bench.load):
         with pytest.raises(InvalidTransferError, match="closed"):
             call(bench.slots(0), bench.slots(0))
 
@@ -56,31 +50,11 @@ def test_whoever_drops_the_pools_waits_for_their_copies(simulated, way):
 
 def test_a_failed_copy_is_told_when_it_is_closed(simulated, monkeypatch):
     bench = Bench(simulated, "mha", "page_first", None)
-    hold = bench.hold_write_backs_into(bench.slots(0))
-    bench.engine.write_back(bench.slots(2), bench.slots(0))
+    bench.write_back(bench.slots(2), bench.slots(0))
     monkeypatch.setattr(SimulatedRows, "pages", broken)
-    hold.release()
     with pytest.raises(StreamFailedError, match="the bus is gone"):
         bench.engine.close()
     bench.engine.close()
-
-
-def test_pools_moved_together_are_closed_together(simulated):
-    benches = {layout: Bench(simulated, "mha", layout, None) for _, layout in POOLS[:2]}
-    pairs = {
-        name: PoolPair(bench.device_pool, bench.host_pool, LayerMap(range(3)))
-        for name, bench in benches.items()
-    }
-    with HybridTransfers(simulated.device, simulated.device.stream("compute"), pairs) as transfers:
-        bench = benches["page_first"]
-        hold = bench.hold_write_backs_into(bench.slots(0))
-        acknowledgement = transfers.write_back(
-            {name: Indices(bench.slots(2), bench.slots(0)) for name in benches}
-        )
-        threading.Timer(RELEASE_SECONDS, hold.release).start()
-    assert acknowledgement.done()
-    with pytest.raises(InvalidTransferError, match="closed"):
-        transfers.write_back({"page_first": Indices(bench.slots(2), bench.slots(0))})
 
 
 # What fails
@@ -93,35 +67,31 @@ def broken(*arguments):
 
 def failing(bench, monkeypatch):
     """Copies are enqueued, and then something fails; what the host pages are that they use."""
-    copies = bench.engine._copies[OUT]
-    enqueue_all = copies.enqueue_all
+    *_, lane = bench.pool.lanes[OUT]
+    enqueue = lane.enqueue
 
-    def fail():
-        enqueue_all()
+    def fail(run):
+        enqueue(run)
         raise RuntimeError("a later copy is refused")
 
-    monkeypatch.setattr(copies, "enqueue_all", fail)
+    monkeypatch.setattr(lane, "enqueue", fail)
+    bench.place.hold()
     return bench.alloc()
 
 
-def fail_write_back(bench, host, hold=None):
-    if hold is not None:
-        threading.Timer(RELEASE_SECONDS, hold.release).start()
+def fail_write_back(bench, host):
     with pytest.raises(RuntimeError, match="a later copy is refused"):
-        bench.engine.write_back(bench.slots(2), host)
-    bench.engine.host_slots.free(host)
-    bench.place.run_what_can()
-    return bench.engine.host_slots.available_size() == bench.host_pool.size
+        bench.write_back(bench.slots(2), host)
+    bench.host_slots.free(host)
+    return bench.host_slots.available_size() == bench.host_pool.size
 
 
 def test_host_pages_stay_until_what_was_enqueued_before_a_failure_is_over(simulated, monkeypatch):
     bench = Bench(simulated, "mha", "page_first", None)
     host = failing(bench, monkeypatch)
-    hold = bench.hold_write_backs_into(host)
     assert not fail_write_back(bench, host)
-    hold.release()
     bench.engine.streams[OUT].synchronize()
-    assert bench.engine.host_slots.available_size() == bench.host_pool.size
+    assert bench.host_slots.available_size() == bench.host_pool.size
 
 
 def without_events(bench, monkeypatch):
@@ -143,10 +113,8 @@ def test_without_an_event_the_stream_is_waited_for(simulated, monkeypatch):
     bench = Bench(simulated, "mha", "page_first", None)
     host = failing(bench, monkeypatch)
     without_events(bench, monkeypatch)
-    hold = bench.hold_write_backs_into(host)
-    assert fail_write_back(bench, host, hold)
-    assert not hold.expired
-    bench.engine.streams[OUT].synchronize()
+    assert fail_write_back(bench, host)
+    assert not bench.engine.streams[OUT].queue
 
 
 def test_pages_of_a_stream_that_tells_nothing_are_not_handed_out_again(simulated, monkeypatch):
@@ -161,16 +129,14 @@ def test_pages_of_a_stream_that_tells_nothing_are_not_handed_out_again(simulated
 def test_a_load_that_fails_holds_its_pages_too(simulated, monkeypatch):
     bench = Bench(simulated, "mha", "page_first", None)
     host = bench.filled_host(bench.content(0))
-    load = bench.engine.load_layer
-    monkeypatch.setattr(
-        bench.engine, "load_layer", lambda layer: broken() if layer else load(layer)
-    )
-    hold = bench.hold_loads_into(2)
+    *_, lane = bench.pool.lanes[IN]
+    enqueue = lane.enqueue
+    monkeypatch.setattr(lane, "enqueue", lambda run: broken() if run.layers.start else enqueue(run))
+    simulated.hold()
     with pytest.raises(RuntimeError, match="the bus is gone"):
-        bench.engine.load(host, bench.slots(2))
-    bench.engine.host_slots.free(host)
+        bench.load(host, bench.slots(2))
+    bench.host_slots.free(host)
     assert bench.alloc(PAGES) is None
-    hold.release()
     bench.engine.streams[IN].synchronize()
     assert bench.alloc(PAGES) is not None
 
@@ -179,22 +145,21 @@ def test_a_load_that_fails_holds_its_pages_too(simulated, monkeypatch):
 def test_a_staging_buffer_whose_filling_fails_is_waited_for(simulated, monkeypatch, direction):
     """Some of its copies were enqueued on a stream of their own: pages are kept for them, too."""
     bench = Bench(simulated, "mha", "page_first_direct", "dma")
-    staging, slots = bench.staging(direction), bench.engine.host_slots
+    staging, slots = bench.staging(direction), bench.host_slots
     step = "copy_rows" if direction == OUT else "copy_pieces"
     fill = getattr(staging.filler, step)
     monkeypatch.setattr(staging.filler, step, lambda *arguments: fill(*arguments) or broken())
-    host, hold = bench.filled_host(bench.content(0)), simulated.hold(staging.memory)
+    host = bench.filled_host(bench.content(0))
+    simulated.hold()
     calls = {
-        OUT: lambda: bench.engine.write_back(bench.slots(2), host),
-        IN: lambda: bench.engine.load(host, bench.slots(2)),
+        OUT: lambda: bench.write_back(bench.slots(2), host),
+        IN: lambda: bench.load(host, bench.slots(2)),
     }
     with pytest.raises(RuntimeError, match="the bus is gone"):
         calls[direction]()
     slots.free(host)
-    simulated.run_what_can()
     assert slots.alloc(bench.host_pool.size) is None
     bench.run_kernel(2, bench.content(1))
-    hold.release()
     bench.finish()
     bench.engine.close()
     assert slots.available_size() == bench.host_pool.size
@@ -213,14 +178,13 @@ def test_slots_that_are_free_are_taken_without_asking_any_copy(simulated, monkey
         type(simulated.device.event()), "query", lambda event: asked.append(event) or query(event)
     )
     taken = [bench.alloc() for _ in range(5)]
-    hold = bench.hold_write_backs_into(taken[0])
+    simulated.hold()
     for host in taken:
-        bench.engine.write_back(bench.slots(2), host)
-        bench.engine.host_slots.free(host)
+        bench.write_back(bench.slots(2), host)
+        bench.host_slots.free(host)
     assert bench.alloc() is not None
     assert not asked
-    assert bench.engine.host_slots.available_size() == 0
+    assert bench.host_slots.available_size() == 0
     assert len(asked) == 1
-    hold.release()
     bench.engine.streams[OUT].synchronize()
-    assert bench.engine.host_slots.available_size() == 5 * PAGE_SIZE
+    assert bench.host_slots.available_size() == 5 * PAGE_SIZE

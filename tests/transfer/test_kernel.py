@@ -15,7 +15,6 @@ from transfer_bench import fill, random_bytes, raw
 
 from hicache_storage.pools import MHAHostPool
 from hicache_storage.spec import ConfigError, InvalidPoolError
-from hicache_storage.transfer import HostPages
 from hicache_storage.transfer.cuda.kernel import compiled, make_move
 from hicache_storage.transfer.plan import geometry, word_bytes
 from hicache_storage.transfer.streams import RowSide
@@ -56,14 +55,13 @@ def pools(draw):
 @given(pools(), st.data())
 def test_pages_go_where_their_numbers_say(pair, data):
     device, host, pages = pair
-    host_pages, numbers = HostPages(host), st.permutations(range(pages))
+    numbers = st.permutations(range(pages))
     count = data.draw(st.integers(1, pages))
     to, origin = (torch.tensor(data.draw(numbers)[:count]) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     for part in range(len(device.layer(0))):
         views = [
-            [layers.layer(layer)[part] for layer in range(LAYERS)]
-            for layers in (device, host_pages)
+            [layers.layer(layer)[part] for layer in range(LAYERS)] for layers in (device, host)
         ]
         if data.draw(st.booleans()):
             views.reverse()
@@ -100,7 +98,7 @@ def test_pages_without_numbers_come_in_order():
 def test_the_widest_words_are_moved(heads):
     """16 bytes where lengths and addresses allow it."""
     shape = {"size": 8, "page_size": 2, "layer_num": 2, "head_num": heads, "head_dim": 8}
-    host = HostPages(MHAHostPool(**shape, dtype=torch.bfloat16, layout="page_head"))
+    host = MHAHostPool(**shape, dtype=torch.bfloat16, layout="page_head")
     device = torch.zeros(4, 2, heads, 8, dtype=torch.bfloat16)
     (view, _), form = host.layer(1), geometry(host.layer(1)[0], device)
     assert word_bytes(form, [view.data_ptr(), device.data_ptr()]) == 16

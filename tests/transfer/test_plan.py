@@ -6,9 +6,14 @@ import pytest
 import torch
 from transfer_bench import KINDS, LAYERS
 
-from hicache_storage.pools import MambaHostPool, MHAHostPool, MLAHostPool, host_tensor
+from hicache_storage.pools import (
+    DevicePages,
+    MambaHostPool,
+    MHAHostPool,
+    MLAHostPool,
+    host_tensor,
+)
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer import DevicePages, HostPages
 from hicache_storage.transfer.copies import growing
 from hicache_storage.transfer.pages import page_numbers
 from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, describe, make_plan
@@ -19,14 +24,13 @@ BF16 = torch.bfloat16
 
 def planned(pool, way=None):
     """The plan for a host pool and a device pool that nobody touches."""
-    host = HostPages(pool)
     layers = [
-        [host_tensor((pool.size, *part[0, 0].shape), part.dtype) for part in host.layer(layer)]
-        for layer in range(host.layer_num)
+        [host_tensor((pool.size, *part[0, 0].shape), part.dtype) for part in pool.layer(layer)]
+        for layer in range(pool.layer_num)
     ]
-    rows = host.layer(0)[0].shape[1]
+    rows = pool.layer(0)[0].shape[1]
     device = DevicePages(layers, pool.page_size, rows_per_page=rows)
-    return make_plan(device, host, way)
+    return make_plan(device, pool, way)
 
 
 def mha(layout, page_size, head_dim=128, **fields):
@@ -105,7 +109,7 @@ def test_groups_of_layers_grow():
 def test_layers_may_lie_anywhere():
     """A pool whose layers were allocated one by one has no pages of one piece."""
     device, host = KINDS["mla"].pair("page_first_direct", "cpu")
-    (whole,) = make_plan(device, HostPages(host), "dma")
+    (whole,) = make_plan(device, host, "dma")
     (apart,) = make_plan(device, KINDS["mla"].pair("page_first", "cpu")[0], "dma")
     assert (whole.out, whole.into) == (STAGED, STAGED)
     assert (apart.out, apart.into, apart.layer_num) == (DIRECT, DIRECT, LAYERS)

@@ -8,9 +8,8 @@ import itertools
 import pytest
 import torch
 
-from hicache_storage.transfer import StreamFailedError, recorded
-from hicache_storage.transfer.simulator import StreamSimulator
-from hicache_storage.transfer.simulator.races import byte_runs
+from hicache_storage.transfer import StreamFailedError, StreamSimulator, recorded
+from hicache_storage.transfer.races import byte_runs
 
 
 @pytest.fixture
@@ -50,11 +49,9 @@ def test_streams_overtake_each_other():
 
 def test_copies_take_effect_when_they_run(simulator):
     stream, memory, source = simulator.stream("a"), numbers(0), numbers(1)
-    hold = simulator.hold([memory], 30)
     stream.copy(memory, source, "copy")
     source.fill_(7)
     assert not memory.any()
-    hold.release()
     stream.synchronize()
     assert torch.equal(memory, numbers(7))
 
@@ -72,7 +69,7 @@ def test_an_event_that_was_never_recorded_is_complete(simulator):
 def test_recording_takes_a_snapshot(simulator):
     first, second, held = simulator.stream("a"), simulator.stream("b"), numbers(0)
     event = recorded(simulator, first)
-    hold = simulator.hold([held], 30)
+    simulator.is_held = True
     first.copy(held, numbers(1), "enqueued after the record")
     event.synchronize()
     second.wait_event(event)
@@ -81,27 +78,28 @@ def test_recording_takes_a_snapshot(simulator):
     event.record(first)
     assert not event.query()
     second.synchronize()
-    hold.release()
+    assert not held.any()
     event.synchronize()
     assert event.query()
+    assert held.all()
 
 
-def test_a_wait_orders_what_comes_behind_it_only(simulator):
+def test_a_wait_runs_what_it_is_behind_and_no_more(simulator):
     first, second = simulator.stream("a"), simulator.stream("b")
     held, other, behind = numbers(0), numbers(0), numbers(0)
-    hold = simulator.hold([held], 30)
     first.copy(held, numbers(1), "held")
     event = recorded(simulator, first)
+    first.copy(numbers(0), numbers(3), "behind the event")
     second.copy(other, numbers(2), "before the wait")
     done = recorded(simulator, second)
     second.wait_event(event)
     second.copy(behind, held, "behind the wait")
     done.synchronize()
     assert torch.equal(other, numbers(2))
-    assert not behind.any()
-    hold.release()
+    assert not held.any()
     second.synchronize()
     assert torch.equal(behind, numbers(1))
+    assert len(first.queue) == 1
     assert not simulator.races
 
 
@@ -208,18 +206,9 @@ def test_an_error_surfaces_where_it_is_waited_for(simulator):
     other.synchronize()
 
 
-def test_a_hold_gives_up_by_itself(simulator):
-    stream, memory = simulator.stream("a"), numbers(0)
-    hold = simulator.hold([memory], 0.01)
-    stream.copy(memory, numbers(1), "copy")
-    stream.synchronize()
-    assert hold.expired
-    assert memory.all()
-
-
 def test_closing_runs_what_is_left():
     simulator, memory = StreamSimulator(), numbers(0)
-    simulator.hold([memory], 60)
+    simulator.is_held = True
     simulator.stream("a").copy(memory, numbers(1), "held until the end")
     assert not memory.any()
     simulator.close()

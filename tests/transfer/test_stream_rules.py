@@ -12,8 +12,8 @@ from transfer_bench import LAYERS, POOLS, Bench, same
 
 from hicache_storage.transfer import Acknowledgement, LayerCounter, recorded
 from hicache_storage.transfer.copies import DEVICE, HOST
-from hicache_storage.transfer.engine import IN, OUT
 from hicache_storage.transfer.plan import WAYS
+from hicache_storage.transfer.pool_copies import IN, OUT
 
 # Programs
 # -------------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def overwrite_behind_write_back(bench):
     bench.run_kernel(2, old)
     bench.compute.synchronize()
     bench.place.delay(bench.engine.streams[OUT])
-    acknowledgement = bench.engine.write_back(bench.slots(2), host)
+    acknowledgement = bench.write_back(bench.slots(2), host)
     bench.run_kernel(2, new, at_once=True)
     seen = bench.read(2)
     bench.wait(acknowledgement)
@@ -48,7 +48,7 @@ def overwrite_behind_load(bench):
     """Kernels overwrite a page that is being loaded."""
     host, new = bench.filled_host(bench.content(0)), bench.content(1)
     bench.place.delay(bench.engine.streams[IN])
-    bench.engine.load(host, bench.slots(2))
+    bench.load(host, bench.slots(2))
     bench.run_kernel(2, new, at_once=True)
     bench.place.release()
     bench.engine.streams[IN].synchronize()
@@ -64,7 +64,7 @@ def load_behind_kernels(bench):
     bench.run_kernel(2, old)
     bench.place.delay(bench.compute)
     seen = bench.read(2)
-    seen_next = bench.read(2, bench.engine.load(host, bench.slots(2)))
+    seen_next = bench.read(2, bench.load(host, bench.slots(2)))
     bench.finish()
     assert same(seen, old)
     assert same(seen_next, new)
@@ -77,8 +77,8 @@ def load_behind_write_back(bench):
     bench.run_kernel(2, old)
     bench.compute.synchronize()
     bench.place.delay(bench.engine.streams[OUT])
-    acknowledgement = bench.engine.write_back(bench.slots(2), out)
-    seen = bench.read(2, bench.engine.load(source, bench.slots(2)))
+    acknowledgement = bench.write_back(bench.slots(2), out)
+    seen = bench.read(2, bench.load(source, bench.slots(2)))
     bench.wait(acknowledgement)
     assert same(bench.host_content(out), old)
     bench.finish()
@@ -90,8 +90,8 @@ def write_back_behind_load(bench):
     content = bench.content(0)
     source, out = bench.filled_host(content), bench.alloc()
     bench.place.delay(bench.engine.streams[IN])
-    bench.engine.load(source, bench.slots(2))
-    bench.wait(bench.engine.write_back(bench.slots(2), out))
+    bench.load(source, bench.slots(2))
+    bench.wait(bench.write_back(bench.slots(2), out))
     assert same(bench.host_content(out), content)
     bench.finish()
 
@@ -102,8 +102,8 @@ def load_of_a_page_in_write_back(bench):
     bench.run_kernel(2, content)
     bench.compute.synchronize()
     bench.place.delay(bench.engine.streams[OUT])
-    bench.engine.write_back(bench.slots(2), host)
-    seen = bench.read(4, bench.engine.load(host, bench.slots(4)))
+    bench.write_back(bench.slots(2), host)
+    seen = bench.read(4, bench.load(host, bench.slots(4)))
     bench.finish()
     assert same(seen, content)
 
@@ -115,8 +115,8 @@ def write_back_over_a_load(bench):
     bench.run_kernel(2, new)
     bench.compute.synchronize()
     bench.place.delay(bench.engine.streams[IN])
-    counter = bench.engine.load(host, bench.slots(4))
-    acknowledgement = bench.engine.write_back(bench.slots(2), host)
+    counter = bench.load(host, bench.slots(4))
+    acknowledgement = bench.write_back(bench.slots(2), host)
     seen = bench.read(4, counter)
     bench.wait(acknowledgement)
     assert same(bench.host_content(host), new)
@@ -128,9 +128,9 @@ def layers_behind_their_events(bench, seeds=range(3)):
     """Kernels read each layer of three pages behind its own event."""
     contents, pages = [bench.content(seed) for seed in seeds], (5, 0, 3)
     host = bench.filled_host(*contents)
-    counter = bench.engine.load(host, bench.slots(*pages))
+    counter = bench.load(host, bench.slots(*pages))
     seen = bench.read_pages(pages, counter)
-    bench.engine.host_slots.free(host)
+    bench.host_slots.free(host)
     bench.finish()
     assert all(map(same, seen, contents))
     assert counter.arrived() == LAYERS
@@ -144,13 +144,13 @@ def write_back_pages(bench, seeds, *, at_once=True):
         bench.run_kernel(page, content, at_once=at_once)
     if at_once:
         bench.compute.synchronize()
-    bench.wait(bench.engine.write_back(bench.slots(*pages), host))
+    bench.wait(bench.write_back(bench.slots(*pages), host))
     for number, content in enumerate(contents):
         assert same(
             bench.host_content(host[number * bench.kind.page_size :]),
             content,
         )
-    bench.engine.host_slots.free(host)
+    bench.host_slots.free(host)
     bench.finish()
 
 
@@ -187,13 +187,13 @@ def host_pages_of_a_load_stay(bench):
     content = bench.content(0)
     host = bench.filled_host(content)
     bench.place.delay(bench.engine.streams[IN])
-    hold = bench.hold_loads_into(2)
-    counter = bench.engine.load(host, bench.slots(2))
-    _freed_pages_stay(bench, host, hold)
+    bench.place.hold()
+    counter = bench.load(host, bench.slots(2))
+    _freed_pages_stay(bench, host)
     seen = bench.read(2, counter)
     bench.finish()
     assert same(seen, content)
-    assert bench.engine.host_slots.available_size() == bench.host_pool.size
+    assert bench.host_slots.available_size() == bench.host_pool.size
 
 
 def host_pages_of_a_write_back_stay(bench):
@@ -202,20 +202,20 @@ def host_pages_of_a_write_back_stay(bench):
     host = bench.alloc()
     bench.run_kernel(2, bench.content(0))
     bench.place.delay(bench.engine.streams[OUT])
-    hold = bench.hold_write_backs_into(host)
-    acknowledgement = bench.engine.write_back(bench.slots(2), host)
-    _freed_pages_stay(bench, host, hold)
+    bench.place.hold()
+    acknowledgement = bench.write_back(bench.slots(2), host)
+    _freed_pages_stay(bench, host)
     bench.wait(acknowledgement)
     bench.finish()
-    assert bench.engine.host_slots.available_size() == bench.host_pool.size
+    assert bench.host_slots.available_size() == bench.host_pool.size
 
 
-def _freed_pages_stay(bench, host, hold):
-    slots = bench.engine.host_slots
+def _freed_pages_stay(bench, host):
+    slots = bench.host_slots
     slots.free(host)
     handed = slots.alloc(bench.host_pool.size - host.numel())
     extra = slots.alloc(host.numel())
-    hold.release()
+    bench.place.release()
     assert extra is None, "a host page was handed out while a copy used it"
     slots.free(handed)
 
@@ -271,8 +271,8 @@ def without_compute(direction):
     return break_it
 
 
-def without_engine_step(step):
-    return lambda bench: setattr(bench.engine, step, nothing)
+def without_step(owner, step):
+    return lambda bench: setattr(getattr(bench, owner), step, nothing)
 
 
 def without_fence(direction, step, side):
@@ -280,7 +280,7 @@ def without_fence(direction, step, side):
     the other direction does not wait."""
 
     def break_it(bench):
-        fences = bench.engine._fences[direction]
+        fences = bench.pool._fences[direction]
         note, wait = fences.note, fences.wait
 
         def note_others(*arguments):
@@ -350,16 +350,27 @@ MUTANTS = (
         ),
     }
     | {
-        name: (without_engine_step(step), program)
-        for name, step, program in [
+        name: (without_step(owner, step), program)
+        for name, owner, step, program in [
             (
                 "kernels do not wait for write-backs",
+                "engine",
                 "before_overwrite",
                 overwrite_behind_write_back,
             ),
-            ("kernels do not wait for loads", "before_overwrite", overwrite_behind_load),
-            ("host pages in load are not held", "_hold", host_pages_of_a_load_stay),
-            ("host pages in write-back are not held", "_hold", host_pages_of_a_write_back_stay),
+            ("kernels do not wait for loads", "engine", "before_overwrite", overwrite_behind_load),
+            (
+                "host pages in load are not held",
+                "host_slots",
+                "hold_pages",
+                host_pages_of_a_load_stay,
+            ),
+            (
+                "host pages in write-back are not held",
+                "host_slots",
+                "hold_pages",
+                host_pages_of_a_write_back_stay,
+            ),
         ]
     }
     | {
@@ -403,12 +414,22 @@ MUTANTS = (
 STAGING_MUTANTS = {
     name: (without_staging_step(direction, step), program)
     for name, direction, step, program in [
-        ("gathering does not wait for kernels", OUT, "begin", write_back_behind_kernels),
-        ("staging does not wait for host pages", IN, "begin", load_of_a_page_in_write_back),
+        ("gathering does not wait for kernels", OUT, "_before_staging", write_back_behind_kernels),
+        (
+            "staging does not wait for host pages",
+            IN,
+            "_before_staging",
+            load_of_a_page_in_write_back,
+        ),
         ("gathering overruns a buffer", OUT, "_before_fill", staged_out_behind_a_slow_bus),
-        ("copies leave before they are gathered", OUT, "hand_over", staged_out_behind_slow_kernels),
+        (
+            "copies leave before they are gathered",
+            OUT,
+            "_hand_over",
+            staged_out_behind_slow_kernels,
+        ),
         ("staging overruns a buffer", IN, "_before_fill", staged_in_behind_slow_kernels),
-        ("scattering begins before pages have come", IN, "hand_over", staged_in_behind_a_slow_bus),
+        ("scattering begins before pages have come", IN, "_hand_over", staged_in_behind_a_slow_bus),
     ]
 }
 BROKEN = [
@@ -448,16 +469,15 @@ def test_layers_do_not_wait_for_later_ones(simulated, way, kind, layout):
     made = Bench(simulated, kind, layout, way)
     content = made.content(0)
     host = made.filled_host(content)
-    hold = made.hold_loads_into(2, [LAYERS - 1])
-    counter = made.engine.load(host, made.slots(2))
+    simulated.hold()
+    counter = made.load(host, made.slots(2))
     seen = []
     for layer in range(LAYERS - 1):
         counter.wait(layer, made.compute)
         seen.append(made.read_layer(2, layer))
-    made.finish()
-    assert not hold.expired, "kernels of earlier layers waited for the last one"
-    assert counter.arrived() == LAYERS - 1
+    made.compute.synchronize()
+    assert counter.arrived() == LAYERS - 1, "kernels of earlier layers waited for the last one"
+    simulated.check()
     assert same(seen, content[:-1])
-    hold.release()
     counter.synchronize()
     assert counter.arrived() == LAYERS

@@ -6,15 +6,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hicache_storage.pools import host_tensor
-from hicache_storage.transfer import CudaDevice, PageTransfers
-from hicache_storage.transfer.copies import HOST
-from hicache_storage.transfer.simulator import StreamSimulator
+from hicache_storage.transfer import (
+    CudaDevice,
+    Indices,
+    LayerMap,
+    PageTransfers,
+    PoolPair,
+    StreamSimulator,
+)
 from tests.support.pools import POOL_KINDS
 
 LAYERS, PAGES, PAGE = 3, 6, 2
@@ -84,19 +88,15 @@ class Simulated:
     def delay(self, stream):
         """Nothing: the verdict does not depend on time."""
 
+    def hold(self):
+        """Keep copies in flight until `release`."""
+        self.device.is_held = True
+
     def release(self):
-        """Nothing: see `delay`."""
+        self.device.is_held = False
 
     def host(self, what, **touched):
         self.device.host(what, **touched)
-
-    def hold(self, tensors):
-        return self.device.hold(tensors, HOLD_SECONDS)
-
-    def run_what_can(self):
-        """Run everything that nothing holds back: a query runs some of it."""
-        for _ in range(50):
-            self.device.event().query()
 
     def check(self):
         assert not self.device.races, str(self.device.races[0])
@@ -145,9 +145,8 @@ class Cuda:
     def host(self, what, **touched):
         """Nothing: the host has waited for what it looks at."""
 
-    def hold(self, tensors):
-        """A hold that `release` ends: gates keep the copies in flight."""
-        return SimpleNamespace(release=self.release, expired=False)
+    def hold(self):
+        """Nothing: gates keep copies in flight."""
 
     def check(self):
         """Nothing: the bytes tell."""
@@ -206,7 +205,7 @@ class Bench(Rig):
         super().__init__(place)
         self.kind = KINDS[kind]
         self.device_pool, self.host_pool = self.kind.pair(layout, place.where)
-        self.engine = PageTransfers(
+        self.engine = one_pool(
             place.device,
             self.compute,
             self.device_pool,
@@ -214,11 +213,12 @@ class Bench(Rig):
             way=way,
             staging_bytes=staging_bytes,
         )
+        self.pool = self.engine.pools["pool"]
+        self.host_slots = self.pool.host_slots
         if place.where == "cuda":
             # Kernels are loaded before one waits for the host.
-            self.engine.write_back(self.slots(0), self.slots(0)).wait()
-            self.engine.load(self.slots(0), self.slots(0)).synchronize()
-        self.host_pages = self.engine._sides[HOST]
+            self.write_back(self.slots(0), self.slots(0)).wait()
+            self.load(self.slots(0), self.slots(0)).synchronize()
         poison(self.device_pool, self.host_pool)
         if place.where == "cuda":
             torch.cuda.synchronize()
@@ -226,6 +226,12 @@ class Bench(Rig):
     def slots(self, *pages):
         size = self.kind.page_size
         return torch.tensor([page * size + offset for page in pages for offset in range(size)])
+
+    def write_back(self, device, host):
+        return self.engine.write_back(moved(device, host))
+
+    def load(self, host, device):
+        return self.engine.load(moved(device, host))
 
     def content(self, seed):
         """Content of a page: the parts of each layer."""
@@ -241,7 +247,7 @@ class Bench(Rig):
     def run_kernel(self, page, content, *, at_once=False):
         """Launch kernels that write a page, behind the copies that use it, and take their time or
         not."""
-        self.engine.before_overwrite(self.slots(page))
+        self.engine.before_overwrite({"pool": self.slots(page)})
         if not at_once:
             self.place.delay(self.compute)
         for layer, parts in enumerate(content):
@@ -275,19 +281,19 @@ class Bench(Rig):
 
     def alloc(self, pages=1):
         """Slots of host pages; None if fewer are free."""
-        return self.engine.host_slots.alloc(pages * self.kind.page_size)
+        return self.host_slots.alloc(pages * self.kind.page_size)
 
     def host_content(self, host):
         """Current content of the first of some host pages."""
         page = int(host[0]) // self.kind.page_size
-        parts = [[part[page] for part in self.host_pages.layer(layer)] for layer in range(LAYERS)]
+        parts = [[part[page] for part in self.host_pool.layer(layer)] for layer in range(LAYERS)]
         self.place.host("look at a host page", reads=[part for layer in parts for part in layer])
         return [[part.clone() for part in layer] for layer in parts]
 
     def write_host(self, page, content):
         """Fill a host page by hand, as a storage would."""
         for layer, parts in enumerate(content):
-            for destination, source in zip(self.host_pages.layer(layer), parts, strict=True):
+            for destination, source in zip(self.host_pool.layer(layer), parts, strict=True):
                 self.place.host("filling of a host page", writes=[destination[page]])
                 destination[page].copy_(source)
 
@@ -299,30 +305,30 @@ class Bench(Rig):
         return slots
 
     def staging(self, direction):
-        """The first staging of a direction."""
-        return self.engine._copies[direction].lanes[0].staging
+        """The first copies of a direction, which pass through staging buffers."""
+        return self.pool.lanes[direction][0]
 
     def delay_draining(self, direction):
         """Let what drains the staging buffers take its time, from where filling them may begin."""
         staging = self.staging(direction)
-        begin = staging.begin
+        before_staging = staging._before_staging
 
-        def slow(behind):
-            begin(behind)
-            self.place.delay(behind)
+        def slow():
+            before_staging()
+            self.place.delay(staging._stream)
 
-        staging.begin = slow
+        staging._before_staging = slow
 
-    def hold_loads_into(self, page, layers=range(LAYERS)):
-        """Keep layers of a load into a device page in flight until that is released."""
-        return self._hold(self.device_pool, page, layers)
 
-    def hold_write_backs_into(self, host):
-        """Keep a write-back into a host page in flight until that is released."""
-        return self._hold(self.host_pages, int(host[0]) // self.kind.page_size, range(LAYERS))
+def one_pool(device, compute, device_pool, host_pool, **options):
+    """An engine for one pair of pools."""
+    pair = PoolPair(device_pool, host_pool, LayerMap(range(host_pool.layer_num)))
+    return PageTransfers(device, compute, {"pool": pair}, **options)
 
-    def _hold(self, pages, page, layers):
-        return self.place.hold([part[page] for layer in layers for part in pages.layer(layer)])
+
+def moved(device, host):
+    """What `one_pool` is given to move."""
+    return {"pool": Indices(device, host)}
 
 
 def poison(device_pool, host_pool):

@@ -11,20 +11,15 @@ from hicache_conformance.fixtures.pipeline import LAYERS, Pipeline, wait_for
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation, check, checked
-from hicache_storage.transfer.simulator import StreamSimulator
+from hicache_storage.transfer import StreamSimulator
 
 if TYPE_CHECKING:
     import torch
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_storage.transfer import Acknowledgement
-    from hicache_storage.transfer.simulator import Access, Hold
+    from hicache_storage.transfer import Acknowledgement, LayerCounter
+    from hicache_storage.transfer.races import Access
 
-HOLD_SECONDS: Final = 30.0
-"""How long a layer is kept back at most. A right engine lets what does not need it finish within
-some milliseconds."""
-GLIMPSE_SECONDS: Final = 2.0
-"""How long a copy is kept in flight at most, where nothing is concluded from its end."""
 STREAM: Final = [Level.STREAM]
 
 
@@ -145,16 +140,14 @@ class StreamCases:
                 for key in others:
                     pipeline.free(_fill_host(pipeline, key))
                 host = _fill_host(pipeline, *keys)
-                hold = simulator.hold(
-                    pipeline.layer_tensors(pages, context.random.randrange(LAYERS)), GLIMPSE_SECONDS
-                )
+                simulator.is_held = True
                 counter = pipeline.load(host, pages)
                 seen = pipeline.read_pages(counter, pages)
                 pipeline.free(host)
-                taken = _take_others(pipeline, host, hold, "a load reads")
+                taken = _take_others(pipeline, host, counter, "a load reads")
                 pipeline.fetch(others, taken)
                 pipeline.check_order()
-                hold.release()
+                simulator.is_held = False
                 pipeline.finish()
                 pipeline.compare(keys, seen, "ST-3")
                 again = pipeline.take(2)
@@ -177,14 +170,14 @@ class StreamCases:
             for _ in range(_rounds(context)):
                 pages, keys = context.random.sample(range(4), 2), context.keys(2)
                 host = pipeline.take(2)
-                hold = simulator.hold(pipeline.host_tensors(host), GLIMPSE_SECONDS)
+                simulator.is_held = True
                 pipeline.run_kernels(pages, keys)
                 acknowledgement = pipeline.write_back(pages, host)
                 pipeline.free(host)
-                taken = _take_others(pipeline, host, hold, "a write-back fills")
+                taken = _take_others(pipeline, host, acknowledgement, "a write-back fills")
                 pipeline.fetch(others, taken)
                 pipeline.check_order()
-                hold.release()
+                simulator.is_held = False
                 _await(acknowledgement, context, pipeline)
                 pipeline.free(taken)
                 pipeline.restore(others, pages[0], "ST-3")
@@ -272,7 +265,9 @@ def _fill_host(pipeline: Pipeline, *keys: str) -> torch.Tensor:
     return host
 
 
-def _take_others(pipeline: Pipeline, busy: torch.Tensor, hold: Hold, use: str) -> torch.Tensor:
+def _take_others(
+    pipeline: Pipeline, busy: torch.Tensor, copy: Acknowledgement | LayerCounter, use: str
+) -> torch.Tensor:
     """The four host pages that are not in flight; one that is must not be handed out."""
     taken = pipeline.take(4)
     extra = pipeline.alloc(1)
@@ -281,7 +276,7 @@ def _take_others(pipeline: Pipeline, busy: torch.Tensor, hold: Hold, use: str) -
         handed |= {int(slot) for slot in extra}
         pipeline.free(extra)
     check(
-        not (handed & {int(slot) for slot in busy}) or hold.expired,
+        not (handed & {int(slot) for slot in busy}) or pipeline.call("done", copy.done),
         "ST-3",
         f"a host page that {use} was freed, and is handed out before the copy is done",
     )
@@ -303,21 +298,21 @@ def _check_start(
 
 
 def _check_held_load(pipeline: Pipeline, context: CaseContext) -> None:
-    """Keep the last layer's copy back until the kernels of the layers before it have run."""
+    """Run the kernels of all layers but the last, and nothing that they do not wait for."""
     pages, keys = context.random.sample(range(4), 2), context.keys(2)
     host = _fill_host(pipeline, *keys)
-    hold = pipeline.simulator.hold(pipeline.layer_tensors(pages, LAYERS - 1), HOLD_SECONDS)
+    pipeline.simulator.is_held = True
     counter, seen = pipeline.load(host, pages), pipeline.blank(2)
     for layer in range(LAYERS - 1):
         pipeline.read_layer(counter, layer, pages, seen)
     pipeline.finish()
     check(
-        not hold.expired,
+        counter.arrived() < LAYERS,
         "ST-2",
-        f"the kernels of layers 0 to {LAYERS - 2} did not run while the copy of layer "
-        f"{LAYERS - 1} was held back",
+        f"the kernels of layers 0 to {LAYERS - 2} ran no earlier than the copy of layer "
+        f"{LAYERS - 1}",
     )
-    hold.release()
+    pipeline.simulator.is_held = False
     pipeline.read_layer(counter, LAYERS - 1, pages, seen)
     pipeline.check_order()
     pipeline.finish()

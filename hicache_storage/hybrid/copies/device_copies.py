@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from hicache_storage.hybrid.copies.operations import AllDone, CacheOperation, PendingCopy
-from hicache_storage.hybrid.copies.transfers import CombinedProgress
+from hicache_storage.hybrid.copies.operations import CacheOperation, LoadProgress, PendingCopy
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import Indices
 
@@ -15,13 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hicache_storage.hybrid.copies.operations import SupportsDone
-    from hicache_storage.hybrid.copies.transfers import LoadProgress, SpanTransfers
     from hicache_storage.hybrid.pools.group import HostPoolGroup
     from hicache_storage.hybrid.pools.indices import HybridIndices
     from hicache_storage.hybrid.pools.tiers import CollectiveAllocator, PoolTier
     from hicache_storage.hybrid.ranks.group import RankGroup
     from hicache_storage.hybrid.stats import StatsCounter
     from hicache_storage.spec import PoolName
+    from hicache_storage.transfer import LayerCounter, TransferEngine
 
 DoneT = TypeVar("DoneT", bound="SupportsDone")
 
@@ -76,7 +75,7 @@ class DeviceCopies:
     def __init__(
         self,
         group: HostPoolGroup,
-        transfers: SpanTransfers,
+        transfers: TransferEngine,
         allocator: CollectiveAllocator,
         rank_group: RankGroup,
         stats: StatsCounter,
@@ -89,7 +88,7 @@ class DeviceCopies:
         self._queued_loads: list[CacheOperation] = []
         self._writing = RunningCopies(rank_group)
         self._loading = RunningCopies(rank_group)
-        self._counters: dict[int, LoadProgress] = {}
+        self._counters: dict[int, LayerCounter] = {}
         self._last_consumer = 0
 
     def write(self, device: HybridIndices, node_id: int, priority: int) -> HybridIndices | None:
@@ -128,10 +127,10 @@ class DeviceCopies:
             self._group.hold(self._group.owned(host), pending)
             device = self._allocate(self._group.device, host, given)
         except BaseException:
-            pending.mark_started(AllDone())
+            pending.mark_started(LoadProgress())
             raise
         if device is None:
-            pending.mark_started(AllDone())
+            pending.mark_started(LoadProgress())
             self._stats.count(loads_without_room=1)
             return None
         self._queued_loads.append(CacheOperation(device, host, list(node_ids), priority, [pending]))
@@ -175,7 +174,7 @@ class DeviceCopies:
         counters = self._counters.items()
         # Without loads of later steps: kernels of this step would wait for pages that they do not
         # use.
-        return CombinedProgress([counter for started, counter in counters if started <= consumer])
+        return LoadProgress([counter for started, counter in counters if started <= consumer])
 
     def completed_writes(self) -> list[int]:
         """Return the nodes whose write-back has ended on every rank, each once."""
@@ -194,7 +193,7 @@ class DeviceCopies:
     def reset(self) -> None:
         """Drop all copies; the host pages of running ones stay reserved until they end."""
         for operation in (*self._queued_writes, *self._queued_loads):
-            operation.mark_started(AllDone())
+            operation.mark_started(LoadProgress())
         self._queued_writes = []
         self._queued_loads = []
         self._writing.clear()
@@ -249,7 +248,7 @@ class DeviceCopies:
         try:
             copies = copy(pages)
         except BaseException:
-            operation.mark_started(AllDone())
+            operation.mark_started(LoadProgress())
             raise
         operation.mark_started(copies)
         return copies

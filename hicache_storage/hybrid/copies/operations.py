@@ -10,6 +10,8 @@ from hicache_storage.hybrid.pools.indices import HybridIndices
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_storage.transfer import LayerCounter, Stream
+
 
 class SupportsDone(Protocol):
     """An acknowledgement or a layer counter of a copy."""
@@ -19,14 +21,28 @@ class SupportsDone(Protocol):
         ...
 
 
-class AllDone:
-    """Several copies as one: done when all of them are, at once if there are none."""
+class LoadProgress:
+    """Several loads as one: a layer has arrived when it has in all of them.
 
-    def __init__(self, parts: Sequence[SupportsDone] = ()) -> None:
-        self._parts = parts
+    At once if there are none.
+    """
+
+    def __init__(self, loads: Sequence[LayerCounter] = ()) -> None:
+        self._loads = loads
+
+    def wait(self, layer: int, stream: Stream) -> None:
+        """Let a stream wait until a layer has arrived; call it before the layer's kernels."""
+        for load in self._loads:
+            load.wait(layer, stream)
 
     def done(self) -> bool:
-        return all(part.done() for part in self._parts)
+        """Return whether all layers have arrived; does not block."""
+        return all(load.done() for load in self._loads)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all layers have arrived."""
+        for load in self._loads:
+            load.synchronize()
 
 
 class PendingCopy:

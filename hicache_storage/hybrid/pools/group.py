@@ -12,10 +12,10 @@ from hicache_storage.hybrid.pools.tiers import PoolTier
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from hicache_storage.hybrid.pools.tiers import Slots
-    from hicache_storage.transfer import TransferEngine
+    from hicache_storage.transfer import HostSlots
     from hicache_storage.transfer.host_slots import Completion
 
 
@@ -29,25 +29,18 @@ class HostMemory(Protocol):
     def size(self) -> int: ...
 
 
-def every_layer(layer: int) -> int:
-    """Map layers to themselves: for a pool that holds all layers of the model."""
-    return layer
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolEntry:
-    """One kind of state: its device pool, its host pool, and the copies between them."""
+    """One kind of state: its device pool and its host pool."""
 
     name: PoolName
     """The pool; a plain string is converted."""
     host_pool: HostMemory
     """Registered with the storage under the name."""
-    copies: TransferEngine
-    """Copies between the two; its `host_slots` allocate the host pool."""
+    host_slots: HostSlots
+    """Allocates the host pool: of the engine that copies between the two."""
     device_pool: Slots | None = None
     """Allocates device slots; None where the indices derive from another pool's."""
-    layer_mapper: Callable[[int], int | None] = every_layer
-    """Map from a layer of the model to the pool's; None for a layer that the pool does not hold."""
     is_primary_index_anchor: bool = False
     """Tokens are counted in this pool's slots; of one entry in a group."""
     indices_from_pool: PoolName | None = None
@@ -115,7 +108,7 @@ class HostPoolGroup:
         }
         """Pools with slots of their own beside the anchor."""
         owners = {self.anchor.name: self.anchor, **self.side}
-        self.host = PoolTier({name: entry.copies.host_slots for name, entry in owners.items()})
+        self.host = PoolTier({name: entry.host_slots for name, entry in owners.items()})
         self.device = PoolTier(
             {
                 name: entry.device_pool
@@ -164,7 +157,7 @@ class HostPoolGroup:
         """Reserve host pages until `until` has ended, even if they are freed before."""
         for name, slots in owned.items():
             if slots.numel():
-                self.entries[name].copies.host_slots.hold(slots, until)
+                self.entries[name].host_slots.hold(slots, until)
 
     def free_host(self, indices: HybridIndices) -> None:
         """Free the host slots of all pools.
@@ -219,7 +212,7 @@ class HostPoolGroup:
             if not _owns(entry):
                 # Called for its effect: it drops the reservations of copies that have ended.
                 # Nothing is allocated from a derived pool, so no other call does.
-                entry.copies.host_slots.available_size()
+                entry.host_slots.available_size()
 
 
 def _owns(entry: PoolEntry) -> bool:

@@ -22,8 +22,8 @@ from hicache_storage.spec import ConfigError, PoolHitPolicy, PoolName
 from hicache_storage.transfer import (
     CudaDevice,
     CudaStream,
-    HybridTransfers,
     LayerMap,
+    PageTransfers,
     PoolPair,
     StreamSimulator,
 )
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hicache_storage.hybrid.ranks.group import RankGroup
-    from hicache_storage.hybrid.stack.geometry import PoolGeometry
     from hicache_storage.hybrid.stack.stack import HybridStack
+    from hicache_storage.pools import DevicePoolBase, HostPoolBase
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.transfer import Device, Stream
 
@@ -293,7 +293,7 @@ def _storage_identity(config: StackConfig, storage: HiCacheStorage | None) -> ob
 def build_pools(
     config: StackConfig, host_slots: Mapping[PoolName, int], device: Device, compute: Stream
 ) -> StackPools:
-    """Allocate all pools, and make their transfer engines.
+    """Allocate all pools, and make the engine that copies between them.
 
     Args:
         host_slots: number of slots of each host pool.
@@ -303,43 +303,33 @@ def build_pools(
     Raises:
         InvalidPoolError: there is not enough memory, or the device cannot access it.
     """
-    pairs = {
-        name: _make_pair(config, name, geometry, host_slots[name])
-        for name, geometry in config.pools.items()
-    }
-    transfers = HybridTransfers(device, compute, {str(name): pair for name, pair in pairs.items()})
-    group = HostPoolGroup(_make_entry(name, pair, transfers) for name, pair in pairs.items())
-    return StackPools(
-        {name: pair.device_pool for name, pair in pairs.items()},
-        {name: pair.host_pool for name, pair in pairs.items()},
-        compute,
-        transfers,
-        group,
+    device_pools: dict[PoolName, DevicePoolBase] = {}
+    host_pools: dict[PoolName, HostPoolBase] = {}
+    pairs: dict[str, PoolPair] = {}
+    for name, geometry in config.pools.items():
+        on_device, _, page_size = config.slots_of(name)
+        device_pools[name] = geometry.device_pool(on_device, page_size, torch.device(config.device))
+        host_pools[name] = geometry.host_pool(
+            host_slots[name], page_size, config.layout_of(name), pin_memory=config.pin_memory
+        )
+        pairs[name] = PoolPair(device_pools[name], host_pools[name], LayerMap(geometry.layers))
+    transfers = PageTransfers(device, compute, pairs)
+    group = HostPoolGroup(
+        _make_entry(name, device_pools[name], host_pools[name], transfers) for name in config.pools
     )
+    return StackPools(device_pools, host_pools, compute, transfers, group)
 
 
-def _make_pair(
-    config: StackConfig, name: PoolName, geometry: PoolGeometry, on_host: int
-) -> PoolPair:
-    on_device, _, page_size = config.slots_of(name)
-    return PoolPair(
-        geometry.device_pool(on_device, page_size, torch.device(config.device)),
-        geometry.host_pool(
-            on_host, page_size, config.layout_of(name), pin_memory=config.pin_memory
-        ),
-        LayerMap(geometry.layers),
-    )
-
-
-def _make_entry(name: PoolName, pair: PoolPair, transfers: HybridTransfers) -> PoolEntry:
+def _make_entry(
+    name: PoolName, device_pool: DevicePoolBase, host_pool: HostPoolBase, transfers: PageTransfers
+) -> PoolEntry:
     # An indexer has one key for each row of KV, so it needs no slots of its own.
     derived = name is PoolName.INDEXER
     return PoolEntry(
         name=name,
-        host_pool=pair.host_pool,
-        device_pool=None if derived else pair.device_pool,
-        copies=transfers.engines[name],
-        layer_mapper=pair.layers,
+        host_pool=host_pool,
+        device_pool=None if derived else device_pool,
+        host_slots=transfers.host_slots[name],
         is_primary_index_anchor=name is PoolName.KV,
         indices_from_pool=PoolName.KV if derived else None,
         hit_policy=PoolHitPolicy.TRAILING_PAGES

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         MHADevicePool,
         MLADevicePool,
     )
-    from hicache_storage.transfer import HybridTransfers, Stream
+    from hicache_storage.transfer import PageTransfers, Stream
 
 POLL_SECONDS = 0.0005
 """Time between two polls of `drain`."""
@@ -40,7 +40,7 @@ class StackPools:
     device_pools: dict[PoolName, DevicePoolBase]
     host_pools: dict[PoolName, HostPoolBase]
     compute: Stream
-    transfers: HybridTransfers
+    transfers: PageTransfers
     group: HostPoolGroup
 
 

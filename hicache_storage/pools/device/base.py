@@ -14,6 +14,8 @@ from hicache_storage.spec import InvalidPoolError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_storage.pools.host.base import HostPoolBase
+
 
 class DevicePoolBase(DevicePages):
     """A pool in device memory whose slots are handed out in pages.
@@ -73,7 +75,7 @@ class DevicePoolBase(DevicePages):
         """Take back all slots. Bytes stay as they are."""
         self._slots.clear()
 
-    def check_host_pool(self, pool: object) -> None:
+    def check_host_pool(self, pool: HostPoolBase) -> None:
         """Refuse a host pool that cannot take these pages.
 
         Raises:

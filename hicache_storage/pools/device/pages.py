@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.pools.host.base import HostPoolBase
+
 
 class DevicePages:
     """Pages of memory that keeps each layer in tensors of its own, as kernels want them.
@@ -65,3 +67,26 @@ class DevicePages:
     def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
         """A layer's share of one page: one view (rows per page, ...) for each part."""
         return [part[first_slot // self.page_size] for part in self._pages[layer]]
+
+    def check_host_pool(self, pool: HostPoolBase) -> None:
+        """Refuse a host pool whose pages are not made of the same rows.
+
+        Raises:
+            InvalidPoolError: the message names the field in which it differs.
+        """
+        sides = self, pool
+        compared: dict[str, list[object]] = {
+            "page_size": [pages.page_size for pages in sides],
+            "layer_num": [pages.layer_num for pages in sides],
+        }
+        for layer in range(min(pages.layer_num for pages in sides)):
+            compared[f"element type and shape of the rows of layer {layer}"] = [
+                [(str(part.dtype), tuple(part.shape[1:])) for part in pages.layer(layer)]
+                for pages in sides
+            ]
+        for field, (here, there) in compared.items():
+            if here != there:
+                raise InvalidPoolError(
+                    f"{field} is {there} in the host pool and {here} in the device pages; make "
+                    "them equal"
+                )

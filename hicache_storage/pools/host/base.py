@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+_AXES = {
+    "layer_first": (0, 1, 2),
+    "page_first": (2, 0, 1),
+    "page_first_direct": (1, 0, 2),
+    "page_head": (3, 0, 2),
+}
+"""By layout the axes of layers, pages and rows, where an axis of slots is split into the latter."""
+
+
 class HostPoolBase:
     """A pool in host memory whose pages can be lent as they lie.
 
@@ -37,6 +46,7 @@ class HostPoolBase:
     """Slots in the pool."""
     page_num: int
     """Pages in the pool."""
+    layer_num: int
     size_per_token: int
     """Bytes per slot, all layers together."""
     buffers: tuple[torch.Tensor, ...]
@@ -58,6 +68,8 @@ class HostPoolBase:
         page_axis: int,
         rows_per_page: int,
         columns: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        has_row_axis: bool,
         flat_dtype: torch.dtype,
         head_num: int = 0,
         head_rows: int = 0,
@@ -74,6 +86,9 @@ class HostPoolBase:
             rows_per_page: how many steps along that axis are a page.
             columns: one contiguous tensor for each component of a page, in the engine's pointer
                 order; it holds that component of all pages and nothing else.
+            parts: what a layer consists of, as in the device pool: K and V, for one.
+            has_row_axis: the rows of a page are an axis of their own, behind those of pages and
+                layers or heads; otherwise they follow each other along the axis of slots.
             flat_dtype: element type of flat pages.
             head_num: KV heads in a page; 0 for a pool without.
             head_rows: rows of heads in each component of a page.
@@ -85,6 +100,16 @@ class HostPoolBase:
         self.page_num = size // page_size
         self.buffers = tuple(buffers)
         self.flat_dtype = flat_dtype
+        split = 1 if layout == "layer_first" else 0
+        axes = _AXES["page_first_direct" if has_row_axis and layout == "page_first" else layout]
+        views: list[torch.Tensor] = []
+        for part in parts:
+            if part.numel() and not has_row_axis:
+                # `view` and not `reshape`: a copy in its place would never reach the pool.
+                part = part.view(*part.shape[:split], -1, rows_per_page, *part.shape[split + 1 :])
+            if part.numel():
+                views.append(part.movedim(axes, (0, 1, 2)))
+        self._layers = list(zip(*(view.unbind() for view in views), strict=True))
         self._page_axis = page_axis
         self._rows_per_page = rows_per_page
         # SGLang drops a temporal state of 0 elements from a page as well, so that components agree.
@@ -139,6 +164,14 @@ class HostPoolBase:
     def clear(self) -> None:
         """Take back all slots. Bytes stay as they are."""
         self._slots.clear()
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """A layer's share of all pages: one view (pages, rows per page, ...) for each part."""
+        return self._layers[layer]
+
+    def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
+        """A layer's share of one page: one view (rows per page, ...) for each part, K before V."""
+        return [part[first_slot // self.page_size] for part in self._layers[layer]]
 
     def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         """Return the components of pages as writable views of the pool's memory.

@@ -86,5 +86,7 @@ class IndexerHostPool(HostPoolBase):
             # A page of a layer is one row: the keys and scales of its tokens are packed into it.
             rows_per_page=1,
             columns=self.index_buffer.unbind() if by_layer else (self.index_buffer,),
+            parts=(self.index_buffer,),
+            has_row_axis=not by_layer,
             flat_dtype=torch.uint8,
         )

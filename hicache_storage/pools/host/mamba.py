@@ -101,5 +101,7 @@ class MambaHostPool(HostPoolBase):
             page_axis=1 if by_layer else 0,
             rows_per_page=1,
             columns=[layer for buffer in buffers for layer in buffer] if by_layer else buffers,
+            parts=buffers,
+            has_row_axis=not by_layer,
             flat_dtype=torch.uint8,
         )

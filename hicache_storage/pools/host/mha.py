@@ -102,13 +102,15 @@ class MHAHostPool(HostPoolBase):
             buffers=buffers,
             page_axis=by_layer + halves,
             rows_per_page=page_size if layout in ("layer_first", "page_first") else 1,
-            columns=self._layers() if by_layer else (self.k_buffer, self.v_buffer),
+            columns=self._halves() if by_layer else (self.k_buffer, self.v_buffer),
+            parts=(self.k_buffer, self.v_buffer),
+            has_row_axis=layout in ("page_first_direct", "page_head"),
             flat_dtype=dtype,
             head_num=head_num,
             head_rows=layout_rows(layout, page_size, layer_num),
         )
 
-    def _layers(self) -> list[torch.Tensor]:
+    def _halves(self) -> list[torch.Tensor]:
         return [
             half
             # K and V of each layer in turn, as SGLang orders its pointers.

@@ -76,5 +76,7 @@ class MLAHostPool(HostPoolBase):
             page_axis=1 if layout == "layer_first" else 0,
             rows_per_page=1 if layout == "page_first_direct" else page_size,
             columns=self.kv_buffer.unbind() if layout == "layer_first" else (self.kv_buffer,),
+            parts=(self.kv_buffer,),
+            has_row_axis=layout == "page_first_direct",
             flat_dtype=dtype,
         )

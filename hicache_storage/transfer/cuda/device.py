@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from hicache_storage.pools.cuda_runtime import cuda_runtime, forget_error
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.cuda.dma import copy_pieces, memcpy
 from hicache_storage.transfer.cuda.kernel import CudaRowCopy, is_capturing
@@ -31,7 +31,7 @@ class CudaEvent:
     """
 
     _pool: deque[torch.cuda.Event] | None = None
-    _is_recorded = False
+    is_recorded = False
 
     def __init__(self, pool: deque[torch.cuda.Event] | None = None) -> None:
         self.native: torch.cuda.Event = pool.pop() if pool else torch.cuda.Event()  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -42,18 +42,15 @@ class CudaEvent:
         if self._pool is not None:
             self._pool.append(self.native)
 
-    @property
-    def is_recorded(self) -> bool:
-        return self._is_recorded
-
     def record(self, stream: Stream) -> None:
         cuda = own(CudaStream, stream)
-        cuda.refuse_capture()
+        if cuda.may_capture:
+            cuda.refuse_capture()
         self.native.record(cuda.native)
-        self._is_recorded = True
+        self.is_recorded = True
 
     def query(self) -> bool:
-        if not self._is_recorded:
+        if not self.is_recorded:
             return True
         try:
             return bool(self.native.query())  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -61,7 +58,7 @@ class CudaEvent:
             raise StreamFailedError(str(error)) from error
 
     def synchronize(self) -> None:
-        if self._is_recorded:
+        if self.is_recorded:
             _wait(self.native)
 
 
@@ -79,12 +76,13 @@ class CudaStream:
 
     def __init__(self, native: torch.cuda.Stream, *, may_capture: bool = True) -> None:
         self.native = native
-        self._may_capture = may_capture
+        self.may_capture = may_capture
         self._handle: int = native.cuda_stream
 
     def wait_event(self, event: Event) -> None:
         event = own(CudaEvent, event)
-        self.refuse_capture()
+        if self.may_capture:
+            self.refuse_capture()
         if event.is_recorded:
             self.native.wait_event(event.native)
 
@@ -95,8 +93,7 @@ class CudaStream:
     def upload(self, table: object, numbers: torch.Tensor) -> None:
         table = own(CudaPageTable, table)
         pinned, uploaded = table.take(numbers)
-        size = pinned.numel() * pinned.element_size()
-        _check(memcpy(table.rows[0], pinned.data_ptr(), size, self._handle), "upload")
+        _check(memcpy(table.rows[0], pinned, numbers.nbytes, self._handle), "upload")
         uploaded.record(self)
 
     def copy_rows(self, rows: object, parts: range, pages: range, what: str) -> None:
@@ -118,7 +115,7 @@ class CudaStream:
         A copy would become part of the graph, or end its capture: each replay needs events and
         pages of its own.
         """
-        if self._may_capture and is_capturing(self._handle):
+        if is_capturing(self._handle):
             raise InvalidTransferError(
                 "a CUDA graph is being captured on this stream; call the cache, and "
                 "LayerCounter.wait for the graph's last layer, before the graph is replayed"
@@ -142,16 +139,21 @@ class CudaPageTable:
         self.rows = [self._memory.data_ptr()] * 2
         """Addresses of the two rows of the last upload."""
 
-    def take(self, numbers: torch.Tensor) -> tuple[torch.Tensor, CudaEvent]:
-        """Put page numbers into a buffer; and the event to be recorded behind the upload from it."""
+    def take(self, numbers: torch.Tensor) -> tuple[int, CudaEvent]:
+        """Put page numbers into a buffer.
+
+        Returns its address, and the event to be recorded behind the upload from it.
+        """
         buffer, uploaded = self._buffers[0]
         if uploaded.query():
             self._buffers.popleft()
         else:
             buffer, uploaded = _pinned(2 * self._pages), self._event()
         self._buffers.append((buffer, uploaded))
-        self.rows[1] = self.rows[0] + numbers.shape[1] * numbers.element_size()
-        return buffer[: numbers.numel()].copy_(numbers.view(-1)), uploaded
+        self.rows[1] = self.rows[0] + numbers.nbytes // 2
+        address = buffer.data_ptr()
+        ctypes.memmove(address, numbers.data_ptr(), numbers.nbytes)
+        return address, uploaded
 
 
 class CudaDevice:
@@ -167,7 +169,6 @@ class CudaDevice:
     def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = cuda_device("cuda" if device is None else device)
         self._events = deque[torch.cuda.Event]()
-        cuda_runtime()
 
     def current(self) -> torch.cuda.device:
         return torch.cuda.device(self._device)
@@ -234,8 +235,6 @@ def _pinned(rows: int) -> torch.Tensor:
 
 def _check(error: int, what: str) -> None:
     if error:
-        # The runtime keeps it, and torch would raise it at the next kernel.
-        forget_error()
         raise StreamFailedError(f"{what} failed with CUDA error {error}")
 
 

@@ -9,42 +9,46 @@ from typing import TYPE_CHECKING
 
 from drivers_plain import Plain
 
+from hicache_storage.spec import PoolName
 from hicache_storage.transfer import (
     Acknowledgement,
     LayerCounter,
+    LayerMap,
     PageTransfers,
+    PoolPair,
     recorded,
 )
-from hicache_storage.transfer.engine import IN, OUT
+from hicache_storage.transfer.pool_copies import IN, OUT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from hicache_storage.objects.requests import PoolRequest, RegisteredPool
-    from hicache_storage.pools import MHAHostPool
-    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
-    from hicache_storage.transfer import Device, LayeredPages, Stream
-    from hicache_storage.transfer.host_slots import Completion
+    from hicache_storage.pools import DevicePages, MHAHostPool
+    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer
+    from hicache_storage.transfer import Device, Indices, Stream
+    from hicache_storage.transfer.plan import Way
 
 
 class Engine(PageTransfers):
     """A right engine, made as a target makes one."""
 
+    WAY: Way | None = None
+
     def __init__(
-        self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool
+        self, device: Device, compute: Stream, device_pages: DevicePages, host_pool: MHAHostPool
     ) -> None:
-        super().__init__(device, compute, device_pages, host_pool)
+        pair = PoolPair(device_pages, host_pool, LayerMap(range(host_pool.layer_num)))
+        super().__init__(device, compute, {PoolName.KV: pair}, way=self.WAY, staging_bytes=1)
+        self.pool = self.pools[PoolName.KV]
 
 
-class StagingEngine(PageTransfers):
+class StagingEngine(Engine):
     """A right engine that gathers pages in staging buffers of one page."""
 
-    def __init__(
-        self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool
-    ) -> None:
-        super().__init__(device, compute, device_pages, host_pool, way="dma", staging_bytes=1)
+    WAY = "dma"
 
 
 # Engines
@@ -76,64 +80,66 @@ class LoadsOverKernels(Engine):
 
 
 class LoadsOverCopiesOut(Engine):
-    def _behind_copies(self, direction: str, pages: torch.Tensor) -> None:
-        pass
+    def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
+        self.pool._behind_copies = lambda direction, pages: None  # type: ignore[method-assign]
+        return super().load(pages)
 
 
 class OverwritesTooEarly(Engine):
     """Lets kernels overwrite pages that are still being copied out."""
 
-    def before_overwrite(self, device_indices: torch.Tensor) -> None:
+    def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
         pass
 
 
 class AcknowledgesTooEarly(Engine):
     """Says that a write-back is done when its last layer has been enqueued."""
 
-    def write_back(
-        self, device_indices: torch.Tensor, host_indices: torch.Tensor
-    ) -> Acknowledgement:
+    def write_back(self, pages: Mapping[str, Indices]) -> Acknowledgement:
         begun = recorded(self.device, self.streams[OUT])
-        super().write_back(device_indices, host_indices)
+        super().write_back(pages)
         return Acknowledgement(begun)
 
 
 class SignalsAllLayersAtTheEnd(Engine):
-    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        events = super().load(host_indices, device_indices)._events
+    def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
+        events = super().load(pages)._events
         return LayerCounter([events[-1]] * len(events))
 
 
 class SignalsOneLayerEarly(Engine):
-    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
+    def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
         begun = recorded(self.device, self.streams[IN])
-        return LayerCounter([begun, *super().load(host_indices, device_indices)._events[:-1]])
+        return LayerCounter([begun, *super().load(pages)._events[:-1]])
 
 
 class BlocksWhileLoading(Engine):
     """Returns from a load when the last layer has arrived."""
 
-    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        counter = super().load(host_indices, device_indices)
+    def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
+        counter = super().load(pages)
         counter.synchronize()
         return counter
-
-
-class FreesUnderACopy(Engine):
-    def _hold(self, host_pages: torch.Tensor, until: Completion, behind: object) -> None:
-        pass
 
 
 class FreesUnderALoad(Engine):
     """Keeps the host pages of write-backs, and forgets those of loads."""
 
-    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        hold = self.host_slots.hold_pages
-        self.host_slots.hold_pages = lambda pages, until, behind: None  # type: ignore[method-assign]
+    def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
+        hold = self.pool.host_slots.hold_pages
+        self.pool.host_slots.hold_pages = lambda pages, until, behind: None  # type: ignore[method-assign]
         try:
-            return super().load(host_indices, device_indices)
+            return super().load(pages)
         finally:
-            self.host_slots.hold_pages = hold  # type: ignore[method-assign]
+            self.pool.host_slots.hold_pages = hold  # type: ignore[method-assign]
+
+
+class FreesUnderACopy(FreesUnderALoad):
+    """Forgets those of write-backs, too."""
+
+    def write_back(self, pages: Mapping[str, Indices]) -> Acknowledgement:
+        self.pool.host_slots.hold_pages = lambda pages, until, behind: None  # type: ignore[method-assign]
+        return super().write_back(pages)
 
 
 # Drivers

@@ -17,8 +17,7 @@ from hicache_storage.hybrid import (
 )
 from hicache_storage.spec import PoolHitPolicy, PoolName, PoolTransfer, StorageIdentity
 from hicache_storage.testing import MemoryStorage
-from hicache_storage.transfer import LayerMap, PageTransfers
-from hicache_storage.transfer.simulator import StreamSimulator
+from hicache_storage.transfer import LayerMap, PageTransfers, PoolPair, StreamSimulator
 from tests.support.pools import pool_pair
 
 KV, MAMBA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.INDEXER
@@ -75,22 +74,36 @@ class RealController:
         )
         self.simulator = StreamSimulator(seed)
         self.compute = self.simulator.stream("compute")
-        self._streams = {name: self.simulator.stream(name) for name in ("write-back", "load")}
         self.device_memory, self.host_memory, self.state_slots = {}, {}, None
-        entries = (
-            [*self._attention(sizes, page_size), self._mamba(sizes)]
+        pools = (
+            self._attention(sizes, page_size) | self._mamba(sizes)
             if states
             else self._sparse(sizes, page_size)
         )
-        self.group = HostPoolGroup(entries)
+        transfers = PageTransfers(self.simulator, self.compute, pools)
+        fields = {
+            KV: {"is_primary_index_anchor": True},
+            INDEXER: {"indices_from_pool": KV, "device_pool": None},
+            MAMBA: {"hit_policy": PoolHitPolicy.TRAILING_PAGES},
+        }
+        self.group = HostPoolGroup(
+            PoolEntry(
+                **{
+                    "name": name,
+                    "host_pool": pair.host_pool,
+                    "device_pool": pair.device_pool,
+                    "host_slots": transfers.host_slots[name],
+                    **fields[name],
+                }
+            )
+            for name, pair in pools.items()
+        )
         rules = PrefetchRules(
             policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=threshold, occupancy=1.0
         )
-        self.controller = HybridCacheController(self.group, rules=rules)
+        self.controller = HybridCacheController(self.group, transfers, rules=rules)
         self.host = {name: entry.host_pool for name, entry in self.group.entries.items()}
-        self.host_slots = {
-            name: entry.copies.host_slots for name, entry in self.group.entries.items()
-        }
+        self.host_slots = transfers.host_slots
         self.objects, self.refuse_backups, self._loses = {}, False, 0.0
         self._arriving = set()
         self.attach()
@@ -118,7 +131,7 @@ class RealController:
                 for layer in range(LAYERS)
             ]
         )
-        return [self._entry(KV, device, host, ATTENTION, is_primary_index_anchor=True)]
+        return {KV: PoolPair(device, host, ATTENTION)}
 
     def _sparse(self, sizes, page_size):
         fields = {
@@ -147,13 +160,10 @@ class RealController:
                 host_keys.view(-1).view(torch.int64),
             ]
         )
-        anchor = self._entry(KV, device, host, ATTENTION, is_primary_index_anchor=True)
-        return [
-            anchor,
-            self._entry(
-                INDEXER, index, host_index, LayerMap([0]), allocates=False, indices_from_pool=KV
-            ),
-        ]
+        return {
+            KV: PoolPair(device, host, ATTENTION),
+            INDEXER: PoolPair(index, host_index, LayerMap([0])),
+        }
 
     def _mamba(self, sizes):
         fields = {
@@ -171,23 +181,7 @@ class RealController:
             [on_device[buffer][layer, :, 0] for buffer, layer in parts]
         )
         self.host_memory[MAMBA] = Rows([on_host[buffer][:, layer, 0, 0] for buffer, layer in parts])
-        return self._entry(
-            MAMBA, device, host, LayerMap([1, 3]), hit_policy=PoolHitPolicy.TRAILING_PAGES
-        )
-
-    def _entry(self, name, device_pool, host_pool, layers, *, allocates=True, **fields):
-        copies = PageTransfers(
-            self.simulator, self.compute, device_pool, host_pool, streams=self._streams
-        )
-        slots = device_pool if allocates else None
-        return PoolEntry(
-            name=name,
-            host_pool=host_pool,
-            device_pool=slots,
-            copies=copies,
-            layer_mapper=layers,
-            **fields,
-        )
+        return {MAMBA: PoolPair(device, host, LayerMap([1, 3]))}
 
     def close(self):
         self.controller.close()

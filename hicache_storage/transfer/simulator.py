@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Final, NamedTuple, Self, cast
 
 from hicache_storage.transfer.plan import geometry
-from hicache_storage.transfer.simulator.races import (
+from hicache_storage.transfer.races import (
     HOST,
     Access,
     Clock,
@@ -37,36 +35,6 @@ QUERY_STEPS: Final = (0, 1, 10, 1000)
 """How many operations run during a query: drawn, so that streams overtake each other."""
 POISON: Final = 0xA5
 """Value of every byte of new scratch memory, which exposes reads of unwritten memory."""
-
-
-@dataclass(slots=True, eq=False)
-class Hold:
-    """Keeps operations that write some memory from beginning, until released or out of time."""
-
-    runs: Runs
-    deadline: float
-    expired: bool = False
-    """True if an operation had to wait until the time was over."""
-    _released: threading.Event = field(default_factory=threading.Event)
-
-    def release(self) -> None:
-        """Let them begin."""
-        self._released.set()
-
-    def blocks(self, runs: Runs) -> bool:
-        """Return True if it keeps back an operation that writes some ranges."""
-        if self._released.is_set() or not any(
-            start < other_end and other < end
-            for start, end in self.runs
-            for other, other_end in runs
-        ):
-            return False
-        self.expired = time.monotonic() >= self.deadline
-        return not self.expired
-
-    def wait(self) -> None:
-        """Block until it is over."""
-        self._released.wait(max(0.0, self.deadline - time.monotonic()))
 
 
 class SimulatedTable:
@@ -104,8 +72,10 @@ class _Operation(NamedTuple):
     """An operation in a queue, or a wait for a position in another stream."""
 
     run: Callable[[], object]
-    writes: Runs = ()
     behind: Position | None = None
+
+    def is_ready(self) -> bool:
+        return self.behind is None or self.behind.is_reached()
 
 
 class Position(NamedTuple):
@@ -121,11 +91,12 @@ class Position(NamedTuple):
 class StreamSimulator:
     """A device whose streams run on the CPU, in the thread that waits for them.
 
-    Operations take effect while the host waits or asks, in an order of the streams that is drawn
-    from the seed, so that an order that nothing enforces sooner or later shows in the bytes. The
-    verdict does not wait for that: `races` has every two operations on the same bytes, one of them
-    writing, that neither a stream's order nor an event nor a wait of the host puts in order. It
-    depends on what was enqueued, in which order, and not on when it ran.
+    Operations take effect while the host waits or asks: a wait runs what it has to and nothing
+    else, a question some that are drawn from the seed, so that an order that nothing enforces
+    sooner or later shows in the bytes. The verdict does not wait for that: `races` has every two
+    operations on the same bytes, one of them writing, that neither a stream's order nor an event
+    nor a wait of the host puts in order. It depends on what was enqueued, in which order, and not
+    on when it ran.
 
     The host is one actor: calls from several threads have to be ordered by the caller. To be
     closed, or used in a `with` statement: that runs what is left.
@@ -137,6 +108,8 @@ class StreamSimulator:
     def __init__(self, seed: int | str = 0) -> None:
         self.races: list[Race] = []
         """Races found so far, in the order of enqueueing."""
+        self.is_held = False
+        """Set to keep copies in flight: nothing runs but what the host waits for."""
         # Reentrant: the garbage collector may settle another engine's copies anywhere.
         self.lock = threading.RLock()
         self.clock: Clock = {HOST: 0}
@@ -144,7 +117,6 @@ class StreamSimulator:
         self._random = Random(seed)
         self._shadow = ShadowMemory()
         self._streams: list[SimulatedStream] = []
-        self._holds: list[Hold] = []
         self._kept = dict[int, "torch.Tensor"]()
 
     def __enter__(self) -> Self:
@@ -203,23 +175,14 @@ class StreamSimulator:
             self.clock[HOST] += 1
             self.note(Access(what, "host", HOST, dict(self.clock)), _runs(reads), _runs(writes))
 
-    def hold(self, tensors: Iterable[torch.Tensor], seconds: float) -> Hold:
-        """Keep operations that write these tensors from beginning, for `seconds` at most."""
-        hold = Hold(_runs(tensors), time.monotonic() + seconds)
-        with self.lock:
-            self._holds.append(hold)
-        return hold
-
     def writers(self, tensor: torch.Tensor) -> list[Access]:
         """The operations that wrote a tensor's bytes last, in the order of enqueueing."""
         with self.lock:
             return self._shadow.writers(byte_runs(tensor))
 
     def close(self) -> None:
-        """Release all holds, and run what is enqueued."""
-        for hold in self._holds:
-            hold.release()
-        for stream in self._streams:
+        """Run what is enqueued."""
+        for stream in self._random.sample(self._streams, len(self._streams)):
             self.run_until(stream.position())
 
     # For streams and events
@@ -240,32 +203,20 @@ class StreamSimulator:
     def run_some(self) -> None:
         """Run a few operations, as a GPU does while the host does something else."""
         with self.lock:
-            for _ in range(self._random.choice(QUERY_STEPS)):
-                if self._step() is not None:
+            for _ in range(0 if self.is_held else self._random.choice(QUERY_STEPS)):
+                ready = [each for each in self._streams if each.queue and each.queue[0].is_ready()]
+                if not ready:
                     break
+                self._random.choice(ready).run_next()
 
     def run_until(self, position: Position) -> None:
-        """Run operations until a stream has come to a position."""
-        while not position.is_reached():
-            with self.lock:
-                holds = None if position.is_reached() else self._step()
-            # Outside of the lock, which another thread needs that releases it.
-            for hold in holds or []:
-                hold.wait()
-
-    def _step(self) -> list[Hold] | None:
-        """Run the next operation of a stream; if there is none, the holds that keep some back."""
-        blocking: list[Hold] = []
-        for stream in self._random.sample(self._streams, len(self._streams)):
-            operation = stream.queue[0] if stream.queue else None
-            if operation is None or (operation.behind and not operation.behind.is_reached()):
-                continue
-            holds = [hold for hold in self._holds if hold.blocks(operation.writes)]
-            if not holds:
+        """Run operations until a stream has come to a position, and those that it waits for."""
+        with self.lock:
+            while not position.is_reached():
+                stream = position.stream
+                while (behind := stream.queue[0].behind) and not behind.is_reached():
+                    stream = behind.stream
                 stream.run_next()
-                return None
-            blocking += holds
-        return blocking
 
 
 class SimulatedStream:
@@ -291,7 +242,7 @@ class SimulatedStream:
         event = own(SimulatedEvent, event)
         with self._simulator.lock:
             join(self.clock, event.clock)
-            self.queue.append(_Operation(lambda: None, behind=event.position))
+            self.queue.append(_Operation(lambda: None, event.position))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         self._simulator.keep([destination, source])
@@ -355,7 +306,7 @@ class SimulatedStream:
     def _enqueue(self, what: str, run: Callable[[], object], reads: Runs, writes: Runs) -> None:
         simulator = self._simulator
         with simulator.lock:
-            self.queue.append(_Operation(run, writes))
+            self.queue.append(_Operation(run))
             join(self.clock, simulator.clock)
             self.clock[self._actor] += 1
             access = Access(what, f"stream {self.name}", self._actor, dict(self.clock))
