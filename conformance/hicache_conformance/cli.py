@@ -396,7 +396,7 @@ def _check_interface(interface: str, driver: str, options: dict[str, str]) -> in
     Raises:
         ValueError: there is no such interface, or no such driver of it.
     """
-    from hicache_conformance.interfaces.profile import foreign_driver
+    from hicache_conformance.interfaces.interface import foreign_driver
 
     return foreign_driver(interface, driver, options).setup.page_bytes if interface else 0
 

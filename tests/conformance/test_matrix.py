@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.interfaces.profile import FOLDERS, interface_of, known
+from hicache_conformance.interfaces.interface import FOLDERS, all_known, interface_of, known
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level, rules
 from hicache_conformance.report.matrix import (
@@ -130,7 +130,7 @@ def test_drivers_that_others_publish_have_a_section_with_their_runs_rules_and_fi
     assert "| smoke | multiples of 8192 bytes |" in section
     assert "| rule | peercache | what it asks |" in section
     # What is said about it can be seen without the suite, by a script that is there.
-    script = known()["peercache"].reproductions
+    script = all_known()["peercache"].reproductions
     assert f"`python {script} GET-1`" in section
     assert (ROOT / script).exists()
     assert "## Published apart" not in matrix([RIGHT])
@@ -206,17 +206,17 @@ def test_what_is_no_report_exits_2(site, tmp_path, content):
 def test_everything_that_is_said_about_an_interface_is_about_a_rule_a_case_or_a_driver_that_exists(
     interface,
 ):
-    for entry in interface_of(interface).promises().entry:
+    for entry in interface_of(interface).entry:
         assert set(entry.rules) <= set(rules())
         assert {name.partition("[")[0] for name in entry.cases} <= set(catalogue())
         assert set(entry.levels) <= set(Level)
-        assert set(entry.drivers) <= set(interface_of(interface).known())
+        assert set(entry.drivers) <= set(known(interface))
 
 
 @pytest.mark.parametrize("interface", FOLDERS)
 @pytest.mark.parametrize("name", rules())
 def test_something_is_said_about_each_rule_or_all_its_levels(name, interface):
-    promises = interface_of(interface).promises()
+    promises = interface_of(interface)
     levels = {level for entry in promises.entry if not entry.declared for level in entry.levels}
     if set(rules()[name].levels) <= levels:
         return
@@ -224,7 +224,7 @@ def test_something_is_said_about_each_rule_or_all_its_levels(name, interface):
 
 
 def test_what_is_said_about_a_driver_comes_before_what_is_said_about_all():
-    promises = interface_of("sglang").promises()
+    promises = interface_of("sglang")
     case = ("test_a_hung_store[services]", ("FT-3",), ("faults",))
     assert promises.undeclared("sglang-mooncake", *case) == ""
     assert promises.undeclared("sglang-hf3fs", *case) != ""

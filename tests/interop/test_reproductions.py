@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_conformance.interfaces.profile import interface_of
+from hicache_conformance.interfaces.interface import known
 from tests.support.reproductions import ROOT, failing_rules, reproduce, scripts
 
 pytestmark = [pytest.mark.interop, pytest.mark.long, pytest.mark.timeout(300)]
 
-KNOWN = interface_of("sglang").known()
+KNOWN = known("sglang")
 
 
 @pytest.fixture(scope="module", params=scripts("sglang"))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hicache_conformance.interfaces.profile import interface_of
+from hicache_conformance.interfaces.interface import known
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ def scripts(*interfaces: str) -> list[str]:
     return [
         name
         for interface in interfaces
-        for name, setup in interface_of(interface).known().items()
+        for name, setup in known(interface).items()
         if setup.reproductions
     ]
 

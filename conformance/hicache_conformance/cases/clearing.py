@@ -49,7 +49,7 @@ class ClearingCases:
         for generation in range(2):
             for pool in sut.memories:
                 sut.store(keys, pool, generation=generation)
-                if context.interface_profile.clears_at_once:
+                if context.interface_profile.setup.clears_at_once:
                     for key in keys:
                         sut.has(key, pool)
                     sut.expect(keys, pool, generation=generation)
@@ -66,7 +66,7 @@ class ClearingCases:
         two = context.storage(replace(one.identity), pools=_pools())
         for pool in one.memories:
             one.store(keys, pool)
-            if context.interface_profile.clears_at_once:
+            if context.interface_profile.setup.clears_at_once:
                 two.expect(keys, pool)
                 for key in keys:
                     two.has(key, pool)

@@ -269,7 +269,7 @@ def _check_whole(context: CaseContext, client: StorageUnderTest, key: str) -> No
     wrong = client.explain(key, content) if content is not None else ""
     check(not wrong, "GET-1", f"page key {short(key)}, read while it was set, {wrong}")
     # Other interfaces do not promise it of a page whose set has not answered.
-    if context.interface_profile.promises is None and not context.capabilities.evicts:
+    if context.interface_profile.is_native and not context.capabilities.evicts:
         check(
             content is not None or not there or client.storage.fault_count() != faults,
             "ID-6",

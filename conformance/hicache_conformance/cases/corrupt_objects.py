@@ -175,7 +175,7 @@ class CorruptObjectCases:
         sut.has(key)
         sut.get([key])
         # Another interface has no such call.
-        native = context.interface_profile.promises is None
+        native = context.interface_profile.is_native
         check(
             not sut.has(key) and (not native or not sut.present([key])[0]),
             "EX-9",
@@ -252,7 +252,7 @@ def _plant(
 ) -> None:
     if (
         damage in BY_CHECKSUM
-        and context.interface_profile.promises is None
+        and context.interface_profile.is_native
         and not sut.call("get_stats", sut.storage.get_stats).verifies_checksums
     ):
         raise Inconclusive(

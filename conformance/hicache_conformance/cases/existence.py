@@ -153,7 +153,7 @@ class ExistenceCases:
         there = [place not in (20, 100, 220, 299) for place in range(300)]
         sut.store(keys)
         sut.store([key for key, ok in zip(keys, there, strict=True) if ok], SIDE)
-        verdicts = context.interface_profile.pool_verdicts
+        verdicts = context.interface_profile.is_native
         check_exists(sut.exists(keys), [True] * 300, verdicts=verdicts)
         for transfer in (all_pages(SIDE), *(trailing(SIDE, window) for window in (1, 9, 150))):
             asked = [PoolQuery(transfer, there)]
@@ -377,12 +377,12 @@ class _Library:
             for start in range(0, len(present), _STORED_AT_ONCE):
                 keys = present[start : start + _STORED_AT_ONCE]
                 self._sut.store(keys, pool)
-                if self._profile.keeps_bytes:
+                if self._profile.setup.keeps_bytes:
                     self._sut.expect(keys, pool)
 
     def ask(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> None:
         """Ask for the chain that has these patterns, and check the answer."""
-        if not self._profile.block_groups:
+        if not self._profile.is_native:
             transfers = [
                 transfer
                 for transfer in transfers
@@ -394,7 +394,7 @@ class _Library:
         }
         answer = self.answer(patterns, transfers)
         asked = [PoolQuery(transfer, present[transfer.name]) for transfer in transfers]
-        check_exists(answer, present[PoolName.KV], asked, verdicts=self._profile.pool_verdicts)
+        check_exists(answer, present[PoolName.KV], asked, verdicts=self._profile.is_native)
 
     def answer(
         self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]
@@ -421,7 +421,7 @@ def _check_form(answer: PoolTransferResult, profile: InterfaceProfile) -> None:
     )
     verdicts: object = answer.extra_pool_hit_pages
     check(
-        not profile.pool_verdicts
+        not profile.is_native
         or (
             isinstance(verdicts, dict)
             and not any(type(pages) is not int for pages in verdicts.values())

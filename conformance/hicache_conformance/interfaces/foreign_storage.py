@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
 import logging
 import os
 import sys
 import threading
 from abc import abstractmethod
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.interfaces.options import plain_options
-from hicache_conformance.interfaces.profile import current
+from hicache_conformance.interfaces.interface import interface_profile
+from hicache_conformance.interfaces.registration import capabilities
 from hicache_conformance.model.violation import NotPromised
 from hicache_storage.spec import (
     Capabilities,
@@ -30,11 +32,13 @@ from hicache_storage.spec import (
     StorageStats,
     UnknownPoolError,
 )
+from hicache_storage.spec.config import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hicache_conformance.harness.corruption import ObjectCorruption
+    from hicache_conformance.interfaces.interface import Setup
     from hicache_conformance.interfaces.mirror import Mirror
     from hicache_storage.spec import DriverConfig, PageGeometry, StorageIdentity
 
@@ -58,6 +62,27 @@ def load_class(target: str) -> type:
     if not isinstance(found, type):
         raise DriverUnavailableError(f"{target} is not a class")
     return found
+
+
+def plain_options(setup: Setup, options: Mapping[str, object]) -> dict[str, Any]:
+    """Options as the engine would have read them: JSON where they are JSON, sizes, else text.
+
+    Raises:
+        ValueError: a size is none.
+    """
+    plain = dict[str, Any]()
+    for name, value in options.items():
+        if name in setup.sizes and value is not None:
+            plain[name] = parse_bytes(str(value))
+        elif isinstance(value, str):
+            plain[name] = value
+            with suppress(ValueError):
+                # The engine's own command line takes `extra_config` as JSON, so that `true` and `3`
+                # arrive as such.
+                plain[name] = json.loads(value)
+        elif value is not None:
+            plain[name] = value
+    return plain
 
 
 class _Lingering:
@@ -84,8 +109,7 @@ def process_is_full() -> bool:
 
     The run should go on in another.
     """
-    foreign = current()
-    return foreign is not None and len(lingering) > foreign.setup.max_lingering
+    return len(lingering) > interface_profile().setup.max_lingering
 
 
 def _leave_at_once() -> None:
@@ -103,18 +127,16 @@ class ForeignStorage(HiCacheStorage):
     """
 
     def __init__(self, identity: StorageIdentity, config: DriverConfig) -> None:
-        foreign = current()
-        if foreign is None:
+        profile = interface_profile()
+        if profile.is_native:
             raise ConfigError("there is a foreign driver only in a run that names one")
         self._identity = identity
-        self._interface = foreign.interface
-        self._setup = setup = foreign.setup
+        self._setup = setup = profile.setup
         self._config = config
         self._options = plain_options(setup, msgspec.structs.asdict(config))
         capacity = self._options.get(setup.capacity_option)
-        self._capped = capacity is not None and capacity != plain_options(setup, setup.options).get(
-            setup.capacity_option
-        )
+        usual = plain_options(setup, setup.options).get(setup.capacity_option)
+        self._capped = capacity is not None and capacity != usual
         self._mirrors: dict[str, Mirror] = {}
         self._driver: Any = None
         self._closed = False
@@ -164,15 +186,7 @@ class ForeignStorage(HiCacheStorage):
     @property
     def capabilities(self) -> Capabilities:
         """Capabilities by the driver's setup."""
-        setup = self._setup
-        return Capabilities(
-            sharing=setup.sharing,
-            durability=setup.durability,
-            clears=setup.clears,
-            evicts=self._capped,
-            networked=setup.networked,
-            max_key_bytes=self._interface.key_bytes,
-        )
+        return capabilities(self._setup, clears=self._setup.clears, evicts=self._capped)
 
     @property
     def driver(self) -> Any:

@@ -1,28 +1,38 @@
-"""A foreign interface: its adapter, its promises and the drivers that have a name.
+"""Foreign interfaces: their drivers, their promises, and the driver that this process's run is about.
 
-Each has a folder with `storage.py` (the adapter), `rules.toml` (the promises), `drivers.toml` (the
-drivers) and `interface.py`, which puts them together and imports nothing of the engine.
+Each has a folder: `storage.py` adapts it to the contract, `rules.toml` has the interface and what it
+promises, `drivers.toml` the drivers with a name on a command line. Nothing of an engine is imported
+here.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import packages_distributions, version
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_conformance.interfaces.promises import Promises
+from hicache_conformance.harness.driver_files import driver_files
+from hicache_conformance.model.rules import rules
+from hicache_conformance.model.settings import Settings
 from hicache_storage.spec import Durability, Sharing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
+    from hicache_conformance.model.outcomes import Header
+
+FOLDERS: Final = {"sglang": "sglang", "vllm-tier": "vllm_tier", "lmcache-l2": "lmcache_l2"}
+"""Folders of the interfaces, by their names on a command line."""
 PATIENCE_SECONDS: Final = 10.0
-"""How long a driver may take for what an engine waits for without a limit."""
+"""How long a driver may take for what an engine waits for: SGLang's limit when it detaches its
+driver, and ours where an engine has none."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,121 +81,220 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     not_judged: str = ""
     """Why there is nothing to judge; such a driver is refused."""
 
+    # Of SGLang's alone, whose options are entries of `extra_config`
 
-@dataclass(frozen=True, slots=True)
-class InterfaceProfile:
-    """Limits of an interface that cases have to respect; HiCacheStorage v2 has none."""
-
-    promises: Promises | None = None
-    block_groups: bool = True
-    """Whether the policy `BLOCK_GROUPS` can be asked for."""
-    pool_verdicts: bool = True
-    """Whether each pool's own verdict is part of an answer of exists."""
-    keeps_bytes: bool = True
-    """False for a simulator, whose pages cannot be read."""
-    clears_at_once: bool = True
-    """Whether a page that was just looked up is gone when a clear has returned."""
-    repeated_keys: bool = True
-    """Whether a call may name a key twice."""
-    forgetting_seconds: float = 0.0
-    """How long a store may need to learn that a process has ended, before another case begins."""
-    patience_seconds: float | None = None
-    """How long a call may take on a store that hangs; None for the storage's own deadline and a
-    second."""
-    visible_fields: frozenset[str] | None = None
-    """Fields of the identity that the driver is told, whatever the pool; None for all."""
-
-    def distinguishes(self, change: Mapping[str, object]) -> bool:
-        """Return whether a driver can know of this difference between two identities."""
-        return self.visible_fields is None or set(change) <= self.visible_fields
+    zero_copy: bool = False
+    """KV goes through `batch_get_v1` and `batch_set_v1`, as the engine has it listed; otherwise
+    through copies. Of a dynamic class the option `interface_v1` says so, to the engine, too."""
+    layouts: tuple[str, ...] = ("page_first", "layer_first", "page_first_direct")
+    """Host layouts that it serves, the best first."""
+    divided: tuple[str, ...] = ()
+    """Of the sizes, the ones that the driver divides among its ranks; each rank gets what is
+    written."""
+    directories: tuple[str, ...] = ()
+    """Options that name a directory which has to exist: the engine's first rank makes it."""
+    variables: dict[str, str] = {}
+    """Options that it reads from environment variables and not from `extra_config`, and the names of
+    these variables."""
+    config_variable: str = ""
+    """Environment variable that names its configuration file, where it reads one."""
+    config_keys: tuple[str, ...] = ()
+    """Options that belong into that file and not into `extra_config`."""
+    ranks_of_its_own: bool = False
+    """A server keeps for each rank the page length and the capacity that it was first told, so that
+    a case with other pages, or a smaller store, needs ranks that no other case has."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interface:
-    """One foreign interface. A subclass says how its drivers are set up where `Setup` is too little."""
+class PromiseEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A verdict about rules, levels or cases, and the reason that a report prints with it."""
 
-    name: str
-    """As `--interface` has it."""
-    package: str
-    """Package of its folder."""
+    declared: bool
+    reason: str
+    rules: tuple[str, ...] = ()
+    levels: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    """Names of test functions, or of one parametrisation of them."""
+    drivers: tuple[str, ...] = ()
+    """Only these drivers; empty for all."""
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One foreign interface, as its `rules.toml` describes it."""
+
+    interface: str
+    """With the version that was read."""
     engine: str
     """Package that the engine's own drivers are imported from."""
     storage: str
-    """Class of its adapter, in `storage.py`."""
-    key_bytes: int
-    """Length of its keys, as text."""
-    has_clear: bool = True
+    """Class of its adapter, as `module:Class`."""
+    has_clear: bool
     """Whether it has a call that empties a store."""
-    profile: InterfaceProfile
-    """What cases have to respect, of every driver."""
-    setup_type: type[Setup] = field(default=Setup)
+    visible_fields: frozenset[str]
+    """Fields of the identity that a driver is told, whatever the pool."""
+    entry: tuple[PromiseEntry, ...]
 
-    def promises(self) -> Promises:
-        """Return what it promises."""
-        return _promises(self.package)
+    def undeclared(
+        self, driver: str, case: str, rules: Collection[str], levels: Collection[str]
+    ) -> str:
+        """Return the reason why a case is not declared; empty where it is.
 
-    def known(self) -> dict[str, Setup]:
-        """Return the drivers with a name on a command line."""
-        return _known(self.package, self.setup_type)
-
-    def named(self, target: str, config: Mapping[str, str]) -> Setup:
-        """Return the setup of a class that a command line names as `module:Class`."""
-        return self.setup_type(name=target, target=target)
-
-    def setup_of(self, driver: str, config: Mapping[str, str]) -> Setup:
-        """Return the setup of a driver that a command line names.
+        What is said about the case comes first, then about all of its levels, then about all of its
+        rules.
 
         Raises:
-            ValueError: it is neither known nor of the form `module:Class`, or there is nothing to
-                judge.
+            LookupError: nothing is said about one of its rules.
         """
-        setup = self.known().get(driver)
-        if setup is None:
-            module, colon, name = driver.partition(":")
-            if not (module and colon and name.isidentifier()):
-                raise ValueError(
-                    f"{driver!r} is neither MODULE:CLASS nor one of {', '.join(self.known())}"
-                )
-            setup = self.named(driver, config)
-        if setup.not_judged:
-            raise ValueError(f"{driver}: {setup.not_judged}")
-        odd = [name for name in config if not name.isidentifier()]
-        if odd:
-            raise ValueError(f"-c {odd[0]!r}: the name of an option has to be an identifier")
-        return setup
+        entries = self._about(driver)
+        # The exact parametrization first: an entry about one fault of a case overrules the entry
+        # about the case.
+        for name in (case, case.partition("[")[0]):
+            for entry in entries:
+                if name in entry.cases:
+                    return "" if entry.declared else entry.reason
+        # A case of several levels runs if one of them is promised.
+        reasons = [_level_reason(entries, level) for level in levels]
+        if all(reasons):
+            return reasons[0]
+        reasons = [self.rule(driver, rule) for rule in rules]
+        return reasons[0] if all(reasons) else ""
 
-    def profile_of(self, setup: Setup) -> InterfaceProfile:
-        """Return what cases have to respect of a driver."""
-        return replace(
-            self.profile,
-            promises=self.promises(),
-            keeps_bytes=setup.keeps_bytes,
-            clears_at_once=setup.clears_at_once,
-            forgetting_seconds=setup.forgetting_seconds,
-        )
+    def rule(self, driver: str, rule: str) -> str:
+        """Return the reason why a rule is not declared; empty where it is.
+
+        Raises:
+            LookupError: nothing is said about it.
+        """
+        for entry in self._about(driver):
+            if rule in entry.rules:
+                return "" if entry.declared else entry.reason
+        raise LookupError(f"nothing is written down about whether {self.interface} promises {rule}")
+
+    def _about(self, driver: str) -> list[PromiseEntry]:
+        """Return the entries about a driver, those about it alone before those about all."""
+        entries = [entry for entry in self.entry if not entry.drivers or driver in entry.drivers]
+        # Stable, so that within each kind the order of the file decides.
+        return sorted(entries, key=lambda entry: not entry.drivers)
+
+
+def _level_reason(entries: list[PromiseEntry], level: str) -> str:
+    return next(
+        (entry.reason for entry in entries if level in entry.levels and not entry.declared), ""
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceProfile:
+    """The driver under test, and the limits of its interface that cases have to respect."""
+
+    interface: Interface | None = None
+    """None for HiCacheStorage v2 itself, which has no limits."""
+    setup: Setup = field(default_factory=Setup)
+
+    @property
+    def is_native(self) -> bool:
+        """Return whether it is a driver of the contract's own.
+
+        Of others, `BLOCK_GROUPS` cannot be asked for, an answer of exists has no verdict of each
+        pool, and no call names a key twice.
+        """
+        return self.interface is None
+
+    @property
+    def patience_seconds(self) -> float | None:
+        """How long a call may take on a store that hangs; None for the storage's own deadline."""
+        return None if self.is_native else PATIENCE_SECONDS + 1
+
+    def distinguishes(self, change: Mapping[str, object]) -> bool:
+        """Return whether a driver can know of this difference between two identities."""
+        return self.interface is None or set(change) <= self.interface.visible_fields
 
 
 @cache
-def _promises(package: str) -> Promises:
-    text = files(package).joinpath("rules.toml").read_bytes()
-    return msgspec.toml.decode(text, type=Promises)
+def interface_of(name: str) -> Interface:
+    """Return the interface of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in FOLDERS:
+        raise ValueError(f"unknown interface {name!r}; interfaces are {', '.join(FOLDERS)}")
+    return msgspec.toml.decode(_file(name, "rules.toml"), type=Interface)
 
 
 @cache
-def _known(package: str, setup_type: type[Setup]) -> dict[str, Setup]:
-    text = files(package).joinpath("drivers.toml").read_bytes()
-    listed: dict[str, Any] = msgspec.toml.decode(text)
-    setups = {name: msgspec.convert(each, setup_type) for name, each in listed.items()}
+def known(name: str) -> dict[str, Setup]:
+    """Return the drivers of an interface that have a name on a command line."""
+    found = msgspec.toml.decode(_file(name, "drivers.toml"), type=dict[str, Setup])
+    # Programs of this environment need not be on the path.
+    programs = str(Path(sys.executable).parent)
     return {
-        name: msgspec.structs.replace(setup, name=name, services=_here(setup.services))
-        for name, setup in setups.items()
+        driver: msgspec.structs.replace(
+            setup,
+            name=driver,
+            services=tuple(
+                tuple(word.replace("{bin}", programs) for word in command)
+                for command in setup.services
+            ),
+        )
+        for driver, setup in found.items()
     }
 
 
-def _here(services: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Commands with `{bin}` filled in.
+def all_known() -> dict[str, Setup]:
+    """Return the drivers of all interfaces that have a name on a command line."""
+    return {driver: setup for name in FOLDERS for driver, setup in known(name).items()}
 
-    It stands for programs of this environment, which need not be on the path.
+
+def _file(name: str, file: str) -> bytes:
+    return files("hicache_conformance.interfaces").joinpath(FOLDERS[name], file).read_bytes()
+
+
+def foreign_driver(name: str, driver: str, config: Mapping[str, str]) -> InterfaceProfile:
+    """Return the driver that a command line names, and its interface.
+
+    Raises:
+        ValueError: there is no such interface, it has no such driver and the name is not of the form
+            `module:Class`, or there is nothing to judge.
     """
-    programs = str(Path(sys.executable).parent)
-    return tuple(tuple(word.replace("{bin}", programs) for word in command) for command in services)
+    interface, setup = interface_of(name), known(name).get(driver)
+    if setup is None:
+        module, colon, class_name = driver.partition(":")
+        if not (module and colon and class_name.isidentifier()):
+            raise ValueError(
+                f"{driver!r} is neither MODULE:CLASS nor one of {', '.join(known(name))}"
+            )
+        setup = Setup(name=driver, target=driver)
+    if setup.not_judged:
+        raise ValueError(f"{driver}: {setup.not_judged}")
+    odd = [option for option in config if not option.isidentifier()]
+    if odd:
+        raise ValueError(f"-c {odd[0]!r}: the name of an option has to be an identifier")
+    return InterfaceProfile(interface, setup)
+
+
+@cache
+def interface_profile() -> InterfaceProfile:
+    """Return the driver that this process's run is about, and its interface."""
+    run = Settings.of_environment()
+    if run is None or not run.interface:
+        return InterfaceProfile()
+    return foreign_driver(run.interface, run.driver, run.config)
+
+
+def describe_interface(header: Header) -> None:
+    """Write into a header what the interface of a foreign driver is and does not promise."""
+    profile = interface_profile()
+    interface, target = profile.interface, profile.setup.target
+    assert interface is not None
+    header.interface = interface.interface
+    module = (target or interface.engine).partition(":")[0].partition(".")[0]
+    owners = packages_distributions().get(module, [])[:1]
+    header.distribution = ", ".join(
+        f"{name} {version(name)}" for name in dict.fromkeys((*owners, *profile.setup.clients))
+    )
+    header.files = driver_files([target or interface.engine])
+    for rule in rules():
+        with suppress(LookupError):
+            reason = interface.rule(header.driver, rule)
+            if reason:
+                header.not_promised[rule] = reason

@@ -11,17 +11,18 @@ from abc import abstractmethod
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from hicache_conformance.harness.corruption import ObjectCorruption, corrupt_page
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined
+from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined, load_class
+from hicache_conformance.interfaces.mirror import EngineMemory, Mirror
 from hicache_conformance.model.violation import NotPromised
 from hicache_storage.spec import PoolName, PoolTransfer
 from hicache_storage.spec.policies import PoolPresence, common_hit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from hicache_storage.spec import (
         DriverConfig,
@@ -31,6 +32,34 @@ if TYPE_CHECKING:
         PoolTransferResult,
         StorageIdentity,
     )
+
+
+class PageMemory(EngineMemory, Protocol):
+    """Memory of the engine that has the pages of a pool."""
+
+    def place(self, page: int) -> Any:
+        """What a job of the engine names a page's memory by."""
+        ...
+
+
+class PresenceEngine(Protocol):
+    """An engine with a driver attached; a key is the engine's own."""
+
+    def look_up(self, keys: Sequence[Any], before: int) -> list[bool]:
+        """Ask for each key whether it is there; `before` pages of the sequence come first."""
+        ...
+
+    def load(self, keys: Sequence[Any], places: Sequence[Any], before: int) -> list[bool]:
+        """Look keys up, and load those that are there; whether each was loaded."""
+        ...
+
+    def store(self, keys: Sequence[Any], places: Sequence[Any], before: int) -> bool:
+        """Store pages, all or none."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the driver, and of the memory."""
+        ...
 
 
 class Page(NamedTuple):
@@ -43,35 +72,35 @@ class Page(NamedTuple):
 
 
 class PresenceStorage(ForeignStorage):
-    """An engine that finds out which pages are there, and then loads those.
+    """An engine that finds out which pages are there, and then loads those."""
 
-    Args:
-        identity: of the pages.
-        config: options of the driver.
-        hashed: fields of the identity that the engine hashes into each key.
-    """
+    hashed: ClassVar[tuple[str, ...]]
+    """Fields of the identity that the engine hashes into each key."""
+    one_rank_stores: ClassVar[bool]
+    """Whether the engine does not ask a rank to store that is not the writer."""
 
-    def __init__(
-        self, identity: StorageIdentity, config: DriverConfig, hashed: Iterable[str]
-    ) -> None:
+    def __init__(self, identity: StorageIdentity, config: DriverConfig) -> None:
         super().__init__(identity, config)
         self._pools: dict[str, HostPool] = {}
-        self._seed = repr([getattr(identity, name) for name in hashed]).encode()
+        self._groups: dict[str, int] = {}
+        """Number of each pool, KV first: it is a group of every model."""
+        self._memories: Mapping[str, PageMemory] = {}
+        self._seed = repr([getattr(identity, name) for name in self.hashed]).encode()
 
     # For each interface
     # ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _look_up(self, pool: str, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[bool]:
-        """Ask for each page of a pool whether it is there."""
+    def _start(self) -> tuple[PresenceEngine, Mapping[str, PageMemory]]:
+        """Start the engine, which constructs the driver, and make memory for each pool."""
 
     @abstractmethod
-    def _load(self, pages: Sequence[Page], prefix: Sequence[bytes]) -> list[bool]:
-        """Look pages up, and load those that are there."""
+    def _plugin(self, module: str, name: str) -> dict[str, Any]:
+        """The engine's configuration of a dynamically loaded class."""
 
     @abstractmethod
-    def _store(self, pages: Sequence[Page], prefix: Sequence[bytes]) -> list[bool]:
-        """Store pages."""
+    def _key(self, pool: str, key: bytes) -> Any:
+        """A key as the engine has it."""
 
     # For all
     # ----------------------------------------------------------------------------------------------
@@ -88,10 +117,11 @@ class PresenceStorage(ForeignStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Ask for each page; a pool that is not there is not asked for."""
-        self._attached()
+        engine: PresenceEngine = self._attached()
         if not keys or pool not in self._pools:
             return [False] * len(keys)
-        return self._look_up(pool, self._digests(keys), self._prefix(extra_info))
+        named = [self._key(pool, key) for key in self._digests(keys)]
+        return engine.look_up(named, _before(extra_info))
 
     def batch_exists_v2(
         self,
@@ -156,6 +186,26 @@ class PresenceStorage(ForeignStorage):
     def _has_pools(self) -> bool:
         return bool(self._pools)
 
+    def _attach(self) -> PresenceEngine:
+        names = {PoolName.KV: None} | dict.fromkeys(sorted(self._pools))
+        self._groups = {str(name): group for group, name in enumerate(names)}
+        engine, self._memories = self._start()
+        for name, pool in self._pools.items():
+            self._mirrors[name] = Mirror(pool, self._memories[name])
+        return engine
+
+    def _detach(self, driver: PresenceEngine) -> None:
+        driver.close()
+
+    def _entry(self) -> dict[str, Any]:
+        """The engine's configuration of the driver."""
+        if not self._setup.target:
+            return {"type": self._setup.backend, **self._options}
+        # Here, because engines report what cannot be imported less clearly.
+        load_class(self._setup.target)
+        module, _, name = self._setup.target.partition(":")
+        return self._plugin(module, name)
+
     def _add_pool(self, name: str, pool: HostPool) -> None:
         if self._driver is not None:
             raise NotPromised("the engine knows its pools before it constructs the driver")
@@ -209,16 +259,16 @@ class PresenceStorage(ForeignStorage):
                     Page(transfer.name, key, number)
                     for key, number in zip(digests, numbers, strict=True)
                 ]
-            found = iter(self._call(pages, self._prefix(extra_info), writes=writes))
+            found = iter(self._call(pages, _before(extra_info), writes=writes))
         answers = {index: [next(found) for _ in transfer.keys or ()] for index, transfer in shares}
         return joined(transfers, answers)
 
-    def _call(self, pages: Sequence[Page], prefix: Sequence[bytes], *, writes: bool) -> list[bool]:
+    def _call(self, pages: Sequence[Page], before: int, *, writes: bool) -> list[bool]:
         """Store or load pages; those that a call has twice one after the other.
 
         The engine has no two places for a page.
         """
-        call, answers = self._store if writes else self._load, [False] * len(pages)
+        answers = [False] * len(pages)
         rounds = list[dict[tuple[str, bytes], int]]()
         for index, page in enumerate(pages):
             place = (page.pool, page.key)
@@ -228,22 +278,29 @@ class PresenceStorage(ForeignStorage):
             else:
                 free[place] = index
         for each in rounds:
-            found = call([pages[index] for index in each.values()], prefix)
+            found = self._transfer([pages[index] for index in each.values()], before, writes=writes)
             for index, answer in zip(each.values(), found, strict=True):
                 answers[index] = answer
         return answers
+
+    def _transfer(self, pages: Sequence[Page], before: int, *, writes: bool) -> list[bool]:
+        engine: PresenceEngine = self._attached()
+        keys = [self._key(page.pool, page.key) for page in pages]
+        places = [self._memories[page.pool].place(page.number) for page in pages]
+        if not writes:
+            return engine.load(keys, places, before)
+        if self.one_rank_stores and not self._identity.is_writer(PoolName.KV):
+            return engine.look_up(keys, before)
+        return [engine.store(keys, places, before)] * len(pages)
 
     def _digests(self, keys: Iterable[str]) -> list[bytes]:
         """Keys as the engine has them: digests of 32 bytes."""
         return [hashlib.sha256(self._seed + key.encode()).digest() for key in keys]
 
-    def _prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> list[bytes]:
-        return self._digests((extra_info.prefix_keys if extra_info else None) or ())
 
-
-def pool_order(pools: Iterable[str]) -> list[str]:
-    """Names of pools in the order in which every engine numbers them: KV first."""
-    return sorted(pools, key=lambda name: (name != PoolName.KV, name))
+def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
+    """The pages of a sequence that come before those of a call."""
+    return len((extra_info.prefix_keys if extra_info else None) or ())
 
 
 def element_type(geometry: PageGeometry, identity: StorageIdentity) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_conformance.interfaces.profile import known
+from hicache_conformance.interfaces.interface import all_known
 from hicache_conformance.model.outcomes import Outcome, failing_cases
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _findings(run: DriverRun) -> Iterable[str]:
 
 def _script(driver: str) -> str:
     """The command that shows what is said about a driver without the suite; empty if there is none."""
-    setup = known().get(driver)
+    setup = all_known().get(driver)
     return f"python {setup.reproductions}" if setup and setup.reproductions else ""
 
 
@@ -287,7 +287,7 @@ def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
 
 def _not_judged(runs: Sequence[DriverRun]) -> Iterable[str]:
     """Drivers of the engines that no run can be about."""
-    reasons = {name: setup.not_judged for name, setup in known().items() if setup.not_judged}
+    reasons = {name: setup.not_judged for name, setup in all_known().items() if setup.not_judged}
     if reasons and any(run.interface for run in runs):
         yield "## Not judged"
         yield _table(

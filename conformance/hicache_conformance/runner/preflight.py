@@ -19,7 +19,7 @@ from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import filled_config
 from hicache_conformance.harness.pools import GuardedPool, page_components, slots_of
-from hicache_conformance.interfaces.profile import describe_interface
+from hicache_conformance.interfaces.interface import describe_interface
 from hicache_conformance.model.case import cases_of
 from hicache_conformance.model.outcomes import PreflightStep, Replay
 from hicache_conformance.model.pytest_keys import MESSAGE, STARTING_SECONDS

@@ -50,25 +50,26 @@ class Arena:
     """LMCache's L1 memory, and the objects that its own allocator has made in it.
 
     Args:
-        layouts: of the objects of each pool, and how many of them.
+        layouts: of the objects of each group.
+        counts: of the objects of each group.
     """
 
-    def __init__(self, layouts: Mapping[str, tuple[MemoryLayoutDesc, int]]) -> None:
+    def __init__(self, layouts: Mapping[int, MemoryLayoutDesc], counts: Mapping[int, int]) -> None:
         sizes = [
-            count * -(-sum(_bytes_of(layout)) // ALIGN_BYTES) * ALIGN_BYTES
-            for layout, count in layouts.values()
+            counts[group] * -(-sum(_bytes_of(layout)) // ALIGN_BYTES) * ALIGN_BYTES
+            for group, layout in layouts.items()
         ]
         self._manager = L1MemoryManager(
             L1MemoryManagerConfig(
                 size_in_bytes=sum(sizes), use_lazy=False, align_bytes=ALIGN_BYTES, shm_name=""
             )
         )
-        self.objects: dict[str, list[MemoryObj]] = {}
-        for name, (layout, count) in layouts.items():
-            error, objects = self._manager.allocate(layout, count)
+        self.objects: dict[int, list[MemoryObj]] = {}
+        for group, layout in layouts.items():
+            error, objects = self._manager.allocate(layout, counts[group])
             if error is not L1Error.SUCCESS:
-                raise MemoryError(f"LMCache has no memory for {count} objects: {error}")
-            self.objects[name] = objects
+                raise MemoryError(f"LMCache has no memory for {counts[group]} objects: {error}")
+            self.objects[group] = objects
 
     @property
     def memory(self) -> L1MemoryDesc:
@@ -104,11 +105,16 @@ class Controllers:
 
     Args:
         entry: of `--l2-adapter`.
-        memory: of LMCache's L1.
+        arena: LMCache's L1.
+        layouts: of the objects of each group.
     """
 
-    def __init__(self, entry: Mapping[str, Any], memory: L1MemoryDesc) -> None:
-        self.adapter = create_adapter(entry, memory)
+    def __init__(
+        self, entry: Mapping[str, Any], arena: Arena, layouts: Mapping[int, MemoryLayoutDesc]
+    ) -> None:
+        self._arena = arena
+        self._layouts = dict(layouts)
+        self.adapter = create_adapter(entry, arena.memory)
         self._stored: dict[int, L2StoreResult] = {}
         self._lookups = _Tasks(self.adapter.query_lookup_and_lock_result, set(), {})
         self._loads = _Tasks(self.adapter.query_load_result, set(), {})
@@ -122,30 +128,28 @@ class Controllers:
         self._store_thread = EngineThread("lmcache-store-controller", self._poll_stores)
         self._prefetch_thread = EngineThread("lmcache-prefetch-controller", self._poll_prefetches)
 
-    def look_up(
-        self, keys: Sequence[ObjectKey], layouts: Mapping[int, MemoryLayoutDesc]
-    ) -> list[bool]:
+    def look_up(self, keys: Sequence[ObjectKey], before: int) -> list[bool]:
         """Look keys up, and unlock those that were found."""
-        return self._prefetch_thread.run(self._look_up(keys, layouts, keeps=False))
+        return self._prefetch_thread.run(self._look_up(keys, keeps=False))
 
     def load(
-        self,
-        keys: Sequence[ObjectKey],
-        objects: Sequence[MemoryObj],
-        layouts: Mapping[int, MemoryLayoutDesc],
+        self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], before: int
     ) -> list[bool]:
         """Look keys up, and load those that are there; whether each was loaded."""
-        return self._prefetch_thread.run(self._prefetch(keys, objects, layouts))
+        return self._prefetch_thread.run(self._prefetch(keys, objects))
 
-    def store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
-        """Store objects."""
-        return self._store_thread.run(self._store(keys, objects))
+    def store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], before: int) -> bool:
+        """Store objects; LMCache is told of a task as a whole."""
+        return self._store_thread.run(self._store(keys, objects)).is_successful()
 
     def close(self) -> None:
-        """End the threads, and close the adapter behind them as LMCache does."""
+        """End the threads, and close the adapter behind them as LMCache does; free the memory."""
         self._store_thread.close()
         self._prefetch_thread.close()
-        self.adapter.close()
+        try:
+            self.adapter.close()
+        finally:
+            self._arena.close()
 
     # In the controllers' threads
     # ----------------------------------------------------------------------------------------------
@@ -159,25 +163,18 @@ class Controllers:
         return self._stored.pop(task)
 
     def _look_up(
-        self,
-        keys: Sequence[ObjectKey],
-        layouts: Mapping[int, MemoryLayoutDesc],
-        *,
-        keeps: bool,
+        self, keys: Sequence[ObjectKey], *, keeps: bool
     ) -> Generator[str, None, list[bool]]:
-        task = self.adapter.submit_lookup_and_lock_task(list(keys), dict(layouts))
+        task = self.adapter.submit_lookup_and_lock_task(list(keys), dict(self._layouts))
         found = yield from self._ended(self._lookups, task, len(keys), "lookup")
         if not keeps:
             self._unlock(keys, found)
         return found
 
     def _prefetch(
-        self,
-        keys: Sequence[ObjectKey],
-        objects: Sequence[MemoryObj],
-        layouts: Mapping[int, MemoryLayoutDesc],
+        self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
     ) -> Generator[str, None, list[bool]]:
-        found = yield from self._look_up(keys, layouts, keeps=True)
+        found = yield from self._look_up(keys, keeps=True)
         hits = [index for index, is_hit in enumerate(found) if is_hit]
         loaded = [False] * len(keys)
         if hits:

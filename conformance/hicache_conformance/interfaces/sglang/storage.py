@@ -35,7 +35,6 @@ from hicache_conformance.interfaces.sglang.engine import (
     storage_config,
     types,
 )
-from hicache_conformance.interfaces.sglang.interface import SGLangSetup
 from hicache_conformance.interfaces.sglang.pools import EnginePages
 from hicache_conformance.model.violation import NotPromised, check
 from hicache_storage.spec import (
@@ -85,8 +84,7 @@ class EngineStorage(ForeignStorage):
     def __init__(self, identity: StorageIdentity, config: DriverConfig) -> None:
         super().__init__(identity, config)
         setup = self._setup
-        assert isinstance(setup, SGLangSetup)
-        self._engine = setup
+        self._zero_copy = setup.zero_copy or bool(self._options.get("interface_v1"))
         self._suffix = namespace_suffix(identity)
         self._pages: dict[str, EnginePages] = {}
         # One lock for each of the three threads that the engine calls its driver from: calls of one
@@ -224,40 +222,40 @@ class EngineStorage(ForeignStorage):
         if PoolName.KV not in self._mirrors:
             self._add_pool(PoolName.KV, GuardedPool(pages=8))
         kv = self._pages[PoolName.KV].pool
-        for name in self._engine.directories:
+        for name in self._setup.directories:
             Path(str(self._options[name])).mkdir(parents=True, exist_ok=True)
         extra = {
             name: value
             for name, value in self._options.items()
-            if name not in self._engine.config_keys and name not in self._engine.variables
+            if name not in self._setup.config_keys and name not in self._setup.variables
         }
         # The driver divides by these, and each rank shall get what was written.
-        for name in self._engine.divided:
+        for name in self._setup.divided:
             extra[name] *= self._identity.tp_size * self._identity.pp_size
         config = storage_config(self._identity, str(kv.layout), extra)
         # Of a model with latent attention, rank 0 is the one that writes.
-        if self._engine.ranks_of_its_own and not self._identity.kv_replicated:
+        if self._setup.ranks_of_its_own and not self._identity.kv_replicated:
             config.tp_rank += _first_rank(self._identity.salt, self._options)
         variables = {
             variable: str(self._options[option])
-            for option, variable in self._engine.variables.items()
+            for option, variable in self._setup.variables.items()
         }
-        if self._engine.config_variable:
-            variables[self._engine.config_variable] = str(self._config_file())
+        if self._setup.config_variable:
+            variables[self._setup.config_variable] = str(self._config_file())
         with environment(variables):
-            driver = construct(self._engine, config, kv)
+            driver = construct(self._setup, config, kv)
         driver.register_mem_pool_host(kv)
         if len(self._mirrors) > 1:
             for name in self._mirrors:
                 self._register(driver, name)
         driver.on_host_pools_registered()
-        time.sleep(self._engine.joining_seconds)
+        time.sleep(self._setup.joining_seconds)
         return driver
 
     def _detach(self, driver: Any) -> None:
         # Kept alive, because its destructor would take seconds here; the memory that it has
         # registered has to live as long.
-        if self._engine.max_lingering:
+        if self._setup.max_lingering:
             lingering.keep(driver, [pages.pool for pages in self._pages.values()])
         elif hasattr(driver, "close"):
             driver.close()
@@ -274,13 +272,13 @@ class EngineStorage(ForeignStorage):
 
     def _config_file(self) -> Path | None:
         """The configuration file of a driver that reads one, beside its store."""
-        if not self._engine.config_variable:
+        if not self._setup.config_variable:
             return None
         content = {
-            name: self._options[name] for name in self._engine.config_keys if name in self._options
+            name: self._options[name] for name in self._setup.config_keys if name in self._options
         }
         encoded = msgspec.json.encode(content)
-        path = Path(str(self._options[self._engine.config_keys[0]])).with_name(
+        path = Path(str(self._options[self._setup.config_keys[0]])).with_name(
             f"config-{hashlib.blake2b(encoded, digest_size=4).hexdigest()}.json"
         )
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +293,7 @@ class EngineStorage(ForeignStorage):
         asked = host_pool.geometry.layout
         if asked == "page_first":
             asked = self._identity.layout
-        served = self._engine.layouts
+        served = self._setup.layouts
         return (
             asked
             if asked in served
@@ -344,7 +342,7 @@ class EngineStorage(ForeignStorage):
     ) -> list[bool]:
         mirror, memory = self._mirrors[PoolName.KV], self._pages[PoolName.KV]
         with mirror.destinations(pages):
-            if self._engine.zero_copy:
+            if self._zero_copy:
                 indices = memory.indices(pages)
                 answer = self._caught(
                     "batch_get_v1", lambda: driver.batch_get_v1(keys, indices, _extra(extra))
@@ -369,7 +367,7 @@ class EngineStorage(ForeignStorage):
             return [self._prefix(driver, [key], extra) == 1 for key in keys]
         mirror, memory = self._mirrors[PoolName.KV], self._pages[PoolName.KV]
         with mirror.sources(pages):
-            if self._engine.zero_copy:
+            if self._zero_copy:
                 indices = memory.indices(pages)
                 answer = self._caught(
                     "batch_set_v1", lambda: driver.batch_set_v1(keys, indices, _extra(extra))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -29,7 +30,7 @@ from hicache_conformance.interfaces.engine_thread import START_SECONDS, EngineTh
 from hicache_conformance.model.violation import Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from vllm.v1.kv_offload.base import OffloadKey
 
@@ -162,6 +163,11 @@ class Scheduler:
     """
 
     def __init__(self, entry: Mapping[str, object], rows: Rows, spec: TierSpec) -> None:
+        self._rows = rows
+        self._tokens = spec.config.cache.tokens_per_hash
+        # vLLM's own cache of lookups answers a request by what another that waits was told before;
+        # with one at a time, an answer is about the store.
+        self._asking = threading.Lock()
         self._numbers = itertools.count()
         self._results = dict[int, JobResult | None]()
         """By job; None until it is reported."""
@@ -178,43 +184,26 @@ class Scheduler:
             self._thread.close()
             raise
 
-    def request(self, keys: Sequence[OffloadKey], tokens: int, first: int = 0) -> ReqContext:
-        """A request whose chunks have these keys.
-
-        Args:
-            keys: in the order of the sequence.
-            tokens: of a chunk.
-            first: chunks before them.
-        """
-        request = ReqContext(f"request-{next(self._numbers)}")
-        for number, key in enumerate(keys, start=first + 1):
-            request.set_offload_key_position(key, number * tokens)
-        return request
-
-    def look_up(self, keys: Sequence[OffloadKey], request: ReqContext) -> list[bool]:
+    def look_up(self, keys: Sequence[OffloadKey], before: int) -> list[bool]:
         """Ask for keys until each has an answer."""
-        return self._thread.run(self._request(request, self._resolved(keys, request)))
+        request = self._request(keys, before)
+        with self._asking:
+            return self._thread.run(self._served(request, self._resolved(keys, request)))
 
-    def load(
-        self, keys: Sequence[OffloadKey], chunks: Sequence[int], request: ReqContext
-    ) -> list[bool]:
+    def load(self, keys: Sequence[OffloadKey], chunks: Sequence[int], before: int) -> list[bool]:
         """Look keys up, and load those that are there into chunks; whether each was loaded."""
-        return self._thread.run(self._request(request, self._promoted(keys, chunks, request)))
+        request = self._request(keys, before)
+        with self._asking:
+            return self._thread.run(self._served(request, self._promoted(keys, chunks, request)))
 
-    def store(
-        self, keys: Sequence[OffloadKey], chunks: Sequence[int], request: ReqContext
-    ) -> JobResult:
-        """Store chunks."""
-        return self._thread.run(
-            self._request(request, self._transferred(keys, chunks, request, is_promotion=False))
-        )
-
-    def do(self, call: Callable[[], AnswerT]) -> AnswerT:
-        """Call a function in the scheduler's thread."""
-        return self._thread.do(call)
+    def store(self, keys: Sequence[OffloadKey], chunks: Sequence[int], before: int) -> bool:
+        """Store chunks; vLLM is told of a job as a whole."""
+        request = self._request(keys, before)
+        steps = self._transferred(keys, chunks, request, is_promotion=False)
+        return self._thread.run(self._served(request, steps)).success
 
     def close(self) -> None:
-        """Shut the tier down and end the thread.
+        """Shut the tier down, end the thread, and let go of the rows.
 
         Raises:
             Exception: whatever the tier's shutdown raises.
@@ -223,11 +212,19 @@ class Scheduler:
             self._thread.do(self.tier.shutdown)
         finally:
             self._thread.close()
+            self._rows.release()
+
+    def _request(self, keys: Sequence[OffloadKey], before: int) -> ReqContext:
+        """A request whose chunks have these keys, in the order of the sequence."""
+        request = ReqContext(f"request-{next(self._numbers)}")
+        for number, key in enumerate(keys, start=before + 1):
+            request.set_offload_key_position(key, number * self._tokens)
+        return request
 
     # In the scheduler's thread
     # ----------------------------------------------------------------------------------------------
 
-    def _request(
+    def _served(
         self, request: ReqContext, steps: Generator[str, None, AnswerT]
     ) -> Generator[str, None, AnswerT]:
         self._new.append(request.req_id)
