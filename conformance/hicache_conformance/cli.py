@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -29,6 +30,8 @@ from hicache_conformance.report.terminal import (
 from hicache_storage.tools.options import parse_pairs, redacted
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from hicache_conformance.model.outcomes import RunRecord
 
 ENGINES: Final = {
@@ -120,19 +123,13 @@ def run(
     its work.
     """
     console = Console(stderr=True)
-    try:
-        # All that can be checked without the driver is checked before the child process starts.
+    # Here, where a mistake costs a line. In the worker it would be a driver that cannot be opened.
+    with _mistakes(console):
         levels = parse_levels(level)
-        options = parse_pairs(config or [])
-        _check_profile(profile)
-        # Checked here, where a mistake costs a line. In the child it would be a driver that cannot
-        # be opened.
-        usual_page_bytes = _check_interface(interface, driver, options)
-        _check_commands(start_server or [])
+        if profile not in PROFILES:
+            raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+        options, usual_page_bytes = _checked(interface, driver, config, start_server)
         unit = usual_page_bytes if page_bytes is None else parse_page_bytes(page_bytes)
-    except ValueError as error:
-        console.print(Text(str(error), "red"))
-        raise typer.Exit(BROKEN) from error
     settings = Settings(
         **_given(seed=seed, run=run_id),
         profile=profile,
@@ -189,15 +186,11 @@ def verify(
         for line in lines:
             console.print(Text(line, style), soft_wrap=True)
 
-    try:
+    with _mistakes(console):
         published = verification.read(results)
         options = parse_pairs(config or [])
         settings = verification.settings_of(published, driver, interface, options, start_server)
-        _check_interface(interface, settings.driver, options)
-        _check_commands(start_server or [])
-    except (OSError, ValueError) as error:
-        say([str(error)], "red")
-        raise typer.Exit(BROKEN) from error
+        _checked(interface, settings.driver, config, start_server)
     about = published.driver
     console.print(
         f"driver [bold]{escape(about.name)}[/] of {escape(about.distribution)} "
@@ -248,19 +241,15 @@ def adopt(
     from hicache_conformance.report.adopted import TEST, write_adopted
 
     console = Console(stderr=True)
-    try:
+    with _mistakes(console):
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}; engines are {', '.join(ENGINES)}")
         interface, usual = ENGINES[engine]
-        driver, options = driver or usual, parse_pairs(config or [])
+        driver = driver or usual
+        options, unit = _checked(interface, driver, config, start_server)
         hidden = [name for name, text in redacted(options).items() if text != options[name]]
         if hidden:
             raise ValueError(f"-c {hidden[0]}: what looks like a secret is not written into a test")
-        unit = _check_interface(interface, driver, options)
-        _check_commands(start_server or [])
-    except ValueError as error:
-        console.print(Text(str(error), "red"))
-        raise typer.Exit(BROKEN) from error
     settings = Settings(
         seed=1,
         run="adopt",
@@ -307,11 +296,8 @@ def list_rules(
     """List every rule, its levels, the capability it needs, and how many cases test it."""
     from hicache_conformance.suite.driver_conformance import catalogue
 
-    try:
+    with _mistakes(Console(stderr=True)):
         levels = parse_levels(level)
-    except ValueError as error:
-        Console(stderr=True).print(Text(str(error), "red"))
-        raise typer.Exit(BROKEN) from error
     table = Table(
         "rule", "levels", "needs", "cases", "text", box=None, header_style="bold", pad_edge=False
     )
@@ -330,12 +316,10 @@ def explain(
     from hicache_conformance.suite.driver_conformance import DriverConformance, catalogue
 
     console = Console(highlight=False)
-    known = rules().get(rule.upper())
-    if known is None:
-        Console(stderr=True).print(
-            Text(f"no rule {rule!r}; `hicache conformance rules` lists them", "red")
-        )
-        raise typer.Exit(BROKEN)
+    with _mistakes(Console(stderr=True)):
+        known = rules().get(rule.upper())
+        if known is None:
+            raise ValueError(f"no rule {rule!r}; `hicache conformance rules` lists them")
     console.print(
         f"[bold]{known.id}[/]  level {', '.join(known.levels)}"
         + (f"; needs {known.needs}" if known.needs else "")
@@ -343,13 +327,14 @@ def explain(
     console.print(known.text, markup=False)
     console.print(f"\n[bold]Why[/]  {known.why}")
     console.print("\n[bold]Cases[/]")
+    home = Path(__file__).parents[1]
     cases = [case for case in catalogue().values() if known.id in case.rules]
     for case in cases:
         needs = f"  (needs {', '.join(case.needs)})" if case.needs else ""
         code = inspect.unwrap(getattr(DriverConformance, case.name)).__code__
         console.print(
             f"  {case.name} [dim]{', '.join(case.levels)}[/]{needs}\n    {case.summary}\n"
-            f"    [dim]{_in_package(code.co_filename)}:{code.co_firstlineno}[/]",
+            f"    [dim]{Path(code.co_filename).relative_to(home)}:{code.co_firstlineno}[/]",
             markup=True,
             soft_wrap=True,
         )
@@ -375,46 +360,47 @@ def write_matrix(
     """
     from hicache_conformance.report.matrix import matrix, read_run
 
-    try:
+    with _mistakes(Console(stderr=True)):
         text = matrix([read_run(path) for path in results])
         if output is not None:
             output.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        Console(stderr=True).print(Text(str(error), "red"))
-        raise typer.Exit(BROKEN) from error
     if output is None:
         # Not by rich, which would wrap the lines of the table.
         sys.stdout.write(text)
 
 
-def _check_interface(interface: str, driver: str, options: dict[str, str]) -> int:
-    """Check that a foreign driver is named as its interface requires.
+@contextmanager
+def _mistakes(console: Console) -> Generator[None]:
+    """Print what is wrong with the arguments of a command, and end it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        console.print(Text(str(error), "red"), soft_wrap=True)
+        raise typer.Exit(BROKEN) from error
+
+
+def _checked(
+    interface: str, driver: str, config: list[str] | None, commands: list[str] | None
+) -> tuple[dict[str, str], int]:
+    """Check the options and servers of a run, and that a foreign driver is named as is required.
 
     Returns:
-        The bytes that its pages are multiples of; 0 for pages of any length.
+        The options, and the bytes that the driver's pages are multiples of; 0 for pages of any
+        length.
 
     Raises:
-        ValueError: there is no such interface, or no such driver of it.
+        ValueError: an option or a command has another form, or there is no such interface or driver.
     """
-    from hicache_conformance.interfaces.interface import foreign_driver
-
-    return foreign_driver(interface, driver, options).setup.page_bytes if interface else 0
-
-
-def _check_commands(commands: list[str]) -> None:
-    for command in commands:
+    options = parse_pairs(config or [])
+    for command in commands or ():
         try:
             words = shlex.split(command)
         except ValueError as error:
             raise ValueError(f"--start-server {command!r}: {error}") from error
         if not words:
             raise ValueError("--start-server needs a command")
+    if not interface:
+        return options, 0
+    from hicache_conformance.interfaces.interface import foreign_driver
 
-
-def _in_package(path: str) -> str:
-    return str(Path(path).relative_to(Path(__file__).parents[1]))
-
-
-def _check_profile(profile: str) -> None:
-    if profile not in PROFILES:
-        raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+    return options, foreign_driver(interface, driver, options).setup.page_bytes

@@ -31,8 +31,6 @@ def _header(text):
         capabilities={text: text},
         options={text: text},
         environment={text: text},
-        contract=text,
-        subject=text,
         replay=Replay(run=text, options={text: text}, services=[text]),
     )
 

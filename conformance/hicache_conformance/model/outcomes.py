@@ -142,10 +142,6 @@ class Header:
     """Interface of a foreign driver, with its version; empty for the contract's own."""
     not_promised: dict[str, str] = field(default_factory=dict[str, str])
     """Rules that such an interface does not promise, and why."""
-    contract: str = "HiCacheStorage"
-    """Name of what the rules belong to, without its version."""
-    subject: str = "driver"
-    """What kind of thing `driver` names."""
     replay: Replay | None = None
     """For `hicache conformance verify`; None where that cannot repeat the run."""
 
@@ -176,11 +172,6 @@ class RunRecord:
     def undeclared(self) -> list[str]:
         """Needs of rules that the driver does not declare."""
         return self.header.undeclared if self.header else []
-
-    @property
-    def subject(self) -> str:
-        """Kind of the thing under test."""
-        return self.header.subject if self.header else "driver"
 
 
 DETAIL_LIMIT: Final = 12_000

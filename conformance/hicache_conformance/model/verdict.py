@@ -126,7 +126,6 @@ def judge(
     record: RunRecord,
     selected: Collection[Level],
     catalogue: Mapping[str, Case],
-    by_id: Mapping[str, Rule] | None = None,
 ) -> Judgement:
     """Judge what a run has written down.
 
@@ -135,11 +134,9 @@ def judge(
         selected: the levels that were asked for.
         catalogue: all cases of the suite by function name; one that left no outcome makes its rules
             untested.
-        by_id: the rules to judge by; those of the contract if not given.
     """
     results = [
-        _result(rule, record.outcomes, selected, catalogue, record)
-        for rule in (rules() if by_id is None else by_id).values()
+        _result(rule, record.outcomes, selected, catalogue, record) for rule in rules().values()
     ]
     verdict, reason = _verdict(results, record)
     return Judgement(verdict, reason, results)
@@ -219,7 +216,7 @@ def _verdicts(
             need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in record.undeclared
         ]
         if missing:
-            yield Outcome.NOT_DECLARED, f"the {record.subject} does not declare {missing[-1]}"
+            yield Outcome.NOT_DECLARED, f"the driver does not declare {missing[-1]}"
         else:
             yield Outcome.UNTESTED, "no case of this suite tests it yet"
 
@@ -254,10 +251,7 @@ def _verdict(results: list[RuleResult], record: RunRecord) -> tuple[Verdict, str
         return Verdict.INCOMPLETE, "no rule was tested"
     return (
         Verdict.CONFORMANT,
-        (
-            f"every rule of the selected levels that the {record.subject}'s capabilities bind it to "
-            f"holds"
-        ),
+        ("every rule of the selected levels that the driver's capabilities bind it to holds"),
     )
 
 

@@ -9,8 +9,6 @@ from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.verdict import Judgement
 
@@ -23,22 +21,13 @@ COLOURS: Final = {
 
 def badge(header: Header, judgement: Judgement) -> dict[str, Any]:
     """A verdict and its levels; never a percentage, because a driver does not conform by 97%."""
-    return badge_of(
-        f"{header.contract} v{header.spec_version}",
-        judgement.verdict,
-        header.levels,
-        judgement.count(Outcome.FAIL),
-    )
-
-
-def badge_of(label: str, verdict: Verdict, levels: Sequence[str], failed: int) -> dict[str, Any]:
-    """As `badge`, from the number of broken rules."""
+    levels, failed = header.levels, judgement.count(Outcome.FAIL)
     named = "all levels" if len(levels) == len(Level) else ", ".join(levels)
     # What is broken is told in the place of the levels; shields.io shows one line.
     detail = f"{failed} rules broken" if failed else named
     return {
         "schemaVersion": 1,
-        "label": label,
-        "message": f"{verdict} ({detail})",
-        "color": COLOURS[verdict],
+        "label": f"HiCacheStorage v{header.spec_version}",
+        "message": f"{judgement.verdict} ({detail})",
+        "color": COLOURS[judgement.verdict],
     }

@@ -28,7 +28,7 @@ _ILLEGAL: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U001
 
 def junit(header: Header, judgement: Judgement) -> str:
     """The text of the file."""
-    root = Element("testsuites", name=f"{header.contract} v{header.spec_version}: {header.driver}")
+    root = Element("testsuites", name=f"HiCacheStorage v{header.spec_version}: {header.driver}")
     for level in Level:
         if level in header.levels:
             _suite(root, level, [result for result in judgement.rules if level in result.levels])

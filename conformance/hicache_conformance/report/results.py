@@ -28,7 +28,7 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
     name, _, version = header.distribution.partition(" ")
     return {
         "schema": SCHEMA,
-        "contract": header.contract,
+        "contract": "HiCacheStorage",
         "spec_version": header.spec_version,
         "suite_version": header.suite_version,
         "driver": {

@@ -21,13 +21,12 @@ from hicache_conformance.model.verdict import DID_NOT_RUN, STOPPED_AT, Verdict, 
 from hicache_conformance.report.results import reproduction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
     from rich.console import Console
 
     from hicache_conformance.model.outcomes import CaseOutcome, RunRecord
-    from hicache_conformance.model.rules import Rule
     from hicache_conformance.model.settings import Settings
     from hicache_conformance.model.verdict import Judgement, RuleResult
 
@@ -69,7 +68,6 @@ def conclude(
     record: RunRecord,
     settings: Settings,
     report: Path | None,
-    rules: Mapping[str, Rule] | None = None,
 ) -> int:
     """Judge a run, show and report the verdict, and return the command's exit status.
 
@@ -78,14 +76,13 @@ def conclude(
         record: the run.
         settings: what was asked for.
         report: directory of the report; None for none.
-        rules: the rules to judge by; those of the contract if not given.
     """
     if record.broken or record.header is None:
         log = record.log[-LOG_LIMIT:]
         reason = record.broken or record.stopped or f"the suite could not begin:\n{log}"
         console.print(Text(reason, "red"))
         return 128 + record.signal if record.signal else BROKEN
-    judgement = judge(record, settings.levels, record.catalogue, rules)
+    judgement = judge(record, settings.levels, record.catalogue)
     if report is not None:
         from hicache_conformance.report import write_report
 
