@@ -513,49 +513,6 @@ class Inspected(Answer, frozen=True, kw_only=True):
     slots: list[SlotStatus | None]
 
 
-class Export(Request, frozen=True, kw_only=True):
-    """`POST /v2/export`: copy some slots of a scope, for `fsck` with data files."""
-
-    scope: ScopeName
-    # In parts: a scope may have millions of slots, and the server answers others in between.
-    first: Natural = 0
-    count: Positive = 2048
-    """Number of slots; at most the limit of keys in a request."""
-    rows: bool = True
-    """False for the digest only, by which a client detects changes since an earlier export."""
-
-
-class Exported(Answer, frozen=True, kw_only=True):
-    """Response of `export`: live pages, and used slots that are quarantined or free."""
-
-    used: Natural
-    """Slots from this number on were never used."""
-    epoch: Natural
-    """Number of clears of the scope."""
-    next_lease: Positive
-    """Leases from this number on were never given."""
-    next_pin: Positive
-    # A copy from a running server reads each part twice, and compares the digests.
-    digest: str
-    """32 hexadecimal digits over slots, generations and pages of this response."""
-    tenant: str = ""
-    """Tenant of the scope; empty for none."""
-    slots: list[Natural] = field(default_factory=list[int])
-    """Slots of live pages; the next columns belong to them."""
-    generations: list[Natural] = field(default_factory=list[int])
-    leases: list[Natural] = field(default_factory=list[int])
-    """Lease that wrote each page, or another number that grows with use: the order of use."""
-    lengths: list[Natural] = field(default_factory=list[int])
-    checksums: list[Checksum] = field(default_factory=list[int])
-    keys: list[str] = field(default_factory=list[str])
-    prefixes: list[str] = field(default_factory=list[str])
-    other_slots: list[Natural] = field(default_factory=list[int])
-    other_generations: list[Natural] = field(default_factory=list[int])
-    other_seconds: list[float] = field(default_factory=list[float])
-    """Seconds for which each slot must not be given away: until a quarantine or a pin ends, or, for
-    a leased slot, as long as any lease may last."""
-
-
 class Problem(Answer, frozen=True, kw_only=True):
     """Body of every response with a status of 400 or more."""
 
@@ -725,7 +682,6 @@ ROUTES: Final = {
         Route("POST", "/v2/inspect", Inspect, Inspected, Token.READ),
         Route("POST", "/v2/fsck", Fsck, FsckReport, Token.ADMIN),
         Route("POST", "/v2/drain", Drain, Draining, Token.ADMIN),
-        Route("POST", "/v2/export", Export, Exported, Token.ADMIN),
     )
 }
 HISTORY_ROUTE: Final = Route("GET", HISTORY, None, History, Token.READ)

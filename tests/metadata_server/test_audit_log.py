@@ -49,7 +49,6 @@ async def test_who_has_done_what(tmp_path):
         {"event": "request", **operator, "route": "/v2/drop", "scopes": [SCOPE], "status": 409},
         {"event": "request", **operator, "route": "/v2/fsck", "scopes": [SCOPE], "status": 200},
         {"event": "request", **operator, "route": "/v2/drain", "enabled": True, "status": 200},
-        {"event": "request", **operator, "route": "/v2/export", "scopes": [SCOPE], "status": 200},
         {
             "event": "request",
             **operator,

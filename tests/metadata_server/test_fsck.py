@@ -14,7 +14,7 @@ import pytest
 
 from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, SlotVerdict
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.fsck import _pages_of
+from hicache_metadata_server.cli.fsck import _live_pages, _OpenedService
 from hicache_metadata_server.cli.options import opened_store
 from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker, sampled
 from hicache_metadata_server.core.changes import Changes
@@ -236,14 +236,16 @@ def test_a_sample(planted):
         opened_store(planted.store) as (service, _),
         closing(open_page_checker(planted.data)) as checker,
     ):
-        parts = list(_pages_of(service))
+        opened = _OpenedService(service)
+        scopes = opened.call("/v2/scopes", None, p.Scopes).scopes
+        parts = list(_live_pages(opened, scopes))
         for size in (1, 5, PAGES, PAGES + 5):
             found = check_all_pages(sampled(parts, size, random.Random(1)), checker)
             assert found.verdicts == {SlotVerdict.WHOLE: min(size, PAGES)}
         drawn = set()
         for seed in range(60):
             drawn |= {
-                key for _, pages in sampled(parts, 3, random.Random(seed)) for key in pages.keys
+                page.key for _, pages in sampled(parts, 3, random.Random(seed)) for page in pages
             }
         assert len(drawn) == PAGES, "each page may be drawn"
     for key in NAMES[:-1]:

@@ -7,7 +7,7 @@ import time
 from contextlib import closing, contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         ScopePages,
     )
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.protocol import FsckReport, ScopeStatus
+    from hicache_metadata_server.protocol import Answer, FsckReport, Request, ScopeStatus
     from hicache_metadata_server.storage.sqlite import SqliteStore
 
 Files = Annotated[
@@ -53,12 +53,15 @@ Repair = Annotated[
         "--repair", help="Remove wrong entries from the metadata; data files are never written."
     ),
 ]
+A = TypeVar("A", bound="Answer")
 AccessFiles = tuple[Path | None, Path | None, Path | None]
 """Files with a token, certificate authorities and a client certificate."""
 
 MAX_SHOWN: Final = 100
 KEYS_PER_REQUEST: Final = 1024
 """Keys of one request, within the default limits of a server."""
+CHUNK_SLOTS: Final = 2048
+"""Slots of one request, for which a server answers no one else."""
 
 
 def fsck_with_files(
@@ -107,20 +110,33 @@ def fsck_each(remote: AdminClient, scopes: Sequence[str]) -> FsckReport:
 def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bool) -> int:
     """Check a store that no server has open, and repair it; return the exit status."""
     with exit_on_error(), _opened(store) as (service, sqlite):
-        problems = audited(service)
-        found = None
-        if files is not None:
-            from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker
-
-            with closing(open_page_checker(files)) as checker:
-                found = check_all_pages(_some(_pages_of(service), sample), checker)
+        problems, opened = audited(service), _OpenedService(service)
+        found = None if files is None else _compare(opened, (), files, sample)
         _print_report(problems, found)
         slots = sum(scope.geometry.slots for scope in service.scopes.values())
         # Standard output has the problems alone, one a line, for scripts.
         typer.echo(f"{slots:,} slots checked, {len(problems) or 'no'} problems", err=True)
         if repair and sqlite is not None and (problems or (found and found.defects)):
-            _repair(service, sqlite, found.defects if found else [])
+            _delete(opened, found.defects if found else [])
+            rewrite(service, sqlite)
     return _status(problems, found)
+
+
+class _OpenedService:
+    """A service without a server, which is asked as a server is."""
+
+    def __init__(self, service: MetadataService) -> None:
+        from hicache_metadata_server.http.routes import native_endpoints
+
+        self._endpoints = native_endpoints(service)
+
+    def call(self, path: str, request: Request | None, kind: type[A]) -> A:
+        from hicache_metadata_server.core.tenants import ANYBODY
+
+        endpoint = self._endpoints[path]
+        caller = (ANYBODY,) if endpoint.takes_caller else ()
+        response: A = endpoint.do(request, time.time(), *caller)
+        return response
 
 
 @contextmanager
@@ -153,25 +169,6 @@ def audited(service: MetadataService) -> list[str]:
     ]
 
 
-def _pages_of(service: MetadataService) -> Iterator[ScopePages]:
-    from hicache_metadata_server.core.export import CHUNK_SLOTS, export_slots
-
-    for scope in service.scopes.values():
-        for first in range(0, len(scope.table), CHUNK_SLOTS):
-            pages, _ = export_slots(scope, first, first + CHUNK_SLOTS, 0.0, 0.0)
-            yield scope.geometry, pages
-
-
-def _repair(service: MetadataService, store: SqliteStore, defects: Iterable[PageDefect]) -> None:
-    from hicache_metadata_server.protocol import Delete, DeleteScope
-
-    for scope, of_scope in groupby(defects, key=lambda defect: defect.scope):
-        part = DeleteScope(scope=scope, keys=[defect.key for defect in of_scope])
-        service.do_delete(Delete(scopes=[part]), time.time())
-    rewrite(service, store)
-    typer.echo(f"repaired: {service.totals().live:,} pages left", err=True)
-
-
 def rewrite(service: MetadataService, store: SqliteStore) -> None:
     """Write a store as its service has it, which has left out what contradicts itself."""
     store.write(service.take_changes())
@@ -189,40 +186,42 @@ def fsck_server(
 ) -> int:
     """Compare the pages of a running server with the data files, delete defective ones; return the
     exit status."""
-    from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker
-    from hicache_metadata_server.protocol import Scopes
-
     with exit_on_error():
         remote = open_client(url, *access)
         problems = fsck_each(remote, scopes).problems
-        known = remote.call("/v2/scopes", None, Scopes).scopes
-        wanted = [scope for scope in known if not scopes or scope.scope in scopes]
-        with closing(open_page_checker(files)) as checker:
-            found = check_all_pages(_some(_served(remote, wanted), sample), checker)
-            # A slot may have been reused between the server's answer and the read of its bytes:
-            # only what is wrong a second time is reported.
-            found.defects = [
-                defect for defect in found.defects if _is_still_wrong(remote, defect, checker)
-            ]
+        found = _compare(remote, scopes, files, sample)
         _print_report(problems, found)
         if repair:
             _delete(remote, found.defects)
     return _status(problems, found)
 
 
-def _some(pages: Iterable[ScopePages], sample: int | None) -> Iterable[ScopePages]:
-    if sample is None:
-        return pages
-    from hicache_metadata_server.cli.page_checks import sampled
+def _compare(
+    remote: AdminClient | _OpenedService, scopes: Sequence[str], files: Path, sample: int | None
+) -> PageCheckReport:
+    """Compare the live pages of scopes, or of all that there are, with the data files."""
+    from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker, sampled
+    from hicache_metadata_server.protocol import Scopes
 
-    return sampled(pages, sample, random.Random())
+    known = remote.call("/v2/scopes", None, Scopes).scopes
+    pages = _live_pages(remote, [one for one in known if not scopes or one.scope in scopes])
+    with closing(open_page_checker(files)) as checker:
+        found = check_all_pages(
+            pages if sample is None else sampled(pages, sample, random.Random()), checker
+        )
+        # A slot may have been reused between the server's answer and the read of its bytes: only
+        # what is wrong a second time is reported.
+        found.defects = [
+            defect for defect in found.defects if _is_still_wrong(remote, defect, checker)
+        ]
+    return found
 
 
-def _served(remote: AdminClient, scopes: Iterable[ScopeStatus]) -> Iterator[ScopePages]:
+def _live_pages(
+    remote: AdminClient | _OpenedService, scopes: Iterable[ScopeStatus]
+) -> Iterator[ScopePages]:
     """Yield the live pages of a server, each chunk as of its own request."""
-    from hicache_metadata_server.core.errors import StoreError
-    from hicache_metadata_server.core.export import CHUNK_SLOTS, parts_of
-    from hicache_metadata_server.protocol import Export, Exported, ScopeGeometry
+    from hicache_metadata_server.protocol import Inspect, Inspected, ScopeGeometry, SlotState
 
     for scope in scopes:
         geometry = ScopeGeometry(
@@ -232,43 +231,40 @@ def _served(remote: AdminClient, scopes: Iterable[ScopeStatus]) -> Iterator[Scop
             geometry=scope.geometry,
             identity=scope.identity,
         )
-        first, used = 0, 1
-        while first < used:
-            chunk = Export(scope=scope.scope, first=first, count=CHUNK_SLOTS, rows=True)
-            answer = remote.call("/v2/export", chunk, Exported)
-            try:
-                pages, _ = parts_of(answer, time.time())
-            except ValueError as error:
-                raise StoreError(f"the server's answer contradicts itself: {error}") from error
-            yield geometry, pages
-            first, used = first + CHUNK_SLOTS, answer.used
+        for first in range(0, scope.slots, CHUNK_SLOTS):
+            slots = list(range(first, min(first + CHUNK_SLOTS, scope.slots)))
+            found = remote.call("/v2/inspect", Inspect(scope=scope.scope, slots=slots), Inspected)
+            used = [slot for slot in found.slots if slot is not None and slot.generation]
+            yield geometry, [slot for slot in used if slot.state is SlotState.LIVE]
+            # Slots are used from the first on.
+            if len(used) < len(slots):
+                break
 
 
-def _is_still_wrong(remote: AdminClient, defect: PageDefect, checker: PageChecker) -> bool:
+def _is_still_wrong(
+    remote: AdminClient | _OpenedService, defect: PageDefect, checker: PageChecker
+) -> bool:
     """Return True if a page is still live in its slot, and its bytes are still wrong.
 
     The question comes after the read: a page that is live now was live when its bytes were read.
     """
-    from hicache_metadata_server.cli.page_checks import defects_of
-    from hicache_metadata_server.core.export import Pages
+    from hicache_metadata_server.cli.page_checks import verdicts_of
     from hicache_metadata_server.protocol import Inspect, Inspected, SlotState
 
-    [now] = remote.call(
-        "/v2/inspect", Inspect(scope=defect.scope, slots=[defect.slot]), Inspected
-    ).slots
+    page = defect.page
+    request = Inspect(scope=defect.scope, slots=[page.slot])
+    [now] = remote.call("/v2/inspect", request, Inspected).slots
     if (
         now is None
         or now.state is not SlotState.LIVE
-        or (now.key, now.generation) != (defect.key, defect.generation)
+        or (now.key, now.generation) != (page.key, page.generation)
     ):
         return False
-    page = Pages(
-        [now.slot], [now.generation], [1], [now.length], [now.checksum], [now.key], [now.prefix]
-    )
-    return bool(defects_of(checker, defect.scope, page)[0])
+    # An unreadable page counts as intact: a mount that is away for a moment must not cost pages.
+    return verdicts_of(checker, defect.scope, [now])[0].is_defect
 
 
-def _delete(remote: AdminClient, defects: Sequence[PageDefect]) -> None:
+def _delete(remote: AdminClient | _OpenedService, defects: Sequence[PageDefect]) -> None:
     """Delete defective pages."""
     # With their generations: a page that was written again since the check stays.
     from hicache_metadata_server.protocol import Delete, DeleteScope, Marked
@@ -276,13 +272,13 @@ def _delete(remote: AdminClient, defects: Sequence[PageDefect]) -> None:
     gone = 0
     # Sorted by scope already: the check goes through one scope after the other.
     for scope, of_scope in groupby(defects, key=lambda defect: defect.scope):
-        left = list(of_scope)
-        for some in (
-            left[start : start + KEYS_PER_REQUEST]
-            for start in range(0, len(left), KEYS_PER_REQUEST)
-        ):
+        left = [defect.page for defect in of_scope]
+        for start in range(0, len(left), KEYS_PER_REQUEST):
+            some = left[start : start + KEYS_PER_REQUEST]
             part = DeleteScope(
-                scope=scope, keys=[m.key for m in some], generations=[m.generation for m in some]
+                scope=scope,
+                keys=[page.key for page in some],
+                generations=[page.generation for page in some],
             )
             gone += sum(remote.call("/v2/delete", Delete(scopes=[part]), Marked).scopes[0].done)
     typer.echo(f"{gone:,} pages deleted", err=True)

@@ -11,24 +11,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.export import Pages
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from hicache_metadata_server.protocol import ScopeGeometry
+    from hicache_metadata_server.protocol import ScopeGeometry, SlotStatus
 
 PROVIDER: Final = "hicache_backends.hf3fs.fsck"
 """Module of the driver whose `SlotFilePageChecker(path)` is a `PageChecker`."""
 OTHER_DIRECTORY: Final = "in scopes of other directories"
 
 
-ScopePages = tuple["ScopeGeometry", Pages]
+ScopePages = tuple["ScopeGeometry", "list[SlotStatus]"]
 """Some pages of a scope; those of one scope follow each other."""
 
 
@@ -74,13 +73,11 @@ class PageDefect:
     """A live page whose slot does not hold its bytes."""
 
     scope: str
-    slot: int
-    key: str
-    generation: int
+    page: SlotStatus
     verdict: PageVerdict
 
     def __str__(self) -> str:
-        return f"{self.scope}: slot {self.slot} {self.verdict}: {self.key!r}"
+        return f"{self.scope}: slot {self.page.slot} {self.verdict}: {self.page.key!r}"
 
 
 @dataclass(slots=True)
@@ -118,40 +115,41 @@ def check_all_pages(pages: Iterable[ScopePages], checker: PageChecker) -> PageCh
         is_here = checker.open_scope(geometry)
         for _, part in parts:
             if not is_here:
-                report.verdicts[OTHER_DIRECTORY] += len(part.slots)
+                report.verdicts[OTHER_DIRECTORY] += len(part)
                 continue
             verdicts = verdicts_of(checker, geometry.scope, part)
             report.verdicts.update(map(str, verdicts))
             report.unreadable += sum(verdict.is_unreadable for verdict in verdicts)
-            rows = zip(part.slots, part.keys, part.generations, verdicts, strict=True)
-            report.defects += [PageDefect(geometry.scope, *row) for row in rows if row[3].is_defect]
+            report.defects += [
+                PageDefect(geometry.scope, page, verdict)
+                for page, verdict in zip(part, verdicts, strict=True)
+                if verdict.is_defect
+            ]
     return report
 
 
-def verdicts_of(checker: PageChecker, scope: str, pages: Pages) -> Sequence[PageVerdict]:
+def verdicts_of(
+    checker: PageChecker, scope: str, pages: Sequence[SlotStatus]
+) -> Sequence[PageVerdict]:
     """Return one verdict for each page of an opened scope."""
-    return checker.check_pages(scope, pages.slots, pages.keys, pages.lengths, pages.checksums)
-
-
-def defects_of(checker: PageChecker, scope: str, pages: Pages) -> list[str]:
-    """Return the defect of each page of an opened scope, or ""."""
-    # An unreadable page counts as intact: a mount that is away for a moment must not cost pages.
-    return [
-        str(verdict) if verdict.is_defect else "" for verdict in verdicts_of(checker, scope, pages)
-    ]
+    return checker.check_pages(
+        scope,
+        [page.slot for page in pages],
+        [page.key for page in pages],
+        [page.length for page in pages],
+        [page.checksum for page in pages],
+    )
 
 
 def sampled(pages: Iterable[ScopePages], size: int, chance: random.Random) -> Iterator[ScopePages]:
     """Yield a uniform sample of each scope's pages."""
     for geometry, parts in groupby(pages, itemgetter(0)):
-        seen, chosen = 0, list[tuple[Any, ...]]()
-        for _, part in parts:
-            for row in zip(*part, strict=True):
-                # Reservoir sampling: nothing says in advance how many pages there are.
-                seen += 1
-                if len(chosen) < size:
-                    chosen.append(row)
-                elif (instead := chance.randrange(seen)) < size:
-                    chosen[instead] = row
+        # Reservoir sampling: nothing says in advance how many pages there are.
+        chosen = list["SlotStatus"]()
+        for number, page in enumerate(page for _, part in parts for page in part):
+            if len(chosen) < size:
+                chosen.append(page)
+            elif (instead := chance.randrange(number + 1)) < size:
+                chosen[instead] = page
         if chosen:
-            yield geometry, Pages(*map(list, zip(*chosen, strict=True)))
+            yield geometry, chosen

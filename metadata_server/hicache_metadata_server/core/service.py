@@ -17,7 +17,6 @@ from hicache_metadata_server.core.errors import (
     too_large,
     unknown_scope,
 )
-from hicache_metadata_server.core.export import Counters, export_slots, exported
 from hicache_metadata_server.core.idempotency import IdempotencyCache
 from hicache_metadata_server.core.invariants import SHOWN, audit
 from hicache_metadata_server.core.leases import IdAllocator
@@ -514,27 +513,7 @@ class MetadataService:
             others=self.others_with_leases(),
         )
 
-    def export(self, request: p.Export, now: float) -> p.Exported:
-        """Copy some slots of a scope, for `fsck` with data files."""
-        scope, limits = self._known(request.scope, "scope"), self.limits
-        end = request.first + min(request.count, limits.keys)
-        pages, others = export_slots(scope, request.first, end, now, limits.max_lease_seconds)
-        return exported(
-            pages,
-            others,
-            now,
-            used=len(scope.table),
-            epoch=scope.epoch,
-            counters=self.counters(),
-            rows=request.rows,
-            tenant=self.tenants.of_scope[request.scope],
-        )
-
     # Time and durability.
-
-    def counters(self) -> Counters:
-        """First lease and pin numbers that were certainly never given."""
-        return Counters(self._leases.ceiling, self._pin_numbers.ceiling)
 
     def settle(self, now: float, most: int) -> bool:
         """Process about `most` due slots; True if more are due."""

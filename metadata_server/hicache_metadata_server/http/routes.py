@@ -108,7 +108,6 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         # The function is a generator: `Handlers.run_in_slices` runs it.
         row("/v2/fsck", fsck, takes_caller=True),
         row("/v2/drain", service.drain),
-        row("/v2/export", service.export),
     )
     return {endpoint.name: endpoint for endpoint in rows}
 
