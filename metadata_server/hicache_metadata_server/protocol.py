@@ -23,9 +23,6 @@ NO_SLOT: Final = -1
 MAX_SPARE_SHARE: Final = 2
 """A full scope keeps at most one of this many slots free or in quarantine."""
 
-KEY_BYTES: Final = 512
-"""UTF-8 bytes of a key that every server accepts; `Limits.key_bytes` may be more."""
-
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]

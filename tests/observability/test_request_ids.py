@@ -268,7 +268,7 @@ def test_slow_requests_are_logged_with_what_they_asked_for():
         "warning",
     )
     assert looked["request_id"] == "x___level_:_error__"
-    assert looked["logger"] == "hicache_metadata_server.http.request_log"
+    assert looked["logger"] == "hicache_metadata_server.http.runtime"
     assert looked["seconds"] > 0
     assert (slow["/{rank}/exists"]["entries"], slow["/{rank}/exists"]["request_id"]) == (2, "old")
     assert b'hicache_metadata_slow_requests_total{route="/v2/lookup"} 1.0' in text

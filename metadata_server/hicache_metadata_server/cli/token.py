@@ -11,15 +11,14 @@ import sys
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from msgspec import structs
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from hicache_metadata_server.cli.options import error_message
+from hicache_metadata_server.cli.options import exit_on_error
 
 if TYPE_CHECKING:
     from hicache_metadata_server.auth.token_file import TokenRecord
@@ -29,7 +28,6 @@ app = typer.Typer(
 )
 
 UNKNOWN: Final = 1
-FAILED: Final = 2
 
 
 class Right(StrEnum):
@@ -87,16 +85,17 @@ def new(
     )
 
     token = new_token()
-    try:
-        with edit_token_file(file) as tokens, write_new_file(output, f"{token}\n".encode()):
-            record = record_of(
-                token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None
-            )
-            if record.id in tokens:
-                raise ValueError(f"{file} has a token {record.id} already")
-            tokens[record.id] = record
-    except (ValueError, OSError) as error:
-        fail(error)
+    with (
+        exit_on_error(),
+        edit_token_file(file) as tokens,
+        write_new_file(output, f"{token}\n".encode()),
+    ):
+        record = record_of(
+            token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None
+        )
+        if record.id in tokens:
+            raise ValueError(f"{file} has a token {record.id} already")
+        tokens[record.id] = record
     where = f"the token is in {output}" if output else "the token is shown only once"
     typer.echo(f"{record.id}: {_described(record)}; {where}", err=True)
     # Alone on standard output, so that a script can capture it; all else goes to standard error.
@@ -109,10 +108,8 @@ def list_tokens(file: File) -> None:
     """List the tokens with their rights, tenants and expiry."""
     from hicache_metadata_server.auth.token_file import read_token_file
 
-    try:
+    with exit_on_error():
         records = read_token_file(file)
-    except (ValueError, OSError) as error:
-        fail(error)
     now = datetime.now(UTC)
     table = Table(
         "id", "right", "tenant", "created", "expires", box=None, header_style="bold", pad_edge=False
@@ -144,18 +141,15 @@ def revoke(
     """End tokens; running servers know it within a second or two."""
     from hicache_metadata_server.auth.token_file import edit_token_file
 
-    try:
-        with edit_token_file(file) as tokens:
-            unknown = [name for name in names if name not in tokens]
-            if unknown:
-                raise ValueError(f"{file} has no token {', '.join(unknown)}; nothing was revoked")
-            for name in names:
-                if after:
-                    tokens[name] = _ending(tokens[name], _when(after))
-                else:
-                    del tokens[name]
-    except (ValueError, OSError) as error:
-        fail(error)
+    with exit_on_error(), edit_token_file(file) as tokens:
+        unknown = [name for name in names if name not in tokens]
+        if unknown:
+            raise ValueError(f"{file} has no token {', '.join(unknown)}; nothing was revoked")
+        for name in names:
+            if after:
+                tokens[name] = _ending(tokens[name], _when(after))
+            else:
+                del tokens[name]
     typer.echo(f"{', '.join(names)}: {'expires in ' + after if after else 'revoked'}", err=True)
 
 
@@ -177,11 +171,9 @@ def check(
     """
     from hicache_metadata_server.auth.token_file import digest, read_token_file, readable_by_all
 
-    try:
+    with exit_on_error():
         records = read_token_file(file)
         token = _given(token_file)
-    except (ValueError, OSError) as error:
-        fail(error)
     if readable_by_all(file):
         typer.echo(f"{file} can be read by everybody on this machine: chmod o-r {file}", err=True)
     if not token:
@@ -231,8 +223,3 @@ def _given(token_file: Path | None) -> str:
     if token_file is None:
         return os.environ.get("HICACHE_METADATA_TOKEN", "")
     return (sys.stdin.read() if str(token_file) == "-" else token_file.read_text("utf-8")).strip()
-
-
-def fail(error: Exception) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(Text(error_message(error), "red"))
-    raise typer.Exit(FAILED)

@@ -1,4 +1,4 @@
-"""Parts of one running server, and its lifespan: the work beside the requests."""
+"""Parts of one running server: what requests cost, and the work beside them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.chunking import request_size
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.http.handlers import Handlers
 from hicache_metadata_server.http.metrics import Metrics
-from hicache_metadata_server.http.request_log import RequestLog
 from hicache_metadata_server.http.timeseries import HistoryRecorder
 from hicache_metadata_server.storage.group_commit import GroupCommit
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from starlette.applications import Starlette
 
     from hicache_metadata_server.auth.security import Security
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.store import MetadataStore
+    from hicache_storage.observability.otel import ServerSpan, Spans
 
 TICK_SECONDS: Final = 0.1
 """Interval of the timers; a lease or quarantine ends at most this much late."""
@@ -33,6 +34,74 @@ BUSY_TICK_SECONDS: Final = 0.002
 TICK_SLOTS: Final = 1024
 
 _log = structlog.get_logger()
+
+
+class RequestLog:
+    """What requests cost: metrics, the slowest of the last hour, log of slow ones, traces.
+
+    Args:
+        slow_seconds: requests that take this long are logged and counted; 0 for none.
+        spans: begins a span for each request; None for none.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        recorder: HistoryRecorder,
+        slow_seconds: float,
+        spans: Spans | None,
+    ) -> None:
+        self._metrics = metrics
+        self._recorder = recorder
+        self._slowest = recorder.slow_log
+        self._slow_seconds = slow_seconds or float("inf")
+        self._spans = spans
+
+    def begin(
+        self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]
+    ) -> ServerSpan | None:
+        """Begin the span of a request whose head has arrived."""
+        return (
+            None if self._spans is None else self._spans.answer(method, route, request_id, headers)
+        )
+
+    def record(
+        self,
+        route: str,
+        status: int,
+        seconds: float,
+        request_id: str,
+        message: object,
+        span: ServerSpan | None,
+    ) -> None:
+        """Record a request that is answered.
+
+        Args:
+            seconds: from the last byte of its body.
+            message: the decoded body; None for a route without one, and if it cannot be decoded.
+        """
+        self._metrics.observe(route, status, seconds)
+        is_slow = seconds >= self._slow_seconds
+        is_among_slowest = seconds > self._slowest.floor
+        # Entries are counted here and not before: most requests are neither slow nor traced.
+        if not (is_slow or is_among_slowest or span is not None):
+            return
+        size = request_size(message)
+        if is_among_slowest:
+            self._recorder.add(route, status, seconds, request_id, size)
+        if span is not None:
+            span.end(status, size.scopes, size.entries)
+        if is_slow:
+            self._metrics.count_slow(route)
+            _log.warning(
+                "slow_request",
+                route=route,
+                status=status,
+                scopes=size.scopes,
+                entries=size.entries,
+                seconds=round(seconds, 6),
+                request_id=request_id,
+            )
 
 
 class ServerRuntime:
