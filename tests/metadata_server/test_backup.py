@@ -129,6 +129,8 @@ def backed_up(directory, *options):
 def test_a_backup_is_a_store_with_what_readers_can_verify(stored, tmp_path):
     done = backed_up(tmp_path)
     assert done.exit_code == 0, done.output
+    [said] = done.output.splitlines()
+    assert said.startswith(f"{len(live(stored)) - 2} pages: {tmp_path}/b.db, ")
     assert (tmp_path / "b.db").stat().st_mode & 0o777 == 0o600
     assert {file.name for file in tmp_path.iterdir()} == {"m.db", "m.db.lock", "b.db"}
     assert run_metadata("fsck", "--store", address(tmp_path / "b.db")).exit_code == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -65,8 +65,13 @@ def backup(
                 ):
                     origin.backup(target)
                     [(damage,), *_] = target.execute("PRAGMA quick_check").fetchall()
-                if damage != "ok":
-                    fail(f"{source} is damaged: {damage}")
+                    if damage != "ok":
+                        fail(f"{source} is damaged: {damage}")
+                    # It is checked as a store of its own, not as a copy that somebody serves. A
+                    # database of something else has no such table, and is refused then.
+                    with suppress(sqlite3.OperationalError):
+                        target.execute("DELETE FROM counters WHERE name = ?", (INODE,))
+                        target.commit()
                 problems, pages = _checked(copy)
                 with closing(sqlite3.connect(copy)) as target, target:
                     # Whatever file has this content counts as a copy, also this one.
