@@ -111,7 +111,7 @@ judged:
 	scripts/make_vllm_env.sh $(VLLM_VENV)
 	scripts/make_matrix.sh $(SGLANG_VENV) $(VLLM_VENV) out/matrix out/matrix.md hf3fs mooncake sglang-bridge
 
-# The suite's own long test, one hour and a half on two cores: every mutant on 20 seeds, every right driver on 30. Writes out/soak.md.
+# The suite's own long test, one hour and a half on two cores: every mutant and every right driver on 20 seeds.
 soak: $(VENV)/.installed
 	$(PYTHON) tests/conformance/soak.py
 

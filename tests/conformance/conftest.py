@@ -139,7 +139,7 @@ class Site:
             "--rootdir=.",
             *([f"drivers_suite.py::Test{name}" for name in drivers] or ["drivers_suite.py"]),
             cwd=MUTANTS,
-            plugins="hicache_conformance.plugin,drivers_selection",
+            plugins="hicache_conformance.plugin,drivers_suite",
             seconds=seconds,
             HICACHE_SAMPLES=kind,
         )

@@ -26,9 +26,9 @@ SERVER = Path(__file__).with_name("mutants") / "drivers_server.py"
 # right.
 DRIVER = """
 import logging
-from drivers_files import SharedFiles
+from drivers_files import SteadyFiles
 
-class Flawed(SharedFiles):
+class Flawed(SteadyFiles):
     pass
 """
 FAULT = """
@@ -37,16 +37,15 @@ FAULT = """
         return {pool: [True] * len(pages) for pool, pages in super().batch_set_v2(transfers, extra_info).items()}
 """
 PLUGIN = """
-from sample_driver import PATH
-from drivers_faults import BUFFERED
+from drivers_files import STEADY_FILES
 from hicache_storage.hookspecs import DriverSpec, hookimpl
 
 @hookimpl
 def hicache_register_drivers():
     return [
         DriverSpec(
-            name="Flawed", target="flawed:Flawed", config="drivers_files:SharedFilesConfig", trial_config=PATH,
-            capabilities=BUFFERED,
+            name="Flawed", target="flawed:Flawed", config=STEADY_FILES.config,
+            trial_config=STEADY_FILES.trial_config, capabilities=STEADY_FILES.capabilities,
         )
     ]
 """

@@ -8,9 +8,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivers_objects import Objects
-from drivers_plain import FileControlConfig, Plain, PlainConfig
+from drivers_memory import PATH, Objects, PathConfig, Plain
+from mutant import IN_PROCESS
 
+from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.objects import Call, ObjectStorage
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ class Dies(Plain):
 class Poisoned(Plain):
     """Leaves its directory unusable when it is given a page of more than a MiB."""
 
-    def __init__(self, identity: StorageIdentity, config: FileControlConfig) -> None:
-        super().__init__(identity, PlainConfig(store=config.path))
+    def __init__(self, identity: StorageIdentity, config: PathConfig) -> None:
+        super().__init__(identity, config)
         self.poison = Path(config.path)
 
     def write(self, request: PoolRequest) -> list[bool]:
@@ -69,3 +70,23 @@ class TakesLess(Objects):
         return super().read_objects(batches, Call())
 
     delete_objects = ObjectStorage.delete_objects
+
+
+FAILING = [
+    DriverSpec(
+        name=driver.__name__,
+        target=f"{__name__}:{driver.__name__}",
+        config="drivers_memory:PathConfig",
+        capabilities=IN_PROCESS,
+        trial_config=PATH,
+    )
+    for driver in (
+        AbortsInLargeReads,
+        CannotOpen,
+        Dies,
+        Hangs,
+        HangsWithTheLock,
+        Poisoned,
+        TakesLess,
+    )
+]

@@ -1,15 +1,29 @@
-"""A right driver for several processes, made of small steps, so that each can be made wrong."""
+"""Right drivers of several processes on a directory, made of small steps."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import itertools
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from drivers_memory import PATH, SLOT_BYTES, Slots, SlotsConfig
+from mutant import IN_PROCESS, Base
+
 from hicache_storage.objects import ObjectRead, ObjectStorage
-from hicache_storage.spec import Capabilities, DriverConfig, Durability, Sharing
+from hicache_storage.spec import (
+    Capabilities,
+    DriverConfig,
+    Durability,
+    HungReads,
+    Sharing,
+    parse_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,39 +38,35 @@ if TYPE_CHECKING:
     )
     from hicache_storage.spec import StorageIdentity
 
-BETWEEN_PROCESSES = Capabilities(
-    sharing=Sharing.PROCESSES,
-    durability=Durability.PROCESS,
-    deletes=True,
-    clears=True,
-    may_hang=False,
+BETWEEN_PROCESSES = replace(
+    IN_PROCESS, sharing=Sharing.PROCESSES, durability=Durability.PROCESS, may_hang=False
 )
+BUFFERED = replace(BETWEEN_PROCESSES, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
 PAGE, DRAFT = ".page", ".draft"
 
 
-class SharedFilesConfig(DriverConfig, frozen=True, kw_only=True):
+class FilesConfig(DriverConfig, frozen=True, kw_only=True):
     path: str
+    capacity: str = "1TiB"
 
 
-class SharedFiles(ObjectStorage):
+class Files(ObjectStorage):
     """Keeps a file for each page, in a directory for each namespace; a page appears by a rename."""
 
     promises: ClassVar[Capabilities] = BETWEEN_PROCESSES
     drafts: ClassVar[itertools.count[int]] = itertools.count()
 
-    def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
+    def __init__(self, identity: StorageIdentity, config: FilesConfig) -> None:
         super().__init__(identity, driver_name=type(self).__name__, capabilities=self.promises)
         self.root = Path(config.path)
+        self.limit = parse_bytes(config.capacity)
 
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
 
     def path(self, namespace: Namespace, key: str) -> Path:
-        return (
-            self.root
-            / namespace.name
-            / (hashlib.blake2b(key.encode(), digest_size=20).hexdigest() + PAGE)
-        )
+        name = hashlib.blake2b(key.encode(), digest_size=20).hexdigest() + PAGE
+        return self.root / namespace.name / name
 
     def draft(self, path: Path) -> Path:
         # The writer's process stands in the name, so that others can tell when it is nobody's any
@@ -69,24 +79,36 @@ class SharedFiles(ObjectStorage):
         except FileNotFoundError:
             return False
 
-    def take(self, read: ObjectRead) -> bool:
+    def content(self, path: Path) -> bytes | None:
         try:
-            return read.fill(self.path(read.namespace, read.key).read_bytes())
+            return path.read_bytes()
         except FileNotFoundError:
-            return False
+            return None
+
+    def take(self, read: ObjectRead) -> bool:
+        return read.fill(self.content(self.path(read.namespace, read.key)))
 
     def put(self, write: ObjectWrite, call: Call) -> bool:
         path = self.path(write.namespace, write.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.draft(path)
         try:
-            draft.write_bytes(write.tobytes())
+            self.fill_draft(draft, write)
             if call.expired():
                 return False
-            draft.rename(path)
+            self.publish(draft, path, write)
         finally:
-            draft.unlink(missing_ok=True)
+            self.tidy(draft)
         return True
+
+    def fill_draft(self, draft: Path, write: ObjectWrite) -> None:
+        draft.write_bytes(write.tobytes())
+
+    def publish(self, draft: Path, path: Path, write: ObjectWrite) -> None:
+        draft.rename(path)
+
+    def tidy(self, draft: Path) -> None:
+        draft.unlink(missing_ok=True)
 
     def collect(self) -> None:
         """Remove what writers that were killed have left."""
@@ -100,11 +122,7 @@ class SharedFiles(ObjectStorage):
         taken = self.draft(path)
         try:
             path.rename(taken)
-            again = ObjectRead(
-                read.namespace,
-                read.key,
-                [memoryview(bytearray(len(buffer))) for buffer in read.buffers],
-            )
+            again = ObjectRead.aside(read.namespace, read.key, verifies_checksum=True)
             if again.fill(taken.read_bytes()) and again.verify():
                 os.link(taken, path)
         except (FileNotFoundError, FileExistsError):
@@ -114,6 +132,13 @@ class SharedFiles(ObjectStorage):
 
     def doomed(self, namespace: Namespace) -> Iterator[Path]:
         yield from (self.root / namespace.name).glob(f"*{PAGE}")
+
+    def remove(self, path: Path) -> bool:
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     # The driver
     # --------------------------------------------------------------------------------------------------
@@ -139,18 +164,196 @@ class SharedFiles(ObjectStorage):
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         return [
-            [self._remove(self.path(batch.namespace, key)) for key in batch.keys]
+            [self.remove(self.path(batch.namespace, key)) for key in batch.keys]
             for batch in batches
         ]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         for namespace in namespaces:
             for path in self.doomed(namespace):
-                self._remove(path)
+                self.remove(path)
 
-    def _remove(self, path: Path) -> bool:
-        try:
-            path.unlink()
-        except FileNotFoundError:
+
+class BoundedFiles(Files):
+    """Evicts the least recently used files of the whole directory.
+
+    Files' times tell all processes what was used.
+    """
+
+    promises: ClassVar[Capabilities] = replace(BETWEEN_PROCESSES, evicts=True)
+    moment: ClassVar[int] = 0
+    """Of the last use by this process; no two have the same, however coarse the clock."""
+
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
+
+    def counted(self) -> list[Path]:
+        """The files that count."""
+        return [*self.root.glob(f"*/*{PAGE}"), *self.root.glob(f"*/*{DRAFT}")]
+
+    def victims(self) -> list[Path]:
+        """What may be evicted, the first victim first."""
+        return sorted(self.root.glob(f"*/*{PAGE}"), key=mtime)
+
+    def touch(self, namespace: Namespace, keys: Sequence[str]) -> None:
+        """Note a use, the last key first, so that tails are older than heads."""
+        BoundedFiles.moment = max(BoundedFiles.moment, self.now())
+        for key in reversed(keys):
+            BoundedFiles.moment += 1
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self.path(namespace, key), ns=(0, BoundedFiles.moment))
+
+    def now(self) -> int:
+        """The time by the file system's clock, which all processes share."""
+        (self.root / "clock").touch()
+        return mtime(self.root / "clock")
+
+    def make_room(self, namespace: Namespace, wanted: int) -> None:
+        excess = sum(map(size, self.counted())) + wanted - self.limit
+        for path in self.victims():
+            if excess <= 0:
+                break
+            excess -= size(path)
+            self.count_evictions(namespace, self.remove(path))
+
+    def count_evictions(self, namespace: Namespace, pages: int) -> None:
+        self.recorder.count(namespace.pool, pages_evicted=pages)
+
+    def use_found(self, batch: LookupBatch, found: Sequence[bool], call: Call) -> None:
+        keys = [key for key, ok in zip(batch.keys, found, strict=True) if ok]
+        self.touch(batch.namespace, [*call.prefix_keys, *keys])
+
+    def use_read(self, batch: ReadBatch, call: Call) -> None:
+        self.touch(batch.namespace, [*call.prefix_keys, *[read.key for read in batch.reads]])
+
+    def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
+        some = batch.writes[: self.limit // batch.namespace.object_bytes]
+        self.make_room(batch.namespace, len(some) * batch.namespace.object_bytes)
+        done = [self.put(write, call) for write in some]
+        self.touch(batch.namespace, [*call.prefix_keys, *[write.key for write in some]])
+        return [*done, *[False] * (len(batch.writes) - len(some))]
+
+    # The driver
+    # --------------------------------------------------------------------------------------------------
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        answers = super().objects_exist(batches, call)
+        for batch, found in zip(batches, answers, strict=True):
+            self.use_found(batch, found, call)
+        return answers
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        answers = super().read_objects(batches, call)
+        for batch in batches:
+            self.use_read(batch, call)
+        return answers
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        # One writer at a time, of any process.
+        with (self.root / "lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.collect()
+            return [self.write_batch(batch, call) for batch in batches]
+
+
+def mtime(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+class FileSlots(Slots):
+    """Keeps the places of pages in a file.
+
+    What a writer was given stays its own until it has written, whatever others do meanwhile.
+    """
+
+    promises: ClassVar[Capabilities] = replace(
+        Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER
+    )
+
+    def __init__(self, identity: StorageIdentity, config: SlotsConfig) -> None:
+        super().__init__(identity, config)
+        self.file = Path(config.path).with_suffix(".slots")
+
+    def connect(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.touch()
+
+    def take(self, read: ObjectRead) -> bool:
+        with self.medium.lock:
+            slot = self.find(read.namespace, read.key)
+        if slot is None:
             return False
-        return True
+        with self.file.open("rb", buffering=0) as file:
+            return read.fill(
+                os.pread(file.fileno(), read.namespace.object_bytes, slot * SLOT_BYTES)
+            )
+
+    def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
+        with self.medium.lock:
+            slots = self.reserve(batch.namespace, len(batch.writes))
+            self.medium.reserved |= dict.fromkeys(slots, time.monotonic())
+        done = [False] * len(batch.writes)
+        try:
+            # Is the file still there? Asked after places were given and before they are written.
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(0, os.SEEK_END)
+            with self.file.open("r+b", buffering=0) as file:
+                for number, slot in enumerate(slots):
+                    written = os.pwrite(
+                        file.fileno(), batch.writes[number].tobytes(), slot * SLOT_BYTES
+                    )
+                    done[number] = written > 0 and not call.expired()
+        finally:
+            with self.medium.lock:
+                for slot, write, ok in zip(slots, batch.writes, done, strict=False):
+                    self.settle(slot, (write.namespace.name, write.key), ok=ok)
+        return done
+
+    def settle(self, slot: int, place: tuple[str, str], *, ok: bool) -> None:
+        """A writer has done with its place: it holds a page now, or nobody's."""
+        self.medium.reserved.pop(slot, None)
+        if ok:
+            self.forget(place)
+            self.medium.index[place] = slot
+        else:
+            self.medium.free.append(slot)
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        return False
+
+
+FILES = Base(
+    driver=Files,
+    config="drivers_files:FilesConfig",
+    trial_config=PATH,
+    capabilities=BETWEEN_PROCESSES,
+)
+BOUNDED_FILES = replace(
+    FILES, driver=BoundedFiles, capabilities=BoundedFiles.promises, capacity_option="capacity"
+)
+
+
+class SteadyFiles(Files):
+    """Says that its directory may hang, and reads into buffers of its own."""
+
+    promises: ClassVar[Capabilities] = BUFFERED
+
+
+STEADY_FILES = replace(FILES, driver=SteadyFiles, capabilities=BUFFERED)
+FILE_SLOTS = Base(
+    driver=FileSlots,
+    config="drivers_memory:SlotsConfig",
+    trial_config=PATH,
+    capabilities=FileSlots.promises,
+    capacity_option="capacity",
+)

@@ -1,54 +1,35 @@
-"""Registers the samples that the modules `mutants_*.py` list in their `SAMPLES`."""
+"""Registers the samples of the tables `mutants_*.py`."""
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
 
-from sample_driver import PATH, SampleDriver, in_module
+from drivers_failing import FAILING
+from mutant import SAMPLES
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
 
-_HOME = Path(__file__).parent
-
-SAMPLES: dict[str, SampleDriver] = {}
-"""By name."""
-_FAILING = in_module(
-    "drivers_failing",
-    {
-        **{
-            name: SampleDriver()
-            for name in (
-                *("AbortsInLargeReads", "Dies", "Hangs", "HangsWithTheLock"),
-                *("CannotOpen", "TakesLess"),
-            )
-        },
-        "Poisoned": SampleDriver(config="drivers_plain:FileControlConfig", trial_config=PATH),
-    },
-)
-"""Registered beside them, for the tests of the command line."""
-for _module in sorted(_HOME.glob("mutants_*.py")):
-    _more = importlib.import_module(_module.stem).SAMPLES
-    assert SAMPLES.keys().isdisjoint(_more), (
-        f"{_module.name} gives a name again: {SAMPLES.keys() & _more.keys()}"
-    )
-    SAMPLES.update(_more)
+for _table in sorted(Path(__file__).parent.glob("mutants_*.py")):
+    importlib.import_module(_table.stem)
 
 
 @hookimpl
 def hicache_register_drivers() -> list[DriverSpec]:
-    """Register every sample driver under its name."""
-    return [_spec(name, sample) for name, sample in {**SAMPLES, **_FAILING}.items()]
-
-
-def _spec(name: str, sample: SampleDriver) -> DriverSpec:
-    return DriverSpec(
-        name=name,
-        target=sample.target,
-        config=sample.config,
-        capabilities=sample.capabilities,
-        trial_config=sample.trial_config,
-        capacity_option=sample.capacity_option,
-        trial_services=sample.trial_services,
-        trial_members=sample.trial_members,
-    )
+    """Register every sample under its name."""
+    return [
+        *FAILING,
+        *(
+            DriverSpec(
+                name=sample.name,
+                target=f"mutant:{sample.name}",
+                config=sample.base.config,
+                capabilities=sample.capabilities,
+                trial_config=sample.base.trial_config,
+                capacity_option=sample.base.capacity_option,
+                trial_services=sample.base.trial_services,
+                trial_members=sample.base.trial_members,
+            )
+            for sample in SAMPLES.values()
+        ),
+    ]

@@ -1,72 +1,125 @@
-"""The suite against the samples, in one pytest.
+"""The suite against the samples, in one pytest, whose plugin this is too.
 
-Run by `test_mutants.py` and `soak.py`, which read the reports.
+Run by `test_mutants.py` and `soak.py`, which read the reports. A class runs of each sample only
+what it is tried with.
 
-The environment variable `HICACHE_SAMPLES` chooses: `all` samples, each with all cases of its
-classes; `mutants`, each with the cases of the rules that it breaks; `right` ones; or `own`, the
-project's own drivers.
+The environment variable `HICACHE_SAMPLES` chooses: `all` samples, each with all its cases;
+`mutants`, each with no more of them than it takes to find it; `right` ones; or `own`, the project's
+own drivers.
 """
 
 from __future__ import annotations
 
-import importlib
+import json
 import os
+from typing import TYPE_CHECKING
 
+import pytest
 from drivers_plugin import SAMPLES
-from sample_driver import SampleDriver
 
 from hicache_conformance import DriverConformance
 from hicache_conformance.fixtures.target import DriverTarget
-from hicache_conformance.model.pytest_keys import CASE_MARK
+from hicache_conformance.model.pytest_keys import CASE_MARK, VIOLATION_PROPERTY
+from hicache_conformance.suite.driver_conformance import catalogue
 
-_CASES = {base.__name__: base for base in DriverConformance.__bases__}
-_OWN = ("file", "memory")
+if TYPE_CHECKING:
+    from mutant import Sample
+
+OWN = ("file", "memory")
+KIND = os.environ.get("HICACHE_SAMPLES", "all")
 
 
-def _chosen() -> dict[str, SampleDriver]:
-    match os.environ.get("HICACHE_SAMPLES", "all"):
+def _chosen() -> dict[str, Sample | None]:
+    match KIND:
         case "all":
-            return SAMPLES
+            return dict(SAMPLES)
         case "mutants":
             return {name: sample for name, sample in SAMPLES.items() if sample.breaks}
         case "right":
             return {name: sample for name, sample in SAMPLES.items() if not sample.breaks}
         case "own":
-            return {name: SampleDriver() for name in _OWN}
+            return dict.fromkeys(OWN)
         case other:
             raise ValueError(f"HICACHE_SAMPLES={other!r}; choose all, mutants, right or own")
 
 
-def _without(bases: tuple[type, ...], rules: tuple[str, ...]) -> dict[str, None]:
-    """Names of the cases that are about other rules, for a class that hides them from pytest."""
-    found = dict[str, None]()
-    for base in bases:
-        for home in base.__mro__:
-            for name, function in vars(home).items():
-                marks = [
-                    mark for mark in getattr(function, "pytestmark", ()) if mark.name == CASE_MARK
-                ]
-                if marks and not set(marks[0].kwargs["rules"]) & set(rules):
-                    found[name] = None
-    return found
+def _class(name: str, sample: Sample | None) -> type:
+    """The suite's class for a driver: the classes of its cases, without the others of these."""
+    where = sample.where if sample else ()
+    named = {case.partition("[")[0] for case in where if case.startswith("test_")}
+    bases = [
+        base
+        for base in DriverConformance.__bases__
+        if not where or base.__name__.removesuffix("Cases") in where or named & vars(base).keys()
+    ]
+    hidden = {
+        case.name: None
+        for case in catalogue().values()
+        if sample
+        and (case.name not in named if named else not set(case.rules) & set(sample.breaks))
+    }
+    # A case that is named may find a fault of a rule that it is not about.
+    hides = bool(named) or KIND == "mutants"
+    return type(
+        f"Test{name}",
+        (*bases, *([] if DriverTarget in bases else [DriverTarget])),
+        {**(hidden if hides else {}), "driver": name, "__module__": __name__},
+    )
 
 
-def _engine(sample: SampleDriver) -> dict[str, object]:
-    """The transfer engine of a sample that brings one, as an attribute of its class."""
-    if not sample.transfer_engine:
-        return {}
-    module, _, name = sample.transfer_engine.partition(":")
-    return {"transfer_engine": staticmethod(getattr(importlib.import_module(module), name))}
-
-
-_only_meant = os.environ.get("HICACHE_SAMPLES") == "mutants"
 for _name, _sample in _chosen().items():
-    _bases = tuple(_CASES[f"{where}Cases"] for where in _sample.case_classes)
-    _bases = (*_bases, DriverTarget) if _bases else (DriverConformance,)
-    # Cases that are named may find a fault that they are not about.
-    _hidden = _without(_bases, _sample.breaks) if _only_meant and not _sample.cases else {}
-    globals()[f"Test{_name}"] = type(
-        f"Test{_name}",
-        _bases,
-        {**_hidden, **_engine(_sample), "driver": _name, "__module__": __name__},
+    globals()[f"Test{_name}"] = _class(_name, _sample)
+
+
+# Selection
+# ------------------------------------------------------------------------------------------------
+
+_left: dict[str, set[str]] = {}
+"""Of each mutant that a case has found: the rules, and the message, that none has told yet."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if not _is_wanted(item)]
+    if left_out:
+        items[:] = [item for item in items if _is_wanted(item)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    sample = _sample_of(item)
+    if sample and not sample.every_case and _left.get(sample.name) == set():
+        pytest.skip("untested: the mutant has been found")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    sample = _sample_of(item)
+    if sample is None or not sample.breaks or KIND != "mutants":
+        return
+    mark = item.get_closest_marker(CASE_MARK)
+    assert mark is not None
+    for name, text in item.user_properties:
+        if name == VIOLATION_PROPERTY:
+            violation = json.loads(str(text))
+            left = _left.setdefault(sample.name, {*sample.breaks, sample.message})
+            # One that names no rule breaks all those that its case is about.
+            left -= {violation["rule"]} if violation["rule"] else set(mark.kwargs["rules"])
+            if sample.message in violation["detail"]:
+                left.discard(sample.message)
+
+
+def _sample_of(item: pytest.Item) -> Sample | None:
+    return SAMPLES.get(str(getattr(getattr(item, "cls", None), "driver", "")))
+
+
+def _is_wanted(item: pytest.Item) -> bool:
+    """Return whether a sample is tried with this case's parameters, and on its injector."""
+    sample = _sample_of(item)
+    if sample is None:
+        return True
+    named = {case for case in sample.where if "[" in case}
+    same = [case for case in named if case.partition("[")[0] == item.name.partition("[")[0]]
+    injector = item.callspec.params.get("injector") if hasattr(item, "callspec") else None
+    return (not same or item.name in same) and (
+        not sample.injectors or injector is None or injector in sample.injectors
     )

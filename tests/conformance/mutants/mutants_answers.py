@@ -1,191 +1,326 @@
-"""Samples of the form of answers, and of counters."""
+"""Faults in the form of answers, in lookups, in the folding of hits, and in counters."""
 
 from __future__ import annotations
 
-from sample_driver import SampleDriver, in_module
+import json
+from dataclasses import asdict, replace
+from functools import partial
 
-SAMPLES = in_module(
-    "drivers_answers",
-    {
-        "AnswersTuples": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered with",
-            case_classes=("Reading",),
-        ),
-        "AnswersNumpyBools": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered with",
-            case_classes=("Reading",),
-        ),
-        "AnswersNoneForMisses": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered with",
-            case_classes=("Reading",),
-        ),
-        "PadsAnswers": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered with",
-            case_classes=("Reading",),
-        ),
-        "OmitsPoolsWithoutKeys": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered {}",
-            case_classes=("Reading",),
-        ),
-        "OmitsPoolsOfMisses": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered {}",
-            case_classes=("Reading",),
-        ),
-        "AnswersForEveryPool": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered",
-            case_classes=("Reading",),
-        ),
-        "ReusesAnswers": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="changed",
-            case_classes=("Reading",),
-        ),
-        "OneAnswerForAllPools": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="GET-3: page",
-            case_classes=("Pool",),
-        ),
-        "DeleteAnswersNothing": SampleDriver(
-            breaks=("SET-1",),
-            expect_message="keys answered None",
-            case_classes=("Writing",),
-        ),
-        "ReusesEndpoints": SampleDriver(
-            breaks=("EX-5",),
-            expect_message="changed",
-            case_classes=("Existence",),
-        ),
-        "HitsAreFloats": SampleDriver(
-            breaks=("EX-1",),
-            expect_message="kv_hit_pages is",
-            case_classes=("Existence",),
-        ),
-        "EndpointsAreAnIterator": SampleDriver(
-            breaks=("EX-5",),
-            expect_message="restorable_prefix_pages is",
-            case_classes=("Existence",),
-        ),
-        "EndpointsAreATuple": SampleDriver(
-            breaks=("EX-5",),
-            expect_message="restorable_prefix_pages is",
-            case_classes=("Existence",),
-        ),
-        "VerdictsAreNumpyNumbers": SampleDriver(
-            breaks=("EX-6",),
-            expect_message="extra_pool_hit_pages",
-            case_classes=("Existence",),
-        ),
-        "ListsThirtyTwoEndpoints": SampleDriver(
-            breaks=("EX-5",),
-            expect_message="restorable_prefix_pages is",
-            case_classes=("Existence",),
-        ),
-        "PresenceEndsAtAHole": SampleDriver(
-            breaks=("EX-11",),
-            expect_message="must be",
-            case_classes=("Existence",),
-        ),
-        "PresenceOfEachOnce": SampleDriver(
-            breaks=("EX-11",),
-            expect_message="were answered with",
-            case_classes=("Existence",),
-        ),
-        "PresenceInOrderOfKeys": SampleDriver(
-            breaks=("EX-11",),
-            expect_message="must be",
-            case_classes=("Existence",),
-        ),
-        "PresenceOfKV": SampleDriver(
-            breaks=("EX-11",),
-            expect_message="'mamba'",
-            case_classes=("Existence",),
-        ),
-        "PresenceIsASet": SampleDriver(
-            breaks=("EX-11",),
-            expect_message="were answered with",
-            case_classes=("Existence",),
-        ),
-        "PresenceRemembersMisses": SampleDriver(
-            breaks=("EX-11",),
-            expect_message="must be",
-            case_classes=("Existence",),
-        ),
-        "PresenceOfUnknownPoolsRaises": SampleDriver(
-            breaks=("EX-11",),
-            expect_message="raised KeyError",
-            case_classes=("Existence",),
-        ),
-        "PresenceOfDamage": SampleDriver(
-            breaks=("EX-9",),
-            expect_message="goes on existing",
-            case_classes=("CorruptObject",),
-        ),
-        "NoKeysRepeatTheLastHit": SampleDriver(
-            breaks=("EX-8",),
-            expect_message="kv_hit_pages is 2 for 0 keys",
-            case_classes=("Existence",),
-        ),
-        "UnknownPoolsHideTheOthers": SampleDriver(
-            breaks=("EX-6",),
-            expect_message="unregistered",
-            case_classes=("Existence",),
-        ),
-        "NeedsKV": SampleDriver(
-            breaks=("EX-7",),
-            expect_message="KeyError",
-            case_classes=("Existence",),
-        ),
-        "CapsWindows": SampleDriver(
-            breaks=("EX-3",),
-            expect_message="must be",
-            case_classes=("Existence",),
-        ),
-        "LooksUpSixtyFour": SampleDriver(
-            breaks=("EX-2",),
-            expect_message="must be",
-            case_classes=("Existence",),
-        ),
-        "LendsItsCounters": SampleDriver(
-            breaks=("OB-1",),
-            expect_message="changed after it was taken",
-            case_classes=("Stats",),
-        ),
-        "DrainsItsCounters": SampleDriver(
-            breaks=("OB-1",),
-            expect_message="pages_read",
-            case_classes=("Stats",),
-        ),
-        "ForgetsCountersWhenClosed": SampleDriver(
-            breaks=("OB-1",),
-            expect_message="pages_written",
-            case_classes=("Stats",),
-        ),
-        "CountsLookupsAsMisses": SampleDriver(
-            breaks=("OB-1",),
-            expect_message="pages_missed",
-            case_classes=("Stats",),
-        ),
-        "CountsEverythingAsKV": SampleDriver(
-            breaks=("OB-1",),
-            expect_message="pages_read",
-            case_classes=("Stats",),
-        ),
-        "CountsTransfersTwice": SampleDriver(
-            breaks=("OB-1",),
-            expect_message="pages_read",
-            case_classes=("Stats",),
-        ),
-        "CountsDamageOncePerCall": SampleDriver(
-            breaks=("GET-7",),
-            expect_message="damaged pages",
-            case_classes=("CorruptObject",),
-        ),
-    },
+import numpy
+from drivers_memory import OBJECTS, PLAIN
+from mutant import after, mutant
+
+from hicache_storage.spec import (
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
+
+plain, objects = partial(mutant, base=PLAIN), partial(mutant, base=OBJECTS)
+
+# Answers of another shape
+# ------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "OneValue": all,
+    "Shorter": lambda answer: answer[:-1],
+    "Longer": lambda answer: [*answer, False],
+    "Numbers": lambda answer: [int(ok) for ok in answer],
+    "NumpyBools": lambda answer: list(numpy.array(answer, dtype=bool)),
+    "NoneForMisses": lambda answer: [ok or None for ok in answer],
+    "Tuples": tuple,
+    "Generators": lambda answer: (ok for ok in answer),
+}
+"""How an answer can be shaped in place of a list with one truth value for each key."""
+
+for _shape, _change in SHAPES.items():
+    plain(f"GET-3 Read{_shape} Reading", "answered", read=after(_change))
+for _step, _header in {
+    "write": "GET-3 Write{} Reading",
+    "delete": "SET-1 Delete{} Writing",
+    "batch_present": "EX-11 BatchPresent{} Existence",
+}.items():
+    for _shape in ("OneValue", "Shorter", "Numbers", "Generators"):
+        plain(
+            _header.format(_shape),
+            "answered" if _step == "write" else "",
+            **{_step: after(SHAPES[_shape])},
+        )
+
+
+def only(wanted):
+    """Answers of a get for some of its pools alone."""
+    return after(lambda answers: {pool: some for pool, some in answers.items() if wanted(some)})
+
+
+def all_pools(right, store, *transfers):
+    return {**{name: [] for name in store.pools}, **right(*transfers)}
+
+
+def last_for_all(answers):
+    last = next(reversed(answers.values()), [])
+    return {pool: last if len(last) == len(some) else some for pool, some in answers.items()}
+
+
+def kept_answer(right, store, request):
+    answer = store.memo.setdefault(request.pool.name, [])
+    answer[:] = right(request)
+    return answer
+
+
+def noting_the_pool(right, store, transfers, *more):
+    store.memo["pool"] = transfers[0].name
+    return right(transfers, *more)
+
+
+def without_borrowers(right, store, transfers, *more):
+    answer = right([transfer for transfer in transfers if transfer.keys is not None], *more)
+    return {transfer.name: answer.get(transfer.name, []) for transfer in transfers}
+
+
+plain(
+    "GET-3 ShortAnswers Reading",
+    "keys were answered with",
+    known_bug="D18",
+    read=after(lambda done: [ok for ok in done if ok]),
+)
+plain(
+    "GET-3 OmitsPoolsOfMisses Reading", "answered {}", get=only(lambda some: any(some) or not some)
+)
+plain("GET-3 AnswersForEveryPool Reading", "answered", get=all_pools)
+plain("GET-3 ReusesAnswers Reading", "changed", read=kept_answer)
+plain("GET-3 OneAnswerForAllPools Pool", "GET-3: page", get=after(last_for_all))
+plain("GET-3 NoTransfersRaise Reading", "raised IndexError", get=noting_the_pool)
+plain("GET-3 BorrowsForSetsOnly Pool", "borrows kv's indices", get=without_borrowers)
+
+
+# Lookups
+# ------------------------------------------------------------------------------------------------
+
+
+def shape(**fields):
+    """A lookup's answer with other fields, each made of the right one."""
+    return after(
+        lambda answer: replace(
+            answer, **{name: change(getattr(answer, name)) for name, change in fields.items()}
+        )
+    )
+
+
+def last_hit_for_no_keys(right, store, keys, *more, **named):
+    if keys or "last" not in store.memo:
+        store.memo["last"] = right(keys, *more, **named)
+    return store.memo["last"]
+
+
+def unknown_pools_alone(right, store, keys, pool_transfers=None, extra_info=None):
+    unknown = {one.name: 0 for one in pool_transfers or () if one.name not in store.pools}
+    return PoolTransferResult(0, unknown, []) if unknown else right(keys, pool_transfers)
+
+
+def least_of_maxima(right, store, *known):
+    hits = right(*known).extra_pool_hit_pages
+    hit = min(hits.values())
+    return PoolTransferResult(hit, hits, list(range(1, hit + 1)))
+
+
+def trailing_as_all(right, store, kv, pools):
+    return right(kv, [
+        replace(pool, hit_policy=PoolHitPolicy.ALL_PAGES)
+        if pool.hit_policy is PoolHitPolicy.TRAILING_PAGES else pool for pool in pools
+    ])  # fmt: skip
+
+
+def groups_decide(right, store, kv, pools):
+    answer = right(kv, pools)
+    bounds = [
+        answer.extra_pool_hit_pages[pool.name]
+        for pool in pools
+        if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS
+    ]
+    bound = min(bounds, default=1 << 30)
+    listed = [endpoint for endpoint in answer.restorable_prefix_pages if endpoint <= bound]
+    return PoolTransferResult(listed[-1] if listed else 0, answer.extra_pool_hit_pages, listed)
+
+
+def groups_as_all(right, store, kv, pools):
+    counted = right(kv, [replace(pool, hit_policy=PoolHitPolicy.ALL_PAGES) for pool in pools])
+    answer = right(kv, pools)
+    groups = [pool.name for pool in pools if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS]
+    told = {pool: counted.extra_pool_hit_pages[pool] for pool in groups}
+    return replace(answer, extra_pool_hit_pages={**answer.extra_pool_hit_pages, **told})
+
+
+def gaps_away(right, store, kv, pools):
+    return right([True] * sum(kv) + [False] * (len(kv) - sum(kv)), pools)
+
+
+def no_keys(right, store, kv, pools):
+    if not kv:
+        raise ValueError("no keys")
+    return right(kv, pools)
+
+
+def unknown_for_good(right, store, name, keys):
+    if name not in store.pools:
+        store.seen.add(name)
+    return [False] * len(keys) if name in store.seen else right(name, keys)
+
+
+lookup = partial(plain, where="Existence")
+lookup("EX-1 HitsAreFloats", "kv_hit_pages is", exists=shape(kv_hit_pages=float))
+lookup("EX-1 MinimumOfMaxima", "must be", known_bug="D19", fold=least_of_maxima)
+lookup(
+    "EX-2 LooksUpSixtyFour",
+    "must be",
+    present=lambda right, store, name, keys: [*right(name, keys[:64]), *[False] * len(keys[64:])],
+)
+lookup("EX-2 CountsGapsAway", "kv .x: kv_hit_pages is 1, must be 0", fold=gaps_away)
+lookup(
+    "EX-2 NeedsLists",
+    "AttributeError",
+    present=lambda right, store, name, keys: right(name, keys.copy()),
+)
+lookup("EX-3 TrailingAsAll", "EX-3: kv", fold=trailing_as_all)
+lookup("EX-4 GroupsDecide", "(block_groups", fold=groups_decide)
+lookup("EX-4 GroupsAsAll", "(block_groups", fold=groups_as_all)
+lookup(
+    "EX-5 EndpointsAreAnIterator",
+    "restorable_prefix_pages is",
+    exists=shape(restorable_prefix_pages=lambda listed: iter(listed) if listed else listed),
+)
+lookup(
+    "EX-5 ListsThirtyTwoEndpoints",
+    "restorable_prefix_pages is",
+    exists=shape(restorable_prefix_pages=lambda listed: listed[-32:]),
+)
+lookup(
+    "EX-5 NoList",
+    "restorable_prefix_pages is",
+    known_bug="D19",
+    exists=shape(restorable_prefix_pages=lambda listed: listed[-1:]),
+)
+lookup(
+    "EX-6 OmitsPools",
+    "is None, must be 0",
+    exists=shape(
+        extra_pool_hit_pages=lambda hits: {pool: hits[pool] for pool in hits if hits[pool]}
+    ),
+)
+lookup("EX-6 UnknownPoolsHideTheOthers", "unregistered", exists=unknown_pools_alone)
+lookup(
+    "EX-7 RaisesOnUnknownPools",
+    "raised KeyError",
+    present=lambda right, store, name, keys: (store.pools[name], right(name, keys))[1],
+)
+lookup("EX-7 RemembersUnknownPools", "registered", present=unknown_for_good)
+lookup("EX-8 NoKeysRepeatTheLastHit", "kv_hit_pages is 2 for 0 keys", exists=last_hit_for_no_keys)
+lookup("EX-8 FailsWithoutKeys", "no keys", known_bug="D13", fold=no_keys)
+
+
+# Presence of each page
+# ------------------------------------------------------------------------------------------------
+
+
+def to_a_hole(right, store, keys, *, pool=PoolName.KV, extra_info=None):
+    found = right(keys, pool=pool)
+    leading = [*found, False].index(False)
+    return [True] * leading + [False] * (len(keys) - leading)
+
+
+def asked_as(change):
+    """Presence of other keys, or of another pool, than was asked for."""
+    return lambda right, store, keys, *, pool=PoolName.KV, extra_info=None: right(
+        **change(keys=keys, pool=pool)
+    )
+
+
+present = partial(objects, breaks="EX-11", where="Existence")
+present("PresenceEndsAtAHole", "must be", batch_present=to_a_hole)
+present(
+    "PresenceInOrderOfKeys",
+    "must be",
+    batch_present=asked_as(lambda keys, pool: {"keys": sorted(keys), "pool": pool}),
+)
+present("PresenceOfKV", "'mamba'", batch_present=asked_as(lambda keys, pool: {"keys": keys}))
+
+
+# Counters
+# ------------------------------------------------------------------------------------------------
+
+
+def drained(right, store):
+    stats = right()
+    for name, pool in stats.pools.items():
+        store.recorder.count(name, pages_read=-pool.pages_read)
+    return stats
+
+
+def misses_of_lookups(right, store, keys, *more, **named):
+    answer = right(keys, *more, **named)
+    store.recorder.count(PoolName.KV, pages_missed=len(keys) - answer.kv_hit_pages)
+    return answer
+
+
+def counted_as(change):
+    """Counters of each pool, changed."""
+
+    def stats(right, store):
+        answer = right()
+        change(answer.pools)
+        return answer
+
+    return stats
+
+
+def no_bytes(pools):
+    for pool in pools.values():
+        pool.bytes_read = 0
+
+
+def closed_without_counters(right, store):
+    stats = right()
+    return replace(stats, pools={}) if "closed" in store.seen else stats
+
+
+counts = partial(objects, breaks="OB-1", where="Stats")
+counts("CountsNoBytes", "bytes_read of pool 'kv' is 0, must be 1024", stats=counted_as(no_bytes))
+counts("DrainsItsCounters", "pages_read", stats=drained)
+counts(
+    "ForgetsCountersWhenClosed",
+    "pages_written",
+    stats=closed_without_counters,
+    close=lambda right, store: (right(), store.seen.add("closed")),
+)
+counts("CountsLookupsAsMisses", "pages_missed", exists=misses_of_lookups)
+
+
+# Costs of counters
+# ------------------------------------------------------------------------------------------------
+
+
+def writing_counters_down(right, store, identity, config):
+    right(identity, config)
+    count = store.recorder.count
+
+    def count_and_write(pool, **increments):
+        count(pool, **increments)
+        if store.recorder.enabled:
+            for _ in range(20):
+                json.dumps(asdict(store.recorder.snapshot()))
+
+    store.recorder.count = count_and_write
+
+
+def faults_with_metrics(right, store):
+    stats = right()
+    stats.faults *= store.recorder.enabled
+    return stats
+
+
+objects("OB-2 SerialisesMetrics Metrics", "metrics add", init=writing_counters_down)
+objects(
+    "OB-2 HidesFaults Metrics",
+    "with metrics off, get_stats() tells 0 faults after 0 and one more",
+    stats=faults_with_metrics,
 )

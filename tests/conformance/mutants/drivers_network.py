@@ -1,42 +1,47 @@
-"""A right driver across a network, made of small steps, and drivers with one planted fault each."""
+"""Right drivers of one server and of several, made of small steps."""
 
 from __future__ import annotations
 
 import hashlib
 import socket
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+import xxhash
+from drivers_files import BUFFERED
 from drivers_server import receive, send
+from mutant import Base
 
 from hicache_storage.objects import Call, ObjectRead, ObjectStorage
 from hicache_storage.spec import (
     Capabilities,
     DriverConfig,
     Durability,
-    HungReads,
-    Sharing,
     StorageTimeoutError,
     StorageUnavailableError,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_storage.objects import LookupBatch, Namespace, ObjectWrite, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
 
-ACROSS = Capabilities(
-    sharing=Sharing.PROCESSES,
-    durability=Durability.PROCESS,
-    deletes=True,
-    clears=True,
-    networked=True,
-    hung_reads=HungReads.BOUNCE_BUFFER,
-)
+ACROSS = replace(BUFFERED, networked=True)
+SPREAD = replace(ACROSS, deletes=False, clears=False)
+VOLATILE = replace(SPREAD, durability=Durability.REOPEN)
 CONNECT_SECONDS = 2.0
+REQUEST_SECONDS = 0.4
+REST_SECONDS = 1.0
+"""How long a server that has failed is left out."""
+FAULTS = (OSError, StorageUnavailableError, StorageTimeoutError)
 
 
 class NetworkedConfig(DriverConfig, frozen=True, kw_only=True):
@@ -60,9 +65,6 @@ class Networked(ObjectStorage):
 
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
-
-    def name(self, namespace: Namespace, key: str) -> str:
-        return f"{namespace.name}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def fresh(self, call: Call) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=self.seconds(call))
@@ -125,13 +127,11 @@ class Networked(ObjectStorage):
             connection.close()
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
+        names = [[name_of(batch.namespace, key) for key in batch.keys] for batch in batches]
         return _split(self.asked(call, "exists", _joined(names)), names)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        names = [
-            [self.name(batch.namespace, read.key) for read in batch.reads] for batch in batches
-        ]
+        names = [[name_of(batch.namespace, read.key) for read in batch.reads] for batch in batches]
         pages = _split(self.asked(call, "get", _joined(names)), names)
         return [
             [read.fill(page) for read, page in zip(batch.reads, some, strict=True)]
@@ -140,7 +140,7 @@ class Networked(ObjectStorage):
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         writes = [
-            [(self.name(batch.namespace, write.key), write) for write in batch.writes]
+            [(name_of(batch.namespace, write.key), write) for write in batch.writes]
             for batch in batches
         ]
         return _split(self.put(_joined(writes), call), writes)
@@ -153,7 +153,7 @@ class Networked(ObjectStorage):
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         for batch in batches:
-            names = [self.name(batch.namespace, read.key) for read in batch.reads]
+            names = [name_of(batch.namespace, read.key) for read in batch.reads]
             pages = self.asked(call, "get", names)
             found = zip(names, batch.reads, pages, strict=True)
             # What is dropped is what was looked at, and not what somebody puts in its place
@@ -170,12 +170,16 @@ class Networked(ObjectStorage):
         return True
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        names = [[self.name(batch.namespace, key) for key in batch.keys] for batch in batches]
+        names = [[name_of(batch.namespace, key) for key in batch.keys] for batch in batches]
         return _split(self.asked(call, "delete", _joined(names)), names)
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         for namespace in namespaces:
             self.asked(call, "clear", f"{namespace.name}/")
+
+
+def name_of(namespace: Namespace, key: str) -> str:
+    return f"{namespace.name}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
 
 def _joined(parts: Sequence[list[Any]]) -> list[Any]:
@@ -190,73 +194,132 @@ def _split(answers: list[Any], shape: Sequence[Sequence[object]]) -> list[list[A
 
 
 def _is_whole(read: ObjectRead, page: bytes) -> bool:
-    again = ObjectRead(
-        read.namespace, read.key, [memoryview(bytearray(len(buffer))) for buffer in read.buffers]
-    )
+    again = ObjectRead.aside(read.namespace, read.key, verifies_checksum=True)
     return again.fill(page) and again.verify()
 
 
-class NeverReconnects(Networked):
-    """Goes on with the connection that it has opened first, dead or not."""
+class SpreadConfig(DriverConfig, frozen=True, kw_only=True):
+    ports: str
 
-    def asked(self, call: Call, *request: Any) -> Any:
+
+class Spread(Networked):
+    """Keeps each page on one of several servers, chosen by its name.
+
+    A server that has failed is left out for a while: its pages are misses at once, and then one
+    call asks it again.
+    """
+
+    promises: ClassVar[Capabilities] = SPREAD
+    threads: ClassVar[int] = 64
+
+    def __init__(self, identity: StorageIdentity, config: SpreadConfig) -> None:
+        super().__init__(identity, NetworkedConfig(port=0))
+        self.members = [
+            Networked(identity, NetworkedConfig(port=port)) for port in config.ports.split(",")
+        ]
+        for member in self.members:
+            member.seconds = self.member_seconds
+        self.left_out = dict[int, float]()
+        self.pool = ThreadPoolExecutor(self.threads)
+
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
+
+    def member_seconds(self, call: Call) -> float | None:
+        return call.timeout(REQUEST_SECONDS)
+
+    def homes(self, name: str) -> list[int]:
+        """Servers that may have a page, in the order in which they are asked."""
+        return [xxhash.xxh32_intdigest(name.encode()) % len(self.members)]
+
+    def may_ask(self, home: int) -> bool:
+        """Return whether a server is not left out; one that was is asked by one call."""
+        now = time.monotonic()
         with self.lock:
-            if not self.idle:
-                self.idle.append(self.fresh(call))
-            try:
-                return self.talk(self.idle[0], call, request)
-            except msgspec.DecodeError as error:
-                raise StorageUnavailableError(str(error)) from error
+            if now < self.left_out.get(home, now):
+                return False
+            if home in self.left_out:
+                self.left_out[home] = now + REST_SECONDS
+            return True
 
+    def note(self, faults: Sequence[Exception], answers: Sequence[Any]) -> None:
+        self.note_partial_faults(faults, served=any(answers))
 
-class WaitsForEver(Networked):
-    """Has no timeout, and says that it needs none."""
-
-    promises = Capabilities(
-        sharing=Sharing.PROCESSES,
-        durability=Durability.PROCESS,
-        deletes=True,
-        clears=True,
-        networked=True,
-        may_hang=False,
-    )
-
-    def seconds(self, call: Call) -> float | None:
-        return None
-
-
-class LeavesItToTheDeadline(Networked):
-    """Has no timeout, since the layer above has one."""
-
-    def seconds(self, call: Call) -> float | None:
-        return None
-
-
-class AsksAgainAndAgain(Networked):
-    """Tries again until the server answers, whoever waits, and says that it cannot hang."""
-
-    promises = WaitsForEver.promises
-
-    def seconds(self, call: Call) -> float | None:
-        return 1.0
-
-    def asked(self, call: Call, *request: Any) -> Any:
-        # Not for good, so that the suite's own patience decides how long the sample takes.
-        until = time.monotonic() + 12.0
-        while True:
-            try:
-                return super().asked(call, *request)
-            except (OSError, StorageUnavailableError):
-                if self.gone or time.monotonic() > until:
-                    raise
-                time.sleep(0.02)
-
-
-class TakesAnythingForAnAnswer(Networked):
-    """Answers False for an error without telling anybody that it was one."""
-
-    def asked(self, call: Call, *request: Any) -> Any:
+    def ask(self, home: int, question: Callable[[Networked], list[Any]]) -> list[Any]:
         try:
-            return super().asked(call, *request)
-        except (OSError, StorageUnavailableError):
-            return [None if request[0] == "get" else False] * len(request[1])
+            answers = question(self.members[home])
+        except FAULTS:
+            with self.lock:
+                self.left_out[home] = time.monotonic() + REST_SECONDS
+            raise
+        with self.lock:
+            self.left_out.pop(home, None)
+        return answers
+
+    def asked(self, call: Call, *request: Any) -> Any:
+        """What the servers answer about pages, each asked once; None where none has an answer."""
+        operation, items, *rest = request
+        names = [item if isinstance(item, str) else item[0] for item in items]
+
+        def question(numbers: list[int], member: Networked) -> list[Any]:
+            return member.asked(call, operation, [items[number] for number in numbers], *rest)
+
+        answers: list[Any] = [None] * len(names)
+        faults = list[Exception]()
+        for turn in range(max((len(self.homes(name)) for name in names), default=0)):
+            shares = dict[int, list[int]]()
+            for number, name in enumerate(names):
+                if not answers[number]:
+                    shares.setdefault(self.homes(name)[turn], []).append(number)
+            jobs = {
+                home: self.pool.submit(self.ask, home, partial(question, numbers))
+                for home, numbers in shares.items()
+                if self.may_ask(home)
+            }
+            for home, job in jobs.items():
+                try:
+                    for number, answer in zip(shares[home], job.result(), strict=True):
+                        answers[number] = answer
+                except FAULTS as fault:
+                    faults.append(fault)
+        self.note(faults, answers)
+        return answers if operation == "get" else list(map(bool, answers))
+
+    # The driver
+    # --------------------------------------------------------------------------------------------------
+
+    def disconnect(self) -> None:
+        for member in self.members:
+            member.disconnect()
+        self.pool.shutdown()
+
+    delete_objects = ObjectStorage.delete_objects
+    discard_objects = ObjectStorage.discard_objects
+    clear_namespaces = ObjectStorage.clear_namespaces
+
+
+def _server(port: str, log: str = "") -> tuple[str, ...]:
+    server = Path(__file__).with_name("drivers_server.py")
+    return (sys.executable, "-P", str(server), f"{{port:{port}}}", *filter(None, [log]))
+
+
+NETWORKED = Base(
+    driver=Networked,
+    config="drivers_network:NetworkedConfig",
+    trial_config={"port": "{port:pages}"},
+    trial_services=(_server("pages", "{tmp}/pages.log"),),
+    capabilities=ACROSS,
+)
+_MEMBERS = ("a", "b", "c")
+SPREAD_OUT = Base(
+    driver=Spread,
+    config="drivers_network:SpreadConfig",
+    trial_config={"ports": ",".join(f"{{port:{port}}}" for port in _MEMBERS)},
+    trial_services=tuple(_server(port, f"{{tmp}}/{port}.log") for port in _MEMBERS),
+    trial_members=_MEMBERS,
+    capabilities=SPREAD,
+)
+SPREAD_IN_MEMORY = replace(
+    SPREAD_OUT, trial_services=tuple(map(_server, _MEMBERS)), capabilities=VOLATILE
+)
+"""The servers keep nothing on a disk."""

@@ -1,0 +1,415 @@
+"""Right drivers in memory, made of small steps, so that each can be made wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from mutant import IN_PROCESS, Base
+
+from hicache_storage.objects import ObjectStorage, ObjectWrite
+from hicache_storage.objects.namespace import Namespace
+from hicache_storage.objects.requests import RegisteredPool, pool_requests
+from hicache_storage.pools.adapter import page_access
+from hicache_storage.spec import (
+    Capabilities,
+    DriverConfig,
+    Health,
+    HiCacheStorage,
+    PoolName,
+    PoolPresence,
+    PoolTransferResult,
+    StorageClosedError,
+    StorageStats,
+    UnknownPoolError,
+    common_hit,
+    parse_bytes,
+)
+from hicache_storage.spec.arguments import check_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.objects import Call, LookupBatch, ObjectRead, ReadBatch, WriteBatch
+    from hicache_storage.objects.requests import PoolRequest
+    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, StorageIdentity
+
+PATH = {"path": "{tmp}/store"}
+SLOT_BYTES = 8192 + 512
+
+Place = tuple[object, ...]
+PageBuffers = list[memoryview]
+
+
+def fill(page: PageBuffers, content: bytes | None) -> bool:
+    """Copy the bytes of a page, if they are as many as it has."""
+    if content is None or len(content) != sum(map(len, page)):
+        return False
+    start = 0
+    for buffer in page:
+        buffer[:] = content[start : start + len(buffer)]
+        start += len(buffer)
+    return True
+
+
+class PlainConfig(DriverConfig, frozen=True, kw_only=True):
+    store: str = "default"
+
+
+class PathConfig(PlainConfig, frozen=True, kw_only=True):
+    path: str
+
+
+class SlotsConfig(PathConfig, frozen=True, kw_only=True):
+    capacity: str = "64MiB"
+
+
+class Plain(HiCacheStorage):
+    """Keeps the bytes of each page in a dictionary, without an envelope.
+
+    So nothing notices what a fault does to them.
+    """
+
+    promises: ClassVar[Capabilities] = IN_PROCESS
+    stores: ClassVar[dict[str, dict[Place, bytes]]] = {}
+
+    def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
+        self._identity = identity
+        self.config = config
+        store = f"{type(self).__name__}/{config.store}/{getattr(config, 'path', '')}"
+        self.pages = self.stores.setdefault(store, {})
+        self.pools: dict[PoolName, RegisteredPool] = {}
+        self.closed = False
+
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
+
+    def place(self, pool: RegisteredPool, key: str) -> Place:
+        return (pool.namespace.name, key)
+
+    def put(self, pool: RegisteredPool, key: str, page: PageBuffers) -> bool:
+        self.pages.setdefault(self.place(pool, key), b"".join(page))
+        return True
+
+    def there(self, pool: RegisteredPool, key: str) -> bool:
+        return self.place(pool, key) in self.pages
+
+    def take(self, pool: RegisteredPool, key: str, page: PageBuffers) -> bool:
+        return fill(page, self.pages.get(self.place(pool, key)))
+
+    def drop(self, pool: RegisteredPool, key: str) -> bool:
+        return self.pages.pop(self.place(pool, key), None) is not None
+
+    def read(self, request: PoolRequest) -> list[bool]:
+        try:
+            return self.deliver(request)
+        except RuntimeError:
+            # The engine's pool failed.
+            return [False] * len(request.keys)
+
+    def deliver(self, request: PoolRequest) -> list[bool]:
+        targets = request.pool.access.targets(request.slots)
+        done = [
+            self.take(request.pool, key, page)
+            for key, page in zip(request.keys, targets, strict=True)
+        ]
+        request.pool.access.deliver(request.slots, targets, done)
+        return done
+
+    def writes(self, name: PoolName) -> bool:
+        return self.identity.is_writer(name)
+
+    def write(self, request: PoolRequest) -> list[bool]:
+        if not self.writes(request.pool.name):
+            return [self.there(request.pool, key) for key in request.keys]
+        try:
+            sources = request.pool.access.sources(request.slots)
+        except RuntimeError:
+            return [False] * len(request.keys)
+        return [
+            self.put(request.pool, key, page)
+            for key, page in zip(request.keys, sources, strict=True)
+        ]
+
+    def present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
+        pool = self.pools.get(name)
+        return [pool is not None and self.there(pool, key) for key in keys]
+
+    def fold(self, kv: Sequence[bool], pools: Sequence[PoolPresence]) -> PoolTransferResult:
+        return common_hit(kv, pools)
+
+    def doomed(self) -> list[Place]:
+        own = {pool.namespace.name for pool in self.pools.values()}
+        return [place for place in list(self.pages) if place[0] in own]
+
+    def wipe(self) -> None:
+        for place in self.doomed():
+            self.pages.pop(place, None)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise StorageClosedError("closed")
+
+    # The contract
+    # ------------------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> StorageIdentity:
+        return self._identity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.promises
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        name, access = PoolName(host_pool_name), page_access(host_pool)
+        namespace = Namespace(self._identity, name, access.geometry)
+        self.pools[name] = RegisteredPool(name, access, namespace)
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        self.check_open()
+        check_keys(keys)
+        asked = [
+            PoolPresence.of(transfer, self.present(transfer.name, keys))
+            for transfer in pool_transfers or ()
+        ]
+        return self.fold(self.present(PoolName.KV, keys), asked)
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        self.check_open()
+        requests = pool_requests(transfers, self.pools, distinct_slots=True)
+        return {name: self.read(request) for name, request in requests.items()}
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        self.check_open()
+        requests = pool_requests(transfers, self.pools, distinct_slots=False)
+        return {name: self.write(request) for name, request in requests.items()}
+
+    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
+        self.check_open()
+        if PoolName(pool) not in self.pools:
+            raise UnknownPoolError(f"pool {pool!r} is not registered")
+        check_keys(keys)
+        return [self.drop(self.pools[PoolName(pool)], key) for key in keys]
+
+    def clear(self) -> None:
+        self.check_open()
+        self.wipe()
+
+    def get_stats(self) -> StorageStats:
+        return StorageStats(type(self).__name__)
+
+    def health(self) -> Health:
+        return Health(ok=not self.closed)
+
+    def open(self) -> None:
+        self.check_open()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Objects(ObjectStorage):
+    """Keeps objects in a dictionary, over `ObjectStorage`."""
+
+    stores: ClassVar[dict[str, dict[str, bytes]]] = {}
+    promises: ClassVar[Capabilities] = IN_PROCESS
+    verifies: ClassVar[bool] = True
+
+    def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
+        super().__init__(
+            identity,
+            driver_name="sample",
+            capabilities=self.promises,
+            verifies_checksums=self.verifies,
+        )
+        self.objects = self.stores.setdefault(f"{type(self).__name__}/{config.store}", {})
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        return [
+            [batch.namespace.object_name(key) in self.objects for key in batch.keys]
+            for batch in batches
+        ]
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        return [[self.take(read) for read in batch.reads] for batch in batches]
+
+    def take(self, read: ObjectRead) -> bool:
+        return read.fill(self.objects.get(read.namespace.object_name(read.key)))
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        return [[self.put(write) for write in batch.writes] for batch in batches]
+
+    def put(self, write: ObjectWrite) -> bool:
+        self.objects[write.namespace.object_name(write.key)] = write.tobytes()
+        return True
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        for batch in batches:
+            for read in batch.reads:
+                self.objects.pop(read.namespace.object_name(read.key), None)
+        return True
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        return [
+            [
+                self.objects.pop(batch.namespace.object_name(key), None) is not None
+                for key in batch.keys
+            ]
+            for batch in batches
+        ]
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        for name in list(self.objects):
+            if name.startswith(tuple(namespace.name for namespace in namespaces)):
+                self.objects.pop(name, None)
+
+
+class Bounded(Plain):
+    """Refuses what does not fit, and never evicts."""
+
+    def fits(self, page: PageBuffers) -> bool:
+        used = sum(map(len, self.pages.values())) + sum(map(len, page))
+        return used <= parse_bytes(self.config.capacity)
+
+    def put(self, pool: RegisteredPool, key: str, page: PageBuffers) -> bool:
+        return (self.there(pool, key) or self.fits(page)) and super().put(pool, key, page)
+
+
+@dataclass
+class Medium:
+    """The places of one store, and who has them; the least recently used page stands first."""
+
+    slots: list[bytes]
+    free: list[int]
+    index: OrderedDict[tuple[str, str], int] = field(default_factory=OrderedDict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    reserved: dict[int, float] = field(default_factory=dict)
+    """When each place was given to a writer that has not yet written there."""
+
+
+class Slots(ObjectStorage):
+    """Gives each page a place; that of the least recently used page when there is none left."""
+
+    promises: ClassVar[Capabilities] = replace(IN_PROCESS, evicts=True)
+    media: ClassVar[dict[str, Medium]] = {}
+
+    def __init__(self, identity: StorageIdentity, config: SlotsConfig) -> None:
+        super().__init__(identity, driver_name=type(self).__name__, capabilities=self.promises)
+        count = parse_bytes(config.capacity) // SLOT_BYTES
+        self.medium = self.media.setdefault(
+            f"{type(self).__name__}/{config.path}", Medium([b""] * count, list(range(count)))
+        )
+
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
+
+    def reserve(self, namespace: Namespace, pages: int) -> list[int]:
+        """Places for as many of the pages as there is room for."""
+        medium = self.medium
+        while len(medium.free) < pages and medium.index:
+            medium.free.append(medium.index.popitem(last=False)[1])
+            self.recorder.count(namespace.pool, pages_evicted=1)
+        return [medium.free.pop() for _ in range(min(pages, len(medium.free)))]
+
+    def find(self, namespace: Namespace, key: str) -> int | None:
+        return self.medium.index.get((namespace.name, key))
+
+    def take(self, read: ObjectRead) -> bool:
+        with self.medium.lock:
+            slot = self.find(read.namespace, read.key)
+            return slot is not None and read.fill(self.medium.slots[slot])
+
+    def take_batch(self, batch: ReadBatch) -> list[bool]:
+        return [self.take(read) for read in batch.reads]
+
+    def keep(self, slot: int, write: ObjectWrite) -> None:
+        self.medium.slots[slot] = write.tobytes()
+        self.medium.index[write.namespace.name, write.key] = slot
+
+    def forget(self, place: tuple[str, str]) -> bool:
+        slot = self.medium.index.pop(place, None)
+        if slot is not None:
+            self.medium.free.append(slot)
+        return slot is not None
+
+    def use(self, namespace: Namespace, keys: Sequence[str]) -> None:
+        for key in reversed(keys):
+            if (namespace.name, key) in self.medium.index:
+                self.medium.index.move_to_end((namespace.name, key))
+
+    def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
+        writes = [write for write in batch.writes if write.namespace.object_bytes <= SLOT_BYTES]
+        with self.medium.lock:
+            for write in writes:
+                self.forget((write.namespace.name, write.key))
+            slots = self.reserve(batch.namespace, len(writes))
+            for slot, write in zip(slots, writes, strict=False):
+                self.keep(slot, write)
+            self.use(batch.namespace, [*call.prefix_keys, *[write.key for write in writes]])
+        kept = {write.key for write in writes[: len(slots)]}
+        return [write.key in kept for write in batch.writes]
+
+    # The driver
+    # --------------------------------------------------------------------------------------------------
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        with self.medium.lock:
+            for batch in batches:
+                self.use(batch.namespace, [*call.prefix_keys, *batch.keys])
+            return [
+                [self.find(batch.namespace, key) is not None for key in batch.keys]
+                for batch in batches
+            ]
+
+    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        answers = [self.take_batch(batch) for batch in batches]
+        with self.medium.lock:
+            for batch in batches:
+                self.use(batch.namespace, [*call.prefix_keys, *[read.key for read in batch.reads]])
+        return answers
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        return [self.write_batch(batch, call) for batch in batches]
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        with self.medium.lock:
+            return [
+                [self.forget((batch.namespace.name, key)) for key in batch.keys]
+                for batch in batches
+            ]
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        names = {namespace.name for namespace in namespaces}
+        with self.medium.lock:
+            for place in [place for place in self.medium.index if place[0] in names]:
+                self.forget(place)
+
+
+PLAIN = Base(driver=Plain, config="drivers_memory:PlainConfig")
+PLAIN_PATH = Base(driver=Plain, config="drivers_memory:PathConfig", trial_config=PATH)
+OBJECTS = Base(driver=Objects, config="drivers_memory:PlainConfig")
+BOUNDED = Base(
+    driver=Bounded,
+    config="drivers_memory:SlotsConfig",
+    trial_config=PATH,
+    capacity_option="capacity",
+)
+SLOTS = Base(
+    driver=Slots,
+    config="drivers_memory:SlotsConfig",
+    trial_config=PATH,
+    capabilities=Slots.promises,
+    capacity_option="capacity",
+)

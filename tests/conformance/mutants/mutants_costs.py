@@ -1,0 +1,396 @@
+"""Faults that cost: requests, memory and time; and faults of pages in shards of KV heads."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+
+from drivers_memory import OBJECTS
+from drivers_network import ACROSS, NETWORKED, Networked, name_of
+from drivers_server import receive, send
+from mutant import mutant, right
+
+from hicache_storage.objects import Namespace, ObjectWrite, RegisteredPool
+from hicache_storage.objects.thread_pool import ThreadPool
+from hicache_storage.pools.adapter import page_access
+from hicache_storage.spec import PoolName
+
+objects = partial(mutant, base=OBJECTS)
+
+
+# Calls of the driver
+# ------------------------------------------------------------------------------------------------
+
+
+def asking(some):
+    """Lookups are taken apart before they reach the driver."""
+
+    def init(right, store, *arguments):
+        right(*arguments)
+        whole = store._lookup
+        # On the instance: no subclass may define it.
+        store._lookup = lambda lookups, call: some(lambda one: whole([one], call)[0], lookups)
+
+    return init
+
+
+def page_by_page(right, store, transfers, extra_info=None):
+    answers = {transfer.name: [] for transfer in transfers}
+    for transfer in transfers:
+        keys, slots = transfer.keys or [], transfer.host_indices
+        for index, key in enumerate(keys):
+            size = len(slots) // len(keys)
+            page = copy.copy(transfer)
+            page.keys = [key]
+            page.host_indices = slots[index * size : (index + 1) * size]
+            answers[transfer.name] += right([page], extra_info)[transfer.name]
+    return answers
+
+
+one_question = partial(objects, breaks="EX-10", where="test_one_question_for_all_pools")
+one_question(
+    "AsksForEachPool",
+    "called objects_exist 3 times",
+    init=asking(lambda ask, lookups: [ask(lookup) for lookup in lookups]),
+)
+objects("BU-1 ReadsPageByPage Budget", "read_objects 384 times", get=page_by_page)
+objects("BU-1 WritesPageByPage Budget", "write_objects 384 times", set=page_by_page)
+
+
+# Many keys, and memory
+# ------------------------------------------------------------------------------------------------
+
+
+def too_large(right, store, batches, call):
+    if sum(len(batch.keys) for batch in batches) > 200_000:
+        raise OSError("request entity too large")
+    return right(batches, call)
+
+
+def through_lists(right, store, batches, call):
+    return [
+        [found[list(batch.keys).index(key)] for key in batch.keys]
+        for batch, found in zip(batches, right(batches, call), strict=True)
+    ]
+
+
+def stored(store, read):
+    return store.objects.get(read.namespace.object_name(read.key), b"")
+
+
+def staged(make):
+    """All pages of a batch are copied aside before the first one goes into the host pool."""
+
+    def read_objects(right, store, batches, call):
+        copies = [make(stored(store, read)) for batch in batches for read in batch.reads]
+        answers = right(batches, call)
+        copies.clear()
+        return answers
+
+    return read_objects
+
+
+def mapped(content):
+    mapping = mmap.mmap(-1, len(content) or 1)
+    mapping[: len(content)] = content
+    return mapping
+
+
+def joined(right, store, batches, call):
+    whole = [b"".join(write.buffers) for batch in batches for write in batch.writes]
+    answers = right(batches, call)
+    whole.clear()
+    return answers
+
+
+objects(
+    "EX-10 ChokesOnManyKeys Budget",
+    "answered 0 and [], must be 40 and [20, 40]",
+    objects_exist=too_large,
+)
+objects(
+    "EX-10 LooksThroughLists Budget",
+    "an exists of 250000 keys would take some",
+    objects_exist=through_lists,
+)
+staging = partial(objects, breaks="BU-2", where="Staging")
+staging("StagesInMappings", "a get of 128 pages took memory for", read_objects=staged(mapped))
+staging("JoinsComponents", "a set of 128 pages took memory for", write_objects=joined)
+
+
+# Requests to a server
+# ------------------------------------------------------------------------------------------------
+
+
+class OneRequestAPage(Networked):
+    """Stands before a store of one request for each page, with some of them in flight."""
+
+    in_flight = 32
+
+    def connect(self):
+        self.requests = ThreadPool("sample-requests", max_threads=self.in_flight - 1)
+        super().connect()
+
+    def disconnect(self):
+        self.requests.close(1.0)
+        super().disconnect()
+
+    def objects_exist(self, batches, call):
+        answers = [[False] * len(batch.keys) for batch in batches]
+
+        def look(number, index):
+            name = name_of(batches[number].namespace, batches[number].keys[index])
+            [answers[number][index]] = self.asked(call, "exists", [name])
+
+        self.requests.run(
+            [
+                partial(look, number, index)
+                for number, batch in enumerate(batches)
+                for index in range(len(batch.keys))
+            ]
+        )
+        return answers
+
+
+def with_requests(in_flight):
+    promises = replace(ACROSS, requests_in_flight=in_flight)
+    return replace(NETWORKED, driver=OneRequestAPage, capabilities=promises)
+
+
+def in_packets(talk):
+    """What is asked goes in 24 packets."""
+
+    def asked(right, store, call, *request):
+        if request[0] != "exists" or len(request[1]) < 2:
+            return right(call, *request)
+        names, size = request[1], -(-len(request[1]) // 24)
+        packets = [names[at : at + size] for at in range(0, len(names), size)]
+        with store.fresh(call) as connection:
+            return [answer for some in talk(connection, packets) for answer in some]
+
+    return asked
+
+
+def meanwhile(connection, packets):
+    """One thread writes on while this one reads what has been answered."""
+
+    def write():
+        for packet in packets:
+            send(connection, ("exists", packet))
+            # The server answers meanwhile: a new turn of the connection, and no wait.
+            time.sleep(0.001)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        return [receive(connection) or () for _ in packets]
+    finally:
+        writer.join()
+
+
+def one_by_one(connection, packets):
+    for packet in packets:
+        send(connection, ("exists", packet))
+        yield receive(connection) or ()
+
+
+ROUND_TRIPS = "test_one_round_trip[network] test_many_keys"
+PROMISED = {in_flight: with_requests(in_flight) for in_flight in (4, 32)}
+waits = partial(mutant, breaks="EX-10", where=ROUND_TRIPS)
+right(f"OneRequestAPage {ROUND_TRIPS}", PROMISED[32], promises=PROMISED[32].capabilities)
+right(f"Pipelines {ROUND_TRIPS}", NETWORKED, asked=in_packets(meanwhile))
+waits(
+    "AsksTheServerForEachPool",
+    "waited 3 times for the server",
+    base=NETWORKED,
+    objects_exist=lambda right, store, batches, call: [right([one], call)[0] for one in batches],
+)
+waits(
+    "OneRequestInFlight",
+    "waited 384 times for the server with 32 requests in flight, must be 12 at most",
+    base=PROMISED[32],
+    promises=PROMISED[32].capabilities,
+    in_flight=1,
+)
+waits(
+    "DeclaresFewInFlight",
+    "waited 96 times for the server with 4",
+    base=PROMISED[4],
+    promises=PROMISED[4].capabilities,
+    in_flight=4,
+)
+waits(
+    "AsksTwiceForEachPage",
+    "made 768 requests, must be 384 at most",
+    base=PROMISED[32],
+    promises=PROMISED[32].capabilities,
+    in_flight=64,
+    objects_exist=lambda right, store, batches, call: right([*batches] * 2, call)[: len(batches)],
+)
+waits(
+    "WaitsForEachPacket",
+    "waited 24 times for the server, must be 1 at most",
+    base=NETWORKED,
+    asked=in_packets(one_by_one),
+)
+
+
+# Shards
+# ------------------------------------------------------------------------------------------------
+
+
+def rearranged(change):
+    """The shards of a pool are rearranged when it is registered."""
+
+    def register(right, store, host_pool, name):
+        right(host_pool, name)
+        pool = store._pools[PoolName(name)]
+        if pool.shards:
+            shards = tuple(change(store.identity, pool, pool.shards))
+            store._pools = {**store._pools, pool.name: replace(pool, shards=shards)}
+
+    return register
+
+
+def swapped(identity, pool, shards):
+    pairs = zip(shards, reversed(shards), strict=True)
+    return [replace(shard, namespace=other.namespace) for shard, other in pairs]
+
+
+def renamed(name):
+    """Shards are kept under other namespaces, of an identity and a number."""
+
+    def change(identity, pool, shards):
+        for number, shard in enumerate(shards):
+            base, shard_number = name(identity, number, shard.namespace.shard)
+            namespace = Namespace(base, pool.name, shard.namespace.geometry, shard_number)
+            yield replace(shard, namespace=namespace)
+
+    return change
+
+
+def with_rank(identity, number, shard):
+    return replace(identity, salt=f"{identity.salt}/{identity.tp_rank}"), shard
+
+
+def whole_ranks(right, store, host_pool, name):
+    right(host_pool, name)
+    name, access = PoolName(name), page_access(host_pool)
+    pool = RegisteredPool(name, access, Namespace(store.identity, name, access.geometry))
+    store._pools = {**store._pools, name: pool}
+
+
+def instead_of(change):
+    """The storage works with another identity than it tells."""
+
+    def init(right, store, identity, config):
+        store.memo["given"] = identity
+        right(change(identity), config)
+
+    return {"init": init, "identity": property(lambda store: store.memo["given"])}
+
+
+def first_holder(identity):
+    holders = max(1, identity.tp_size // (identity.store_tp_size or identity.tp_size))
+    return replace(identity, tp_rank=identity.tp_rank - identity.tp_rank % holders)
+
+
+def bound(right, store, host_pool, name):
+    if name in store.identity.tp_replicated_pools:
+        sharded = store._identity.tp_sharded_pools | {name}
+        store._identity = replace(store._identity, tp_sharded_pools=sharded)
+    right(host_pool, name)
+
+
+def by_rank_0(right, store, batches, call):
+    identity = store.identity
+    if identity.tp_rank and 0 < identity.store_tp_size < identity.tp_size:
+        return [[False] * len(batch.writes) for batch in batches]
+    return right(batches, call)
+
+
+def of_shards(answer):
+    """Lookups of pages in shards are answered otherwise."""
+
+    def objects_exist(right, store, batches, call):
+        found = right(batches, call)
+        shards = not any(batch.namespace.shard is None for batch in batches)
+        return answer(batches, found) if shards else found
+
+    return objects_exist
+
+
+def of_the_first(batches, found):
+    return [found[0] for _ in found]
+
+
+def of_any(batches, found):
+    return [list(map(any, zip(*found, strict=True)))] * len(found)
+
+
+def of_all(batches, found):
+    return [list(map(all, zip(*found, strict=True)))] * len(found)
+
+
+def holes_filled(right, store, batches, call):
+    """What is missing of a page, where some of it is there, is made up."""
+    filled = right(batches, call)
+    for batch, done in zip(batches, filled, strict=True):
+        for index, read in enumerate(batch.reads):
+            if batch.namespace.shard is not None and filled[0][index] and not done[index]:
+                for buffer in read.buffers:
+                    buffer[:] = bytes(len(buffer))
+                read.envelope = ObjectWrite(read.namespace, read.key, read.buffers).envelope
+                done[index] = True
+    return filled
+
+
+def whole_pages(right, store, batches, call):
+    for batch in batches:
+        for read in batch.reads:
+            ending = batch.namespace.object_name(read.key).partition("-")[2]
+            for name in [name for name in store.objects if name.endswith(ending)]:
+                store.objects.pop(name, None)
+    return True
+
+
+def of_the_first_in_sets(right, store, batches, call):
+    found = right(batches, call)
+    return of_the_first(batches, found) if store.memo.get("sets") else found
+
+
+def setting(right, store, transfers, *more):
+    store.memo["sets"] = True
+    try:
+        return right(transfers, *more)
+    finally:
+        store.memo["sets"] = False
+
+
+shards = partial(objects, where="Shard")
+shards("ID-7 SwapsShards", "of that page", register=rearranged(swapped))
+shards("ID-7 NamesShardsByRank", "a get answers False", register=rearranged(renamed(with_rank)))
+shards(
+    "ID-7 ForgetsShards",
+    "was not written",
+    register=rearranged(lambda identity, pool, held: held[:4] if len(held) == 8 else held),
+)
+shards("ID-7 StoresRanks", "a get answers False", register=whole_ranks)
+shards(
+    "ID-7 BindsAllPools",
+    "'indexer': 0",
+    register=bound,
+    **instead_of(lambda identity: replace(identity, tp_replicated_pools=frozenset())),
+)
+shards("ID-8 EveryHolderWrites", "and its set writes", **instead_of(first_holder))
+shards("ID-8 OneWriterForAll", "is the writer", write_objects=by_rank_0)
+shards("EX-12 LooksAtTheFirstShard", "lacks shard", objects_exist=of_shards(of_the_first))
+shards("EX-12 OneShardIsEnough", "lacks shard", objects_exist=of_shards(of_any))
+shards("SET-9 RewritesIncompletePages", "of set number", objects_exist=of_shards(of_all))
+shards("SET-9 LeavesHoles", "SET-9: ", objects_exist=of_the_first_in_sets, set=setting)
+shards("GET-10 FillsHoles", "answers True", read_objects=holes_filled)
+shards("GET-10 DiscardsWholePages", "a get answers False", discard_objects=whole_pages)

@@ -1,0 +1,750 @@
+"""Faults in the pages that are delivered and stored, and in the names under which they are kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy
+from drivers_memory import OBJECTS, PLAIN, PLAIN_PATH, Plain, fill
+from mutant import after, always, instead, mutant
+
+from hicache_storage.objects import ObjectWrite
+from hicache_storage.objects.requests import PoolRequest, RegisteredPool
+from hicache_storage.pools.access import PageAccess
+from hicache_storage.spec import HostPool, PoolName
+
+plain, objects = partial(mutant, base=PLAIN), partial(mutant, base=OBJECTS)
+MAX_BATCH = 64
+"""Pages of a request, for those that make one request of a batch."""
+WINDOW_SECONDS = 0.002
+
+
+# What a get delivers
+# ------------------------------------------------------------------------------------------------
+
+
+def always_true(right, store, *page):
+    right(*page)
+    return True
+
+
+def disk_gone(right, store, request):
+    raise OSError("the disk is gone")
+
+
+def swapped(right, store, request):
+    if len(request.keys) > 1 and all(store.there(request.pool, key) for key in request.keys):
+        request.keys[:2] = request.keys[1::-1]
+    return right(request)
+
+
+def without_holes(right, store, request):
+    """The stored pages land in the first places, whatever is missing between them."""
+    done = [store.there(request.pool, key) for key in request.keys]
+    stored = [key for key, there in zip(request.keys, done, strict=True) if there]
+    targets = request.pool.access.targets(request.slots)
+    for key, page in zip(stored, targets, strict=False):
+        store.take(request.pool, key, page)
+    request.pool.access.deliver(request.slots, targets, [True] * len(targets))
+    return done
+
+
+def half_pages(right, store, pool, key, page):
+    if sum(map(len, page)) < 100:
+        return right(pool, key, page)
+    stored, half = store.pages.get(store.place(pool, key)), len(page[0]) // 2
+    page[0][:half] = (stored or page[0])[:half]
+    return stored is not None
+
+
+def first_component(right, store, pool, key, page):
+    kept = [bytes(buffer) for buffer in page[1:]]
+    done = right(pool, key, page)
+    for buffer, before in zip(page[1:], kept, strict=True):
+        buffer[:] = before
+    return done
+
+
+def what_there_is(right, store, pool, key, page):
+    """A page is delivered as far as it was stored, and stored without its last component."""
+    stored = store.pages.get(store.place(pool, key))
+    if stored is not None:
+        fill(page, stored.ljust(sum(map(len, page)), b"\0"))
+    return stored is not None
+
+
+def without_the_last(right, store, pool, key, page):
+    return right(pool, key, page[:-1] or page)
+
+
+def steps(request):
+    """Distances between the host pages of a batch, in pages."""
+    pairs = zip(request.slots, request.slots[1:], strict=False)
+    return {(b - a) // request.pool.namespace.geometry.page_size for a, b in pairs}
+
+
+def descending_sorted(right, store, request):
+    """Host pages that descend one by one are written in one piece, from the lowest on."""
+    if len(request.keys) >= 4 and steps(request) == {-1}:
+        request.slots.sort()
+    return right(request)
+
+
+def first_pages(right, store, request):
+    """A batch's first pages are moved, and True is said of the others."""
+    first = PoolRequest(request.pool, request.keys[:MAX_BATCH], request.slots[:MAX_BATCH])
+    return [*right(first), *[True] * len(request.keys[MAX_BATCH:])]
+
+
+def not_again(right, store, request):
+    """What was read into a host page once is not copied there again."""
+    done = []
+    for key, slot in zip(request.keys, request.slots, strict=True):
+        place = (request.pool.name, slot)
+        if store.memo.get(place) == key and store.there(request.pool, key):
+            done.append(True)
+        else:
+            done += right(PoolRequest(request.pool, [key], [slot]))
+        store.memo[place] = key
+    return done
+
+
+def indices_by_memory(right, store, transfers, *more):
+    """A tensor of indices is translated once, and known again by its memory."""
+
+    def known(transfer):
+        given = transfer.host_indices
+        if not hasattr(given, "clone"):
+            return transfer
+        # The tensor is kept, so that no other one gets its memory.
+        _, slots = store.memo.setdefault(id(given), (given, given.clone()))
+        return replace(transfer, host_indices=slots)
+
+    return right([known(transfer) for transfer in transfers], *more)
+
+
+def in_the_next_call(right, store, request):
+    """The pages of a get are filled during the next call."""
+    catch_up(None, store)
+    targets = request.pool.access.targets(request.slots)
+    store.memo["late"] = [(request.pool, *one) for one in zip(request.keys, targets, strict=True)]
+    return [store.there(request.pool, key) for key in request.keys]
+
+
+def catch_up(right, store, *arguments):
+    for page in store.memo.pop("late", []):
+        store.take(*page)
+    return right(*arguments) if right else None
+
+
+plain("SET-1 Misses", "page 0 key", known_bug="D11", there=always(False), take=always(False))
+plain("GET-1 EX-2 AlwaysTrue", "was not written", there=always(True), take=always_true)
+plain(
+    "GET-1 SET-7 Raises",
+    "batch_get_v2 raised OSError: the disk is gone",
+    known_bug="D10",
+    read=disk_gone,
+)
+plain("GET-1 SwappedKeys Reading", "holds bytes of key", known_bug="D2", read=swapped)
+plain(
+    "GET-1 CompactsHoles Reading", "was not written at byte 0", known_bug="D7", read=without_holes
+)
+plain(
+    "GET-1 TruncatesPages Reading", "was not written at byte 48", known_bug="D12", take=half_pages
+)
+plain(
+    "GET-1 GET-4 LosesV Reading",
+    "was not written at byte 96",
+    known_bug="D13",
+    take=first_component,
+)
+plain("GET-4 StoresK Reading", "holds zeros", put=without_the_last, take=what_there_is)
+plain("GET-1 ReadsSixtyFourPages Reading", "was not written", read=first_pages)
+plain("GET-1 SortsDescendingPages Reading", "holds bytes of key", write=descending_sorted)
+plain("GET-1 SkipsCopiesItHasMade Key", "page", deliver=not_again)
+plain("GET-1 CachesIndices Key", "page", get=indices_by_memory)
+plain("GET-1 DeliversInTheNextCall Reading", "was not written", read=in_the_next_call)
+
+
+# What a call touches
+# ------------------------------------------------------------------------------------------------
+
+
+def overrun(right, store, request):
+    """The page behind each destination is cleared."""
+    done = right(request)
+    geometry = request.pool.namespace.geometry
+    blank(request, [max(request.slots, default=0) + geometry.page_size])
+    return done
+
+
+def blank(request, slots):
+    size = request.pool.namespace.geometry.size
+    for page in request.pool.access.targets([slot for slot in slots if slot < size]):
+        for buffer in page:
+            buffer[:] = bytes(len(buffer))
+
+
+def of_the_plain_tensor(right, store, transfers, *more):
+    """The memory of the indices is taken for the indices, whatever part of it they are."""
+    import torch
+
+    store.check_open()
+    for transfer in transfers:
+        given = transfer.host_indices
+        if isinstance(given, torch.Tensor) and given.dtype == torch.int64:
+            whole = torch.empty(0, dtype=torch.int64).set_(given.untyped_storage())
+            transfer.host_indices = whole[: given.numel()]
+    return right(transfers, *more)
+
+
+def divided_indices(right, store, transfers, *more):
+    answer = right(transfers, *more)
+    for transfer in transfers:
+        if transfer.host_indices is not None:
+            size = store.pools[transfer.name].namespace.geometry.page_size
+            transfer.host_indices.floor_divide_(size)
+    return answer
+
+
+def emptied_keys(right, store, transfers, *more):
+    answer = right(transfers, *more)
+    for transfer in transfers:
+        if isinstance(transfer.keys, list):
+            transfer.keys.clear()
+    return answer
+
+
+def scrambled_sources(right, store, request):
+    done = right(request)
+    for page in request.pool.access.sources(request.slots):
+        for buffer in page:
+            if not buffer.readonly:
+                buffer[:] = bytes(byte ^ 0xFF for byte in buffer)
+    return done
+
+
+def settle(right, store, *arguments):
+    """The pages of a set are named by its list of keys with the next call."""
+    for pool, kept, then in store.memo.pop("lent", []):
+        for was, now in zip(then, kept, strict=False):
+            if was != now and store.place(pool, was) in store.pages:
+                store.pages[store.place(pool, now)] = store.pages.pop(store.place(pool, was))
+    return right(*arguments)
+
+
+def lent_keys(right, store, transfers, *more):
+    answer = settle(right, store, transfers, *more)
+    store.memo["lent"] = [
+        (store.pools[one.name], one.keys or (), [*(one.keys or ())]) for one in transfers
+    ]
+    return answer
+
+
+def view_kept(right, store, pool, key, page):
+    """A page is copied when it is first read, not when it is set."""
+    place = store.place(pool, key)
+    if place not in store.pages:
+        store.shared.setdefault(place, page)
+        store.pages[place] = b""
+    return True
+
+
+def copied_late(right, store, pool, key, page):
+    place = store.place(pool, key)
+    if (late := store.shared.pop(place, None)) is not None:
+        store.pages[place] = b"".join(late)
+    return right(pool, key, page)
+
+
+class FlatPages(PageAccess):
+    """What an engine's pool gives as a flat page, which is a copy."""
+
+    def __init__(self, pool, geometry):
+        self.pool = pool
+        self.geometry = geometry
+
+    def sources(self, first_slots):
+        # Here, because a plugin must not import torch.
+        from hicache_storage.pools import byte_view
+
+        return [[byte_view(self.pool.get_data_page(slot))] for slot in first_slots]
+
+    targets = sources
+
+
+def flattened(right, store, host_pool, name):
+    right(host_pool, name)
+    pool = store.pools[PoolName(name)]
+    if not isinstance(host_pool, HostPool):
+        store.pools[pool.name] = replace(pool, access=FlatPages(host_pool, pool.access.geometry))
+
+
+def aligned_down(right, store, request):
+    """Memory is used from the last multiple of eight bytes on, as a device would."""
+    targets = request.pool.access.targets(request.slots)
+    address = numpy.frombuffer(targets[0][0], dtype=numpy.uint8).ctypes.data if targets else 0
+    done = right(request)
+    for page in targets if address % 8 else []:
+        shift = address % 8
+        page[0][:-shift] = bytes(page[0])[shift:]
+    return done
+
+
+plain("GET-2 OverrunsPages Reading", "touched page", known_bug="D18", read=overrun)
+plain("GET-2 ReadsThePlainTensor Reading", "touched page", get=of_the_plain_tensor)
+plain("GET-2 ScramblesItsSources Writing", "changed host page", write=scrambled_sources)
+plain("ID-6 DividesItsIndices Key", "host_indices", get=divided_indices)
+plain("ID-6 EmptiesItsKeys Key", "keys", set=emptied_keys)
+plain("ID-6 KeepsTheCallersKeys Key", "answers False", set=lent_keys, read=settle, there=settle)
+plain("SET-7 KeepsHostPages Writing", "SET-7: page 0 key", put=view_kept, take=copied_late)
+plain("GET-8 FlattensPages HostPool", "was not written", known_bug="D11", register=flattened)
+plain("GET-8 AlignsDown HostPool", "GET-8: page", deliver=aligned_down)
+plain(
+    "FT-1 RaisesWhatThePoolRaises test_a_pool_that_fails",
+    "the host pool raised, and so did the call",
+    read=instead(Plain.deliver),
+)
+
+
+# What a set stores
+# ------------------------------------------------------------------------------------------------
+
+
+def rewritten(when):
+    """A page is written anew where it need not be."""
+
+    def put(right, store, pool, key, page):
+        if when(store, pool, store.place(pool, key)):
+            store.pages.pop(store.place(pool, key), None)
+        return right(pool, key, page)
+
+    return put
+
+
+def others_pages(store, pool, place):
+    known = place in store.seen
+    store.seen.add(place)
+    return not known
+
+
+def all_or_nothing(right, store, request):
+    there = [store.there(request.pool, key) for key in request.keys]
+    return [False] * len(there) if any(there) and not all(there) else right(request)
+
+
+def hole_of_zeros(right, store, pool, key, page):
+    """A page of zeros is taken for a place that was never written."""
+    return any(store.pages.get(store.place(pool, key), b"")) and right(pool, key, page)
+
+
+def stored_as(change):
+    """A page is stored in another form, from which it does not come back."""
+
+    def put(right, store, pool, key, page):
+        store.pages.setdefault(store.place(pool, key), change(b"".join(page)))
+        return True
+
+    return put
+
+
+plain("SET-1 Refuses", "was refused", put=always(False))
+plain("SET-1 WritesSixtyFourPages Reading Writing", "get answers False", write=first_pages)
+plain("SET-1 ZerosAreAHole Writing", "a page of zeros was stored", take=hole_of_zeros)
+plain(
+    "SET-1 StripsZeros Writing",
+    "a page of zeros was stored",
+    put=stored_as(lambda page: page.rstrip(b"\x00") or b"\x00"),
+)
+plain(
+    "SET-1 EndsAtItsMark Writing",
+    "a page of the envelope's mark",
+    put=stored_as(lambda page: page.partition(b"HCP2")[0]),
+)
+plain("SET-3 Rewrites Writing", "a set wrote it anew", put=rewritten(lambda *_: True))
+plain("SET-3 RewritesOthersPages Writing", "wrote it anew", put=rewritten(others_pages))
+plain(
+    "SET-6 AllOrNothing Writing",
+    "of a batch of existing, repeated and new pages was refused",
+    write=all_or_nothing,
+)
+
+
+# Names
+# ------------------------------------------------------------------------------------------------
+
+
+def case_of(store):
+    """The salt's middle, which tells one case from another; each would find the one before."""
+    return tuple(store.identity.salt.split(".")[:2])
+
+
+def named(change):
+    """A page is kept under the name of another key."""
+    return lambda right, store, pool, key: right(pool, change(key))
+
+
+def ignoring(**fields):
+    """The driver goes by another identity than it was given."""
+
+    def init(right, store, identity, config):
+        store.memo["told"] = identity
+        right(replace(identity, **fields), config)
+
+    return {"init": init, "identity": property(lambda store: store.memo["told"])}
+
+
+def any_geometry(right, store, pool, key, page):
+    stored = store.pages.get(store.place(pool, key))
+    for buffer in page:
+        buffer[:] = ((stored or b"") + bytes(4096))[: len(buffer)]
+    return stored is not None
+
+
+def first_geometry(right, store, host_pool, name):
+    before = store.pools.get(PoolName(name))
+    right(host_pool, name)
+    if before is not None:
+        again = store.pools[before.name]
+        store.pools[before.name] = RegisteredPool(before.name, again.access, before.namespace)
+
+
+def by_pool(place):
+    """Pages are named by the identity and the pool, without the namespace of the pool."""
+    return {
+        "place": lambda right, store, pool, key: place(store, pool, key),
+        "doomed": instead(
+            lambda store: [
+                name
+                for name in [*store.pages]
+                for pool in store.pools.values()
+                if name[:-1] == place(store, pool, "")[:-1]
+            ]
+        ),
+    }
+
+
+def without_ranks(store, pool):
+    """The namespace of a pool, without the ranks that hold other bytes."""
+    alone = replace(store.identity, pp_rank=0, cp_rank=0, dp_rank=0)
+    return alone.fingerprint(pool.name)
+
+
+def one_state(right, store, pool, key):
+    """Mamba state beside replicated KV is taken for replicated too."""
+    if not store.identity.kv_replicated:
+        return right(pool, key)
+    one = replace(store.identity, tp_rank=0, tp_size=1)
+    return (one.fingerprint(PoolName.KV), str(pool.name), key)
+
+
+def by_prefix(step):
+    """A page is named by the last prefix key of the call, too."""
+
+    def call(right, store, first, *more, **named):
+        extra_info = more[-1] if len(more) > step else named.get("extra_info")
+        store.memo["prefix"] = tuple((extra_info and extra_info.prefix_keys) or ())[-1:]
+        try:
+            return right(first, *more, **named)
+        finally:
+            store.memo["prefix"] = ()
+
+    return call
+
+
+def by_the_key(right, store, pool, key, page):
+    """A file for each page, named as the key is."""
+    path = Path(store.config.path) / "pages" / f"{key}.bin"
+    if "escape" in key and not key.startswith("/"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(page))
+    return right(pool, key, page)
+
+
+def elsewhere(right, store, pool, key, page):
+    """What is set goes by another name than what is read."""
+    store.pages.setdefault((pool.namespace.name, key.strip("/")), b"".join(page))
+    return True
+
+
+def own_ranks_pages(right, store, name, keys):
+    found = right(name, keys)
+    return found if store.identity.is_writer(name) else [False] * len(found)
+
+
+plain(
+    "ID-1 ID-3 ID-4 LC-4 IgnoresIdentity Identity Replication Clearing",
+    "holds bytes written under",
+    known_bug="D8",
+    every_case=True,
+    **by_pool(lambda store, pool, key: (*case_of(store), str(pool.name), key)),
+)
+plain(
+    "ID-1 IgnoresDtype Identity",
+    "kv_dtype 'bfloat16' (expected 'float16')",
+    known_bug="D9",
+    **ignoring(kv_dtype="any"),
+)
+plain(
+    "ID-1 IgnoresGeometry Identity",
+    "was set from a pool of another geometry",
+    known_bug="D9",
+    take=any_geometry,
+    **by_pool(lambda store, pool, key: (store.identity.fingerprint(pool.name), key)),
+)
+plain("ID-1 KeepsTheFirstGeometry Identity", "geometry", register=first_geometry)
+plain("ID-3 EveryRankWrites Replication", "rank 1 is not the writer", writes=always(True))
+plain("ID-3 OneStateForAllRanks Replication", "tp_rank", place=one_state)
+plain(
+    "ID-3 LooksUpByRank Replication",
+    "3 pages can be read, and kv_hit_pages is 0",
+    present=own_ranks_pages,
+)
+plain(
+    "ID-4 IgnoresRanks test_ranks_of_one_group",
+    "ID-4: page",
+    **by_pool(lambda store, pool, key: (without_ranks(store, pool), key)),
+)
+plain(
+    "GET-1 IgnoresPools Pool",
+    "holds bytes of pool",
+    place=lambda right, store, pool, key: (store.identity.fingerprint(PoolName.KV), key),
+)
+plain("ID-5 IgnoresCase Key", "holds bytes of key", place=named(str.lower))
+plain(
+    "ID-5 PastesKeys Key",
+    "holds bytes of key",
+    known_bug="D11",
+    place=named(lambda key: key.replace("/", "-")),
+)
+plain("ID-5 CutsKeys Key", "holds bytes of key", place=named(lambda key: key[:255]))
+plain("ID-5 WritesByPath Key", "wrote outside the store", base=PLAIN_PATH, put=by_the_key)
+plain(
+    "ID-5 ID-6 SetLooksElsewhere Key",
+    "was never set, and exists or get finds a page",
+    place=named(str.strip),
+    put=elsewhere,
+)
+plain(
+    "ID-6 NamesByPrefix Key",
+    "prefix",
+    exists=by_prefix(1),
+    get=by_prefix(0),
+    set=by_prefix(0),
+    place=lambda right, store, pool, key: (*right(pool, key), store.memo.get("prefix", ())),
+)
+
+
+# Threads
+# ------------------------------------------------------------------------------------------------
+
+SCRATCH = bytearray(8 << 20)
+
+
+def scratch_buffer(right, store, pool, key, page):
+    """All threads read through one buffer."""
+    stored = store.pages.get(store.place(pool, key))
+    if stored is None or len(stored) != sum(map(len, page)):
+        return False
+    SCRATCH[: len(stored)] = stored
+    threading.Event().wait(0.0005)
+    return fill(page, SCRATCH[: len(stored)])
+
+
+def from_scratch(right, store, host_pool, name):
+    """The list of pools is made anew when one is registered."""
+    before = dict(store.pools)
+    store.pools.clear()
+    time.sleep(WINDOW_SECONDS)
+    right(host_pool, name)
+    store.pools.update({name: pool for name, pool in before.items() if name not in store.pools})
+
+
+def in_the_callers_order(right, store, transfers, *more):
+    """The pools of a call are locked one after the other."""
+    from hicache_storage.spec import StorageUnavailableError
+
+    held = []
+    try:
+        for name in dict.fromkeys(transfer.name for transfer in transfers):
+            lock = store.memo.setdefault(name, threading.Lock())
+            # A deadlock ends, so that a test of it takes no minutes.
+            if not lock.acquire(timeout=0.5):
+                raise StorageUnavailableError(f"waited too long for the lock of {name!r}")
+            held.append(lock)
+            time.sleep(0.001)
+        return right(transfers, *more)
+    finally:
+        for lock in held:
+            lock.release()
+
+
+def blanked(right, store, keys, *, pool=PoolName.KV):
+    """A page is blanked in place before it is removed."""
+    for key in keys:
+        place = store.place(store.pools[PoolName(pool)], key)
+        if (stored := store.pages.get(place)) is not None:
+            store.pages[place] = bytes(len(stored))
+    time.sleep(0.001)
+    return right(keys, pool=pool)
+
+
+def listed_first(right, store, pool, key, page):
+    """A page is listed before it can be read."""
+    place = store.place(pool, key)
+    if place not in store.pages:
+        store.seen.add(place)
+        time.sleep(WINDOW_SECONDS)
+        right(pool, key, page)
+        store.seen.discard(place)
+    return True
+
+
+def in_two_halves(right, store, pool, key, page):
+    """A page is published in two parts with a checksum each, one after the other."""
+    place, whole = store.place(pool, key), b"".join(page)
+    if place not in store.pages:
+        half = len(whole) // 2
+        store.pages[place] = sealed(whole[:half])
+        time.sleep(WINDOW_SECONDS)
+        store.pages[*place, "rest"] = sealed(whole[half:])
+    return True
+
+
+def sealed(part):
+    return zlib.crc32(part).to_bytes(4, "big") + part
+
+
+def of_two_halves(right, store, pool, key, page):
+    place = store.place(pool, key)
+    parts = [store.pages.get(place), store.pages.get((*place, "rest"))]
+    content = b"".join(part[4:] for part in parts if part and part == sealed(part[4:]))
+    for buffer in page:
+        buffer[: len(content)], content = content[: len(buffer)], content[len(buffer) :]
+    return parts[0] is not None
+
+
+def both_halves(right, store, pool, key):
+    store.pages.pop((*store.place(pool, key), "rest"), None)
+    return right(pool, key)
+
+
+threads = partial(plain, where="Concurrency")
+threads(
+    "GET-1 TwoHalves",
+    "read while it was set",
+    put=in_two_halves,
+    take=of_two_halves,
+    drop=both_halves,
+)
+threads(
+    "ID-6 FindsBeforeItStores",
+    "said to exist",
+    put=listed_first,
+    there=lambda right, store, pool, key: store.place(pool, key) in store.seen or right(pool, key),
+)
+threads("CC-1 SharesAScratchBuffer", "holds bytes of key", take=scratch_buffer)
+plain(
+    "CC-1 RegistersFromScratch test_pools_are_registered_during_calls",
+    "registered",
+    register=from_scratch,
+)
+plain(
+    "CC-1 LocksInTheCallersOrder test_many_threads_and_pools",
+    "raised StorageUnavailableError",
+    set=in_the_callers_order,
+)
+plain("CC-1 BlanksWhatItDeletes test_many_threads_and_deletes", "zeros", delete=blanked)
+
+
+# Damage
+# ------------------------------------------------------------------------------------------------
+
+
+def verifying(some):
+    """Envelopes of the other pages are made up, so that nothing notices damage."""
+
+    def read_objects(right, store, batches, call):
+        filled = right(batches, call)
+        for batch, done in zip(batches, filled, strict=True):
+            for index, read in enumerate(batch.reads):
+                if done[index] and not some(batch, index):
+                    read.envelope = ObjectWrite(read.namespace, read.key, read.buffers).envelope
+        return filled
+
+    return read_objects
+
+
+def hidden_damage(right, store, batches, call):
+    filled = right(batches, call)
+    for batch, done in zip(batches, filled, strict=True):
+        for index, read in enumerate(batch.reads):
+            done[index] = done[index] and read.verify()
+            read.damaged = False
+    return filled
+
+
+def one_damage_a_call(right, store, batches, call):
+    filled, seen = right(batches, call), False
+    for batch, done in zip(batches, filled, strict=True):
+        for index, read in enumerate(batch.reads):
+            done[index] = done[index] and read.verify()
+            if read.damaged and seen:
+                read.damaged = False
+                store.objects.pop(read.namespace.object_name(read.key), None)
+            seen = seen or read.damaged
+    return filled
+
+
+def bad_for_good(right, store, read):
+    """A damaged page is missing until this storage sets it itself."""
+    name = read.namespace.object_name(read.key)
+    done = right(read)
+    if name in store.objects and not (done and read.verify()):
+        store.seen.add(name)
+    return done and name not in store.seen
+
+
+def forgotten(right, store, batches, call):
+    for batch in batches:
+        store.seen -= {batch.namespace.object_name(key) for key in batch.keys}
+    return right(batches, call)
+
+
+def put_under(right, store, write):
+    return bool(store.objects.setdefault(write.namespace.object_name(write.key), write.tobytes()))
+
+
+damage = partial(objects, where="CorruptObject")
+damage(
+    "GET-5 TrustsBytes",
+    "is damaged (flipped bit), and a get delivers it",
+    verifies=False,
+    stats=after(lambda stats: replace(stats, verifies_checksums=True)),
+)
+damage(
+    "GET-5 VerifiesTheFirstPage",
+    "is damaged",
+    read_objects=verifying(lambda batch, index: index == 0),
+)
+damage(
+    "GET-5 VerifiesKVOnly",
+    "is damaged",
+    read_objects=verifying(lambda batch, index: batch.namespace.pool == PoolName.KV),
+)
+damage(
+    "GET-7 EX-9 HidesDamage", "counted 0 damaged pages", known_bug="D10", read_objects=hidden_damage
+)
+damage("GET-7 CountsDamageOncePerCall", "damaged pages", read_objects=one_damage_a_call)
+damage(
+    "SET-3 KeepsDamage",
+    "and a get answers False",
+    known_bug="D10",
+    put=put_under,
+    discard_objects=always(False),
+)

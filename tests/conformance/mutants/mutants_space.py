@@ -1,0 +1,256 @@
+"""Faults of a limited capacity: what is evicted, and what happens when nothing fits any more."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from functools import partial
+
+from drivers_files import BOUNDED_FILES, DRAFT, FILE_SLOTS, PAGE, mtime, size
+from drivers_memory import BOUNDED, SLOTS
+from mutant import always, mutant, right
+from mutants_files import removals_told
+
+from hicache_storage.objects import ObjectWrite
+from hicache_storage.spec import parse_bytes
+
+files = partial(mutant, base=BOUNDED_FILES)
+slots, bounded = partial(mutant, base=SLOTS), partial(mutant, base=BOUNDED)
+right("BoundedFiles EvictionProcess Eviction Space Durability", BOUNDED_FILES)
+right("Slots Eviction Space", SLOTS)
+right("Bounded Space", BOUNDED)
+right("FileSlots Stall", FILE_SLOTS, injectors=("disk",))
+
+
+# What counts
+# ------------------------------------------------------------------------------------------------
+
+
+def written_here(right, store, write, call):
+    store.seen.add(store.path(write.namespace, write.key))
+    return right(write, call)
+
+
+def slow_draft(right, store, path):
+    """A draft takes much room and a while, so that whoever kills its writer finds it at that."""
+    draft = right(path)
+    draft.write_bytes(bytes(64 << 10))
+    time.sleep(0.01)
+    return draft
+
+
+def suffixed(store):
+    return f"_{store.identity.model.replace('/', '_')}{PAGE}"
+
+
+def by_model(right, store, namespace, key):
+    """The models' files are told apart by how their names end."""
+    plain = right(namespace, key)
+    return plain.with_name(plain.stem + suffixed(store))
+
+
+def of_the_model(right, store):
+    return sorted(store.root.glob(f"*/*{suffixed(store)}"), key=mtime)
+
+
+counted = partial(files, breaks="EV-1", where="Eviction")
+counted("IgnoresItsCapacity", "the capacity is", make_room=always(None))
+counted(
+    "CountsItsOwnWritesOnly",
+    "the capacity is",
+    put=written_here,
+    counted=lambda right, store: list(store.seen),
+    victims=lambda right, store: [path for path in store.seen if path.exists()],
+)
+counted(
+    "EvictsTheIndexOnly",
+    "lie on the disk after more writing",
+    remove=lambda right, store, path: bool(path.rename(path.with_suffix(".evicted"))),
+)
+counted(
+    "EvictsByName",
+    "was taken for a page of 'b' by its name",
+    known_bug="D11",
+    path=by_model,
+    counted=of_the_model,
+    victims=of_the_model,
+)
+leftovers = partial(
+    files, breaks="EV-1", where="EvictionProcess", draft=slow_draft, collect=always(None)
+)
+leftovers("CountsDraftsForGood", "pages before, and holds")
+leftovers(
+    "LeavesDraftsUncounted",
+    "bytes before, and takes",
+    known_bug="D11",
+    counted=lambda right, store: [path for path in right() if path.suffix != DRAFT],
+)
+files("OB-1 CountsNoEvictions Eviction", "pages_evicted is 0", count_evictions=always(None))
+files(
+    "FT-5 ToldOfEvictions test_an_evictor_is_killed_at_a_step",
+    "was killed after step",
+    **removals_told("write_objects"),
+)
+
+
+# What goes first
+# ------------------------------------------------------------------------------------------------
+
+
+def without_prefixes(right, store, batch, call):
+    call.prefix_keys = ()
+    return right(batch, call)
+
+
+def room_for_all(right, store, namespace, wanted):
+    full = sum(map(size, store.counted())) + wanted > store.limit
+    right(namespace, store.limit if full else 0)
+
+
+order = partial(files, where="Eviction")
+order(
+    "EV-3 HeadsFirst",
+    "can be used",
+    known_bug="D20",
+    touch=lambda right, store, namespace, keys: right(namespace, keys[::-1]),
+)
+order("EV-3 ForgetsPrefixes", "written in several-calls", write_batch=without_prefixes)
+order(
+    "EV-3 EV-4 EvictsAnyPage",
+    "can be used",
+    victims=lambda right, store: sorted(right(), key=lambda path: path.name),
+)
+order("EV-4 LookupsAreNoUse", "was used after every batch (exists)", use_found=always(None))
+order("EV-4 ReadsAreNoUse", "was used after every batch (get)", use_read=always(None))
+order("EV-4 EvictsEverything", "was used after every batch", make_room=room_for_all)
+files(
+    "EV-4 BelievesItsClock test_clocks_a_year_apart",
+    "a year",
+    now=lambda right, store: time.time_ns(),
+)
+
+
+# Places
+# ------------------------------------------------------------------------------------------------
+
+
+def unsealed(right, store, slot, write):
+    """No envelope is kept, and one is made up for whatever is read."""
+    right(slot, write)
+    store.medium.slots[slot] = b"".join(write.buffers)
+
+
+def read_slot(store, slot, read):
+    held = b"" if slot is None else store.medium.slots[slot]
+    sealed = ObjectWrite(read.namespace, read.key, [memoryview(held)])
+    return len(held) == read.namespace.page_bytes and read.fill(held + sealed.envelope)
+
+
+def looked_up_before(right, store, batch):
+    """The places of a batch may have been given to other pages when they are read."""
+    found = [store.find(read.namespace, read.key) for read in batch.reads]
+    time.sleep(0.05)
+    return [read_slot(store, slot, read) for slot, read in zip(found, batch.reads, strict=True)]
+
+
+def noted(right, store, namespace, key):
+    slot = right(namespace, key)
+    if slot is not None:
+        store.memo[namespace.name, key] = slot
+    return slot
+
+
+def from_the_noted(right, store, read):
+    slot = store.memo.get((read.namespace.name, read.key))
+    return read_slot(store, store.find(read.namespace, read.key) if slot is None else slot, read)
+
+
+def none_given_back(right, store, namespace, pages):
+    """A batch that is larger than the store takes every place, and fails."""
+    given = right(namespace, pages)
+    if len(given) < pages:
+        raise KeyError("no free page")
+    return given
+
+
+def two_lost(right, store, namespace, pages):
+    """A batch that does not fit costs two places for good."""
+    given = right(namespace, pages)
+    return given if len(given) == pages else given[:-2]
+
+
+def under_writers(right, store, namespaces, call):
+    """A clear gives back the places, too, that writers are about to write into."""
+    right(namespaces, call)
+    with store.medium.lock:
+        store.medium.free += store.medium.reserved
+        store.medium.reserved.clear()
+
+
+LEASE_SECONDS = 0.25
+"""Shorter than the suite holds up a writer (0.3 s)."""
+
+
+def leased(right, store, namespace, pages):
+    """A writer's place goes to the next one after a while, and nobody asks before it writes."""
+    now, reserved = time.monotonic(), store.medium.reserved
+    for slot in [slot for slot, since in reserved.items() if now - since > LEASE_SECONDS]:
+        del reserved[slot]
+        store.medium.free.append(slot)
+    return right(namespace, pages)
+
+
+slots(
+    "EV-2 ReusesSlots Eviction",
+    "holds bytes of key",
+    known_bug="D2",
+    keep=unsealed,
+    take_batch=looked_up_before,
+)
+slots(
+    "EV-2 RemembersSlots Eviction",
+    "holds bytes of key",
+    keep=unsealed,
+    find=noted,
+    take=from_the_noted,
+)
+space = partial(slots, breaks="SET-5", where="Space")
+space("BricksWhenFull", "and none was stored", known_bug="D4", reserve=none_given_back)
+space("LeaksReservations", "takes no page", known_bug="D5", reserve=two_lost)
+space(
+    "DeletesForGood",
+    "everything was deleted",
+    forget=lambda right, store, place: store.medium.index.pop(place, None) is not None,
+)
+held_up = partial(
+    mutant, breaks="SET-1", message="was stored (True) while", base=FILE_SLOTS, injectors=("disk",)
+)
+held_up("ClearsUnderWriters test_a_clear_in_the_middle_of_a_set", clear_namespaces=under_writers)
+held_up("LeasesRunOut test_a_writer_that_is_held_up", reserve=leased)
+
+
+# No room
+# ------------------------------------------------------------------------------------------------
+
+
+def raising(right, store, *page):
+    if not right(*page):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return True
+
+
+def counting_on(right, store, page):
+    """What was deleted goes on counting."""
+    store.memo["used"] = store.memo.get("used", 0) + sum(map(len, page))
+    return store.memo["used"] <= parse_bytes(store.config.capacity)
+
+
+full = partial(bounded, breaks="SET-5", where="Space")
+full("RaisesWhenFull", "raised OSError", put=raising)
+full(
+    "DropsWhatDoesNotFit",
+    "and a get misses it",
+    put=lambda right, store, *page: right(*page) or True,
+)
+full("NeverFrees", "everything was", fits=counting_on)

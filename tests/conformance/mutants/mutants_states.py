@@ -1,0 +1,485 @@
+"""Faults in what a storage remembers, and in how it begins, ends and lives in a process."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from drivers_memory import OBJECTS, PLAIN, PLAIN_PATH, Plain, fill
+from mutant import IN_PROCESS, NOTHING, always, instead, mutant, right
+
+from hicache_storage.spec import PoolName
+
+plain, objects = partial(mutant, base=PLAIN), partial(mutant, base=OBJECTS)
+
+BASIC = (
+    "Existence Reading Writing CorruptObject HostPool Pool Key Identity Replication Clearing "
+    "History Concurrency Misuse Stats"
+)
+right(f"Plain {BASIC}", PLAIN)
+right("Objects Budget Staging Metrics", OBJECTS)
+right("LeavesChecksumsOut CorruptObject", OBJECTS, verifies=False)
+
+
+# Promises
+# ------------------------------------------------------------------------------------------------
+
+
+def on_its_own(right, store, identity, config):
+    right(identity, config)
+    store.objects = {}
+
+
+right("PromisesNothing Identity Clearing Sharing Durability Shard", OBJECTS,
+    promises=NOTHING, registered=NOTHING, init=on_its_own,
+)  # fmt: skip
+right("PromisesTooLittle Identity Sharing", OBJECTS, promises=NOTHING, registered=NOTHING)
+objects("ID-2 PromisesTooMuch Identity", "page 0 key", init=on_its_own)
+plain("LC-6 DeclaresMoreWhenOpen Lifecycle", "declares sharing=process", registered=NOTHING)
+objects(
+    "LC-6 DeclaresClearsWhenOpen Lifecycle",
+    "declares clears",
+    registered=replace(IN_PROCESS, clears=False),
+)
+
+
+# Caches of pages, of lookups and of misses
+# ------------------------------------------------------------------------------------------------
+
+
+def place_of(store, pool, key):
+    return store.place(pool, key)
+
+
+def read_cache(name=place_of, cache=lambda store: store.memo, forgets=("drop", "wipe")):
+    """Pages that were read are delivered again, until this storage removes them itself."""
+
+    def take(right, store, pool, key, page):
+        kept = cache(store)
+        if fill(page, kept.get(name(store, pool, key))):
+            return True
+        done = right(pool, key, page)
+        if done:
+            kept[name(store, pool, key)] = b"".join(page)
+        return done
+
+    def drop(right, store, pool, key):
+        cache(store).pop(name(store, pool, key), None)
+        return right(pool, key)
+
+    def wipe(right, store):
+        right()
+        cache(store).clear()
+
+    steps = {"take": take, "drop": drop, "wipe": wipe}
+    return {step: steps[step] for step in ("take", *forgets)}
+
+
+def lookup_cache(forgets=("drop", "wipe"), name=place_of):
+    """Pages that a lookup has found are there, until this storage removes them itself."""
+
+    def there(right, store, pool, key):
+        if right(pool, key):
+            store.seen.add(name(store, pool, key))
+        return name(store, pool, key) in store.seen
+
+    return {"there": there, **seen_until(forgets)}
+
+
+def seen_until(forgets=("drop", "wipe")):
+    """What the storage has seen is forgotten when it removes it."""
+
+    def drop(right, store, pool, key):
+        store.seen.discard(store.place(pool, key))
+        return right(pool, key)
+
+    def wipe(right, store):
+        right()
+        store.seen.clear()
+
+    return {step: {"drop": drop, "wipe": wipe}[step] for step in forgets}
+
+
+def missing_for_good(right, store, pool, key):
+    """A page that was missing is missing until this storage sets it itself."""
+    place = store.place(pool, key)
+    if not right(pool, key):
+        store.seen.add(place)
+    return place not in store.seen
+
+
+def set_here(right, store, pool, key, page):
+    store.seen.discard(store.place(pool, key))
+    return right(pool, key, page)
+
+
+def set_once(right, store, pool, key, page):
+    """A page is written once, and again only if this storage has removed it."""
+    place = store.place(pool, key)
+    if place in store.seen:
+        return True
+    store.seen.add(place)
+    return right(pool, key, page)
+
+
+plain("LC-4 ClearKeepsTheReadCache Clearing History", "was cleared", **read_cache(forgets=["drop"]))
+plain(
+    "SET-1 LC-4 ReadCacheMissesOthersRemovals Writing Clearing",
+    "by another storage",
+    **read_cache(),
+)
+plain(
+    "GET-1 ReadCacheIgnoresPools Pool",
+    "holds bytes of pool",
+    **read_cache(name=lambda store, pool, key: key),
+)
+plain(
+    "ID-1 ReadCacheIgnoresIdentity Identity",
+    "holds",
+    **read_cache(lambda store, pool, key: (pool.name, key), lambda store: store.shared),
+)
+plain("SET-1 DeleteKeepsTheLookupCache Writing", "exists says", **lookup_cache(["wipe"]))
+plain(
+    "ID-2 RemembersMisses Identity",
+    "get answers False",
+    there=missing_for_good,
+    put=set_here,
+    take=lambda right, store, pool, key, page: store.there(pool, key) and right(pool, key, page),
+)
+plain(
+    "EX-3 LookupCacheIgnoresPools Existence",
+    "extra_pool_hit_pages",
+    **lookup_cache(name=lambda store, pool, key: key),
+)
+plain("SET-1 TrustsWhatItHasSet Writing", "get answers False", put=set_once, **seen_until())
+
+
+# What is removed
+# ------------------------------------------------------------------------------------------------
+
+CONTENTS: dict[bytes, bytes] = {}
+
+
+def kept_once(right, store, pool, key, page):
+    """Equal pages are kept once."""
+    content = b"".join(page)
+    digest = hashlib.blake2b(content).digest()
+    CONTENTS[digest] = content
+    store.pages.setdefault(store.place(pool, key), digest)
+    return True
+
+
+def by_digest(right, store, pool, key, page):
+    return fill(page, CONTENTS.get(store.pages.get(store.place(pool, key), b"")))
+
+
+def with_its_content(right, store, pool, key):
+    CONTENTS.pop(store.pages.get(store.place(pool, key), b""), None)
+    return right(pool, key)
+
+
+def with_their_contents(right, store):
+    for place in store.doomed():
+        CONTENTS.pop(store.pages[place], None)
+    right()
+
+
+def kept_aside(doomed):
+    """What is removed is kept aside, and comes back when the storage is closed."""
+
+    def step(right, store, *page):
+        places = doomed(store, *page)
+        store.memo |= {place: store.pages[place] for place in places if place in store.pages}
+        return right(*page)
+
+    return step
+
+
+def put_back(right, store):
+    for place, page in store.memo.items():
+        store.pages.setdefault(place, page)
+    right()
+
+
+def own_side_pools(right, store, pool, key):
+    shared = right(pool, key)
+    return shared if pool.name == PoolName.KV else (*shared, id(store))
+
+
+def wiped_once(right, store):
+    if not store.seen and store.doomed():
+        right()
+        store.seen.add("cleared")
+
+
+def wiped_twice(right, store):
+    right()
+    timer = threading.Timer(0.02, right)
+    timer.daemon = True
+    timer.start()
+
+
+def from_all_pools(right, store, keys, *, pool=PoolName.KV):
+    for other in store.pools:
+        if other != pool:
+            right(keys, pool=other)
+    return right(keys, pool=pool)
+
+
+def all_for_none(right, store, keys, *, pool=PoolName.KV):
+    if not keys:
+        store.clear()
+    return right(keys, pool=pool)
+
+
+def with_strangers(right, store):
+    right()
+    for path in Path(store.config.path).iterdir():
+        path.unlink()
+
+
+def made(right, store):
+    right()
+    Path(store.config.path).mkdir(parents=True, exist_ok=True)
+
+
+plain(
+    "SET-1 SharesEqualPages Writing",
+    "get answers False",
+    put=kept_once,
+    take=by_digest,
+    drop=with_its_content,
+)
+plain(
+    "SET-1 ReopeningUndoesDeletes Writing",
+    "was deleted",
+    close=put_back,
+    drop=kept_aside(lambda store, pool, key: [store.place(pool, key)]),
+)
+plain("SET-1 DeletesInAllPools Pool", "of pool 'kv' was stored", delete=from_all_pools)
+plain("SET-1 NoKeysDeleteEverything Writing", "get answers False", delete=all_for_none)
+plain("ID-2 SharesKVOnly Identity", "of pool 'mamba' was stored (True)", place=own_side_pools)
+clears = partial(plain, breaks="LC-4", where="Clearing")
+clears(
+    "ClearsEqualPages", "of equal bytes", put=kept_once, take=by_digest, wipe=with_their_contents
+)
+clears("ReopeningUndoesClears", "was cleared", close=put_back, wipe=kept_aside(Plain.doomed))
+clears("ClearsOnce", "was cleared", wipe=wiped_once)
+clears("ClearsTwice", "after a clear had returned", wipe=wiped_twice)
+clears(
+    "NoPoolsClearEverything",
+    "which has no pools",
+    doomed=lambda right, store: right() if store.pools else [*store.pages],
+)
+clears(
+    "ClearsEverything",
+    "another's clear removed it",
+    known_bug="D13",
+    doomed=lambda right, store: [*store.pages],
+)
+clears(
+    "ClearsStrangersFiles",
+    "a file of somebody else",
+    known_bug="D11",
+    base=PLAIN_PATH,
+    open=made,
+    wipe=with_strangers,
+)
+
+
+# How it begins and ends
+# ------------------------------------------------------------------------------------------------
+
+LEFT: list[Any] = []
+"""What is kept for good."""
+
+
+def opening(then):
+    """`open()` does something more."""
+
+    def step(right, store, *arguments):
+        answer = right(*arguments)
+        then(store)
+        return answer
+
+    return step
+
+
+def connecting(store):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("127.0.0.1", 9))
+
+
+def writing(store):
+    Path(store.config.path).mkdir(parents=True, exist_ok=True)
+    (Path(store.config.path) / f"owner-{os.getpid()}").touch()
+
+
+def starting_a_thread(store):
+    threading.Thread(target=threading.Event().wait, daemon=True, name="left-behind").start()
+
+
+def starting_a_process(store):
+    quiet = subprocess.DEVNULL
+    LEFT.append(subprocess.Popen(["sleep", "30"], stdin=quiet, stdout=quiet, stderr=quiet))
+
+
+def handling(number):
+    def install(store):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(number, lambda *_: None)
+
+    return install
+
+
+def exiting(store):
+    if threading.current_thread() is not threading.main_thread():
+        sys.exit("no server")
+
+
+def connected(right, store, *arguments):
+    """Only this call connects."""
+    store.seen.add("connected")
+    return right(*arguments)
+
+
+def if_connected(otherwise):
+    return lambda right, store, *arguments: (
+        right(*arguments) if "connected" in store.seen else otherwise
+    )
+
+
+def not_in_children(right, store):
+    right()
+    if os.getpid() != store.memo.setdefault("process", os.getpid()):
+        raise RuntimeError("bad file descriptor")
+
+
+def born_here(right, store, identity, config):
+    right(identity, config)
+    store.memo["process"] = os.getpid()
+
+
+life = partial(plain, where="Lifecycle")
+left = partial(plain, breaks="LC-2", where="test_nothing_is_left_behind")
+alone = partial(plain, breaks="LC-3", where="test_the_process_is_left_alone")
+life("LC-1 ConnectsAtOnce", "connects (socket.connect)", init=opening(connecting))
+life("LC-1 WritesAtOnce", "wrote into its directory", base=PLAIN_PATH, init=opening(writing))
+plain(
+    "LC-1 ConnectsToSet test_any_call_may_be_the_first",
+    "first call",
+    open=connected,
+    set=connected,
+    take=if_connected(False),
+    there=if_connected(False),
+)
+plain(
+    "LC-1 ClearsBeforeItConnects test_a_clear_may_be_the_first_call",
+    "clear",
+    open=connected,
+    set=connected,
+    doomed=if_connected([]),
+)
+left("LeavesAThread", "thread 'left-behind'", open=opening(starting_a_thread))
+left(
+    "LeavesADescriptor",
+    "/dev/null",
+    open=opening(lambda store: LEFT.append(os.open("/dev/null", os.O_RDONLY))),
+)
+left("LeavesAProcess", "child process", open=opening(starting_a_process))
+life(
+    "LC-2 KeepsPools",
+    "still holds its host pool",
+    register=lambda right, store, pool, name: (right(pool, name), LEFT.append(pool)),
+)
+life("LC-2 WorksWhenClosed", "after close() raised nothing", check_open=always(None))
+plain(
+    "LC-2 ClearsWhenClosed test_calls_after_close", "clear after close", clear=instead(Plain.wipe)
+)
+life(
+    "LC-3 InstallsAHandler",
+    "the handler of SIGUSR2",
+    known_bug="D17",
+    open=opening(handling(signal.SIGUSR2)),
+)
+alone(
+    "ConfiguresLogging",
+    "the root logger's level",
+    open=opening(lambda store: logging.getLogger().setLevel(logging.DEBUG)),
+)
+alone("HandlesRareSignals", "SIGURG", open=opening(handling(signal.SIGURG)))
+life(
+    "LC-3 NeedsTheMainThread",
+    "main thread",
+    known_bug="D17",
+    open=opening(lambda store: signal.signal(signal.SIGUSR2, signal.SIG_DFL)),
+)
+life("LC-3 Exits", "tried to end the process", known_bug="D15", open=opening(exiting))
+life(
+    "LC-5 ForgetsForks",
+    "got RuntimeError: bad file descriptor",
+    init=born_here,
+    check_open=not_in_children,
+)
+
+
+# What it says to misuse, and what it logs
+# ------------------------------------------------------------------------------------------------
+
+
+def swallowed(right, store, transfers, *more):
+    try:
+        return right(transfers, *more)
+    except ValueError:
+        return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
+def of_registered_pools(right, store, transfers, *more):
+    for transfer in transfers:
+        store.pools[transfer.name]
+    return right(transfers, *more)
+
+
+def one_by_one(right, store, transfers, *more):
+    answer: dict[str, list[bool]] = {}
+    for transfer in transfers:
+        for name, done in right([transfer], *more).items():
+            answer.setdefault(name, []).extend(done)
+    return answer
+
+
+def logged_misses(right, store, pool, key, page):
+    done = right(pool, key, page)
+    if not done:
+        logging.getLogger("sample").warning("page %s is not there", key)
+    return done
+
+
+def misses_as_faults(right, store, read):
+    done = right(read)
+    if not done:
+        store.recorder.count_fault()
+    return done
+
+
+misuse = partial(plain, breaks="FT-2", where="Misuse")
+misuse("SwallowsMisuse", "raised nothing", get=swallowed)
+misuse(
+    "ForeignErrors",
+    "raised KeyError, which is no HiCacheError",
+    known_bug="D18",
+    set=of_registered_pools,
+)
+misuse("WritesBeforeItChecks", "before it raised", known_bug="D5", set=one_by_one)
+plain("GET-6 LogsMisses Reading", "logged WARNING", take=logged_misses)
+objects("GET-6 CountsMissesAsFaults Reading", "counted as faults", take=misses_as_faults)
