@@ -41,10 +41,8 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.shared.connection import RedisConnection
 
-MAX_LOG_BYTES: Final = 4 << 20
-"""Length of a scope's log from which each write also compacts. A takeover replays it in 0.1 s."""
-IDLE_LOG_BYTES: Final = 1 << 20
-"""The same in an idle server. A takeover replays what is left within milliseconds."""
+LOG_BYTES: Final = 1 << 20
+"""Length of a scope's log from which it is compacted. A takeover replays it in 30 ms."""
 PAGE_BLOCKS: Final = 64
 """Blocks that a takeover reads with one command: less than a megabyte."""
 PAGE_GROUPS: Final = 1024
@@ -511,12 +509,12 @@ class ScopeLogStore(MemoryStore):
             self._pinned.pop(number, None)
 
     def wants_compaction(self, *, idle: bool) -> bool:
-        """True if the log of a scope is long; shorter ones count in an idle server."""
-        return self._longest(idle=idle) is not None
+        """True if the log of a scope is long."""
+        return self._longest() is not None
 
     def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
         """Encode the next dirty blocks of the scope with the longest log."""
-        log = self._longest(idle=True)
+        log = self._longest()
         assert log is not None, "asked `wants_compaction` before"
 
         def read(place: int) -> bytes:
@@ -524,7 +522,7 @@ class ScopeLogStore(MemoryStore):
             block.until = _moved(block.until, log.offset)
             return block.encode()
 
-        batch = log.dirty.take(BATCH_BLOCKS * (1 + log.log_bytes // MAX_LOG_BYTES), read)
+        batch = log.dirty.take(BATCH_BLOCKS * (1 + (log.log_bytes >> 20)), read)
         return batch._replace(scope=log.number)
 
     async def replace_blocks(self, batch: CompactionBatch, now: float) -> None:
@@ -617,7 +615,6 @@ class ScopeLogStore(MemoryStore):
             # Not those that this server has taken again meanwhile.
             raise FencedError([log.name for log in refused if self._logs.get(log.number) is log])
 
-    def _longest(self, *, idle: bool) -> ScopeLog | None:
-        limit = IDLE_LOG_BYTES if idle else MAX_LOG_BYTES
+    def _longest(self) -> ScopeLog | None:
         longest = max(self.logs(), key=lambda log: log.log_bytes, default=None)
-        return longest if longest is not None and longest.log_bytes > limit else None
+        return longest if longest is not None and longest.log_bytes > LOG_BYTES else None
