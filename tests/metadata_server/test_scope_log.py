@@ -112,7 +112,7 @@ def owner(redis):
 @pytest.mark.parametrize("compacted", [False, True])
 @pytest.mark.parametrize("ahead", [0.0, 86_400.0, -86_400.0])
 def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compacted, ahead):
-    monkeypatch.setattr(scope_log, "LOG_BYTES", 0)
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other", ahead=ahead)
     one.make("0:kv")
     commit(one.service, reserve(one.service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
@@ -166,7 +166,7 @@ def test_a_long_log_is_read_page_by_page(owner, monkeypatch, groups):
 
 
 def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
-    monkeypatch.setattr(scope_log, "LOG_BYTES", 0)
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other")
     one.make("0:kv")
     one.make("1:kv")
@@ -305,7 +305,7 @@ def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):
 
 
 def test_a_dropped_scope_leaves_no_key(owner, redis, monkeypatch):
-    monkeypatch.setattr(scope_log, "LOG_BYTES", 0)
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one = owner("one")
     one.make("0:kv")
     one.compact()
@@ -319,7 +319,7 @@ def test_a_dropped_scope_leaves_no_key(owner, redis, monkeypatch):
 
 @pytest.mark.parametrize("damaged", ["hm:{0:kv}:blocks", "hm:{0:kv}:rest"])
 def test_a_damaged_snapshot_is_refused(owner, redis, monkeypatch, damaged):
-    monkeypatch.setattr(scope_log, "LOG_BYTES", 0)
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other")
     one.make("0:kv")
     reserve(one.service, ["a"])
@@ -334,7 +334,7 @@ def test_a_damaged_snapshot_is_refused(owner, redis, monkeypatch, damaged):
 @pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
 def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
     """The owner changes after every few groups, compacted or half compacted."""
-    monkeypatch.setattr(scope_log, "LOG_BYTES", 0)
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
     monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
     monkeypatch.setattr(compaction, "REPLAY_BYTES", 3000)

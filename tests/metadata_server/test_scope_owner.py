@@ -360,7 +360,7 @@ def test_a_scope_that_was_never_acknowledged_is_forgotten(world, two, redis):
 def test_a_scope_whose_record_redis_has_lost_can_be_made_again(
     world, two, redis, lost, monkeypatch
 ):
-    monkeypatch.setattr(scope_log, "LOG_BYTES", 0)
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = two
     one.make("0:kv")
     if lost == "rest":

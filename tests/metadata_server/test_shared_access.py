@@ -67,7 +67,7 @@ async def everything(url):
         for number in range(40):
             reply = await caller.store("0:kv", [f"k{number}-{i}" for i in range(8)])
             assert reply.status == 200, reply
-        with mock.patch.object(scope_log, "LOG_BYTES", 0):
+        with mock.patch.object(scope_log, "IDLE_LOG_BYTES", 0):
             until = time.monotonic() + PATIENCE_SECONDS
             while any(log.log_bytes for log in caller.app.server.store.logs()):
                 assert time.monotonic() < until

@@ -41,11 +41,13 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.shared.connection import RedisConnection
 
-LOG_BYTES: Final = 1 << 20
-"""Length of a scope's log from which it is compacted. A takeover replays it in 30 ms."""
+MAX_LOG_BYTES: Final = 16 << 20
+"""Length of a scope's log from which each write also compacts."""
+IDLE_LOG_BYTES: Final = 1 << 20
+"""The same in an idle server, and before a scope is given back. A takeover replays it in 30 ms."""
 PAGE_BLOCKS: Final = 64
 """Blocks that a takeover reads with one command: less than a megabyte."""
-PAGE_GROUPS: Final = 1024
+PAGE_GROUPS: Final = 512
 """Entries of the log that it reads with one command: most logs."""
 COMPRESSION: Final = 1
 SCOPE: Final = b"scope"
@@ -153,6 +155,8 @@ class ScopeLog:
     """Windows in `rest`, with the scope time at which all their pins and answers have ended."""
     pinned_until: float = 0.0
     """Scope time at which the last pin ends."""
+    limit: int = MAX_LOG_BYTES
+    """Length from which each write also compacts it."""
 
     def __post_init__(self) -> None:
         self.keys = scope_keys(self.name)
@@ -509,12 +513,12 @@ class ScopeLogStore(MemoryStore):
             self._pinned.pop(number, None)
 
     def wants_compaction(self, *, idle: bool) -> bool:
-        """True if the log of a scope is long."""
-        return self._longest() is not None
+        """True if the log of a scope is long; shorter ones count in an idle server."""
+        return self._longest(idle=idle) is not None
 
     def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
         """Encode the next dirty blocks of the scope with the longest log."""
-        log = self._longest()
+        log = self._longest(idle=True)
         assert log is not None, "asked `wants_compaction` before"
 
         def read(place: int) -> bytes:
@@ -522,7 +526,7 @@ class ScopeLogStore(MemoryStore):
             block.until = _moved(block.until, log.offset)
             return block.encode()
 
-        batch = log.dirty.take(BATCH_BLOCKS * (1 + (log.log_bytes >> 20)), read)
+        batch = log.dirty.take(BATCH_BLOCKS * (1 + log.log_bytes // log.limit), read)
         return batch._replace(scope=log.number)
 
     async def replace_blocks(self, batch: CompactionBatch, now: float) -> None:
@@ -615,6 +619,8 @@ class ScopeLogStore(MemoryStore):
             # Not those that this server has taken again meanwhile.
             raise FencedError([log.name for log in refused if self._logs.get(log.number) is log])
 
-    def _longest(self) -> ScopeLog | None:
-        longest = max(self.logs(), key=lambda log: log.log_bytes, default=None)
-        return longest if longest is not None and longest.log_bytes > LOG_BYTES else None
+    def _longest(self, *, idle: bool) -> ScopeLog | None:
+        due = [
+            log for log in self.logs() if log.log_bytes > (IDLE_LOG_BYTES if idle else log.limit)
+        ]
+        return max(due, key=lambda log: log.log_bytes, default=None)

@@ -34,6 +34,7 @@ from hicache_metadata_server.shared.ownership import (
     this_process,
 )
 from hicache_metadata_server.shared.scope_log import (
+    IDLE_LOG_BYTES,
     ScopeHead,
     ScopeLog,
     ScopeLogStore,
@@ -62,6 +63,8 @@ TAKES: Final = 8
 """Scopes that a server takes at the same time."""
 STATUS_SECONDS: Final = 1.0
 """Interval in which a server publishes the slots of its scopes by state."""
+SHORTEN_ROUNDS: Final = 40
+"""Tenths of a heartbeat, for which logs of scopes are compacted before these are given back."""
 IDLE_SECONDS: Final = 3.0
 """Time without a request after which a scope may go to a server with fewer scopes."""
 OFFER_SECONDS: Final = 30.0
@@ -364,6 +367,13 @@ class ScopeOwner:
         Raises:
             StoreError: some were not given back. Their leases end.
         """
+        # Their next owner has little to replay then. A number of rounds, since heartbeats wait.
+        logs = [log for log in self._store.logs() if log.name in names]
+        for log in logs:
+            log.limit = IDLE_LOG_BYTES
+        for _ in range(SHORTEN_ROUNDS):
+            if any(log.log_bytes > log.limit for log in logs):
+                await asyncio.sleep(BEAT_SECONDS / 10)
         self._leaving |= set(names)
         try:
             # The others have to see that it drains before they see that the scopes are free.
@@ -371,10 +381,10 @@ class ScopeOwner:
             if (written := self.flush()) is not None:
                 await written
             there = [name for name in names if name in self._service.scopes]
-            logs = [self._store.detach(self._service.number_of(name)) for name in there]
+            given = [self._store.detach(self._service.number_of(name)) for name in there]
             for name in there:
                 self._service.release(name)
-            await release(self._connection, [log for log in logs if log is not None])
+            await release(self._connection, [log for log in given if log is not None])
             entries = {name: self.entries[name] for name in there if name in self.entries}
             if entries:
                 await self.publish(
