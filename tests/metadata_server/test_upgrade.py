@@ -1,5 +1,5 @@
-"""A server of another version on the same store: what it finds after an update, and after the way
-back. `data/last-release.zip` is the state machine and the store of the last release, or of a commit
+"""A server of another version on the same store: what it finds after an update.
+`data/last-release.zip` is the state machine and the store of the last release, or of a commit
 before there is one.
 """
 
@@ -21,12 +21,16 @@ SESSION = """
 import json, os, sys, time
 import hicache_metadata_server
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage.factory import open_store
 
 directory, name, before, lease, killed = json.loads(sys.argv[1])
-store, now = open_store(f"sqlite:///{directory}/m.db"), time.time()
+try:
+    store, now = open_store(f"sqlite:///{directory}/m.db"), time.time()
+except StoreError as error:
+    sys.exit(print(json.dumps([str(error), hicache_metadata_server.__file__])))
 service = MetadataService(DEFAULTS, durability=store.durability)
 service.restore(store.recover(now), store.rows, now)
 assert service.recovery_problems == []
@@ -37,13 +41,18 @@ if not before:
 else:
     held = p.CommitScope(scope="0:kv", leases=[lease], lengths=[7], checksums=[2**64 - 1])
     assert service.commit(p.Commit(scopes=[held]), now).scopes[0].states == [p.Settled.DONE]
+assert [scope.table.prefixes[scope.slot_of(f"{name}{i}")] for scope in service.scopes.values()
+        for name in before for i in range(99)] == [
+    prefix for name in before for prefix in ["other", *(f"{name}{i}" for i in range(98))]
+]
 keys = [f"{name}{i}" for name in before for i in range(100)]
 (found,) = service.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=keys)]), now).scopes
 assert -1 not in found.slots and set(found.lengths) <= {7}
 assert set(found.checksums) <= {2**64 - 1}
 (status,) = service.list_scopes().scopes
 assert (status.identity, status.geometry, status.model) == ("i", "g", "org/model")
-new = p.ReserveScope(scope="0:kv", keys=[f"{name}{i}" for i in range(100)])
+new = [f"{name}{i}" for i in range(100)]
+new = p.ReserveScope(scope="0:kv", keys=new, prefixes=["other", *new[:-1]])
 (given,) = service.reserve(p.Reserve(scopes=[new]), now).scopes
 done = p.CommitScope(
     scope="0:kv", leases=given.leases[:99], lengths=[7] * 99, checksums=[2**64 - 1] * 99
@@ -58,18 +67,19 @@ while store.wants_compaction(idle=True):
 store.close()
 """
 """Open the store, find all pages of the sessions before, commit the lease of the last one, write a
-hundred pages, and hold the lease of one."""
+hundred pages, each named as prefix by the next, and hold the lease of one."""
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "closed"])
-def test_an_upgrade_to_this_version_and_the_rollback(tmp_path, killed):
-    """A store of the last release serves this version, and what this one has written the last."""
+def test_an_upgrade_to_this_version(tmp_path, killed):
+    """A store of the last release serves this version, whose schema the last release refuses."""
     with zipfile.ZipFile(RELEASE) as archive:
         assert len(archive.comment) == 40, "git has put the commit there"
     lease, before = 0, list[str]()
-    for name, is_old in (("a", True), ("b", False), ("c", True), ("d", False)):
+    for name, is_old in (("a", True), ("b", True), ("c", False), ("d", False), ("e", True)):
         path = {"PYTHONPATH": f"{RELEASE}/metadata_server"} if is_old else {}
         done = run_python(SESSION, json.dumps([str(tmp_path), name, before, lease, killed]), **path)
         lease, file = json.loads(done.stdout)
         assert (RELEASE.name in file) == is_old
         before.append(name)
+    assert "later version of this server (schema 7" in lease

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope
 
 
+Prefixes = list[str | None]
+"""Prefixes of some slots; None for the key of the slot before it in the column."""
+
+
 class SlotStates(NamedTuple):
     """Current states of some slots. Columns have 8 bytes a slot, `states` one."""
 
@@ -40,7 +44,7 @@ class SlotLeases(NamedTuple):
     generations: bytes
     leases: bytes
     keys: list[str]
-    prefixes: list[str]
+    prefixes: Prefixes
     """Empty if no slot has a prefix."""
     owners: list[str]
     """Empty if no owner has a name."""
@@ -80,16 +84,35 @@ def changes_of(
         return SlotChanges(states, SlotLeases(b"", b"", b"", [], [], []))
     slots = _ascending(leased)
     pick = _picker(slots)
-    prefixes = list(pick(table.prefixes))
+    keys, prefixes = list(pick(table.keys)), list(pick(table.prefixes))
     leases = SlotLeases(
         _places(slots),
         _wide("Q", pick(table.generations)),
         _wide("Q", pick(table.leases)),
-        list(pick(table.keys)),
-        prefixes if any(prefixes) else [],
+        keys,
+        encoded_prefixes(keys, prefixes) if any(prefixes) else [],
         [owners.get(slot, "") for slot in slots] if owners else [],
     )
     return SlotChanges(states, leases)
+
+
+def encoded_prefixes(keys: Sequence[str], prefixes: Sequence[str]) -> Prefixes:
+    """Encode the prefixes of slots with these keys.
+
+    The pages of a batch are a chain: without this, each key would be written twice.
+    """
+    return [
+        None if prefix and prefix == key else prefix
+        for key, prefix in zip(["", *keys[:-1]], prefixes, strict=True)
+    ]
+
+
+def decoded_prefixes(keys: Sequence[str], prefixes: Prefixes) -> list[str]:
+    """Decode the prefixes of slots with these keys."""
+    return [
+        key if prefix is None else prefix
+        for key, prefix in zip(["", *keys[:-1]], prefixes, strict=True)
+    ]
 
 
 def slots_of(column: bytes, count: int) -> Sequence[int]:

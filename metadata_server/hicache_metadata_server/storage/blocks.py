@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from hicache_metadata_server.core.codec import (
+    Prefixes,
     SlotChanges,
     SlotLeases,
     SlotStates,
+    decoded_prefixes,
+    encoded_prefixes,
     numbers_of,
     slots_of,
     times_of,
@@ -43,7 +46,7 @@ class _EncodedBlock(NamedTuple):
     generations: bytes
     leases: bytes
     keys: list[str]
-    prefixes: list[str]
+    prefixes: Prefixes
     owners: dict[int, str]
 
 
@@ -93,7 +96,7 @@ class SlotBlock:
         for name in ("epochs", "lengths", "checksums", "generations", "leases"):
             setattr(block, name, numbers_of(getattr(written, name)))
         block.keys = written.keys
-        block.prefixes = written.prefixes
+        block.prefixes = decoded_prefixes(written.keys, written.prefixes)
         block.owners = written.owners
         return block
 
@@ -155,7 +158,7 @@ class SlotBlock:
                 self.generations.tobytes(),
                 self.leases.tobytes(),
                 self.keys,
-                self.prefixes,
+                encoded_prefixes(self.keys, self.prefixes),
                 self.owners,
             )
         )
@@ -221,7 +224,11 @@ class LeaseColumns:
 
     def __init__(self, written: SlotLeases) -> None:
         self.slots = slots_of(written.slots, len(written.keys))
-        prefixes = written.prefixes or [""] * len(self.slots)
+        prefixes = (
+            decoded_prefixes(written.keys, written.prefixes)
+            if written.prefixes
+            else [""] * len(self.slots)
+        )
         self._columns = (
             numbers_of(written.generations),
             numbers_of(written.leases),

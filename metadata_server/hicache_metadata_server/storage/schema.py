@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-VERSION: Final = 6
-"""Version of the tables. Earlier ones are refused: their changes were in files of their own."""
+VERSION: Final = 7
+"""Version of the tables. Since 7 a prefix that is the key of the slot before is not written."""
+OLDEST: Final = 6
+"""Oldest version that is read. Earlier ones had their changes in files of their own."""
 APPLICATION: Final = 0x68694D64
 """Application id in the file, by which databases of other programs are refused."""
 

@@ -37,6 +37,7 @@ from hicache_metadata_server.storage.schema import (
     BLOCK_MASK,
     CLOSED_UNTIL,
     INODE,
+    OLDEST,
     SCOPE_BITS,
     TABLES,
     VERSION,
@@ -427,10 +428,10 @@ def _check_schema(database: sqlite3.Connection) -> bool:
     tables = _scalar(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
-    if tables and version < VERSION:
+    if tables and version < OLDEST:
         raise StoreError(
             f"it was written by an earlier version of this server (schema {version}; this one "
-            f"needs {VERSION}): delete it, and the files whose names begin with its name; the "
+            f"needs {OLDEST} or later): delete it, and the files whose names begin with its name; the "
             f"cache then begins empty"
         )
     if version > VERSION:
@@ -460,6 +461,8 @@ def _prepare(database: sqlite3.Connection, durability: StoreDurability) -> None:
             f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = "
             f"{VERSION}; COMMIT;"
         )
+    elif _scalar(database, "PRAGMA user_version") < VERSION:
+        database.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def _scalar(database: sqlite3.Connection, query: str) -> int:
