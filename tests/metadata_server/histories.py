@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache_metadata_server.core.codec import changes_of
 from hicache_metadata_server.core.invariants import audit
-from hicache_metadata_server.core.pins import SlotPins
+from hicache_metadata_server.core.leases import SlotPins
 from hicache_metadata_server.core.restore import SlotRow, restore, rows_from
 from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED

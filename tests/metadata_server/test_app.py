@@ -11,10 +11,9 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from hicache_metadata_server.core.chunking import CHUNK_ENTRIES
 from hicache_metadata_server.core.codec import slots_of
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.limits import CHUNK_ENTRIES, DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.asgi import HEALTH, PAGES
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES

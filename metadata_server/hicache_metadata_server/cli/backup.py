@@ -97,7 +97,9 @@ def _checked(copy: Path) -> tuple[list[str], int]:
         problems = audited(service)
         for name, scope in service.scopes.items():
             keys = [key for key in scope.lru if not scope.table.checksums[scope.lru.slot(key)]]
-            # Not `delete`, which takes no more keys than one request may have.
-            service.do_delete(Delete(scopes=[DeleteScope(scope=name, keys=keys)]), time.time())
+            # Unchecked, as there may be more keys than a request may have.
+            service.delete(
+                Delete(scopes=[DeleteScope(scope=name, keys=keys)]), time.time(), is_checked=True
+            )
         rewrite(service, store)
         return problems, service.totals().live

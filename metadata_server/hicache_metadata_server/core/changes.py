@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hicache_metadata_server.core.codec import SlotChanges
-from hicache_metadata_server.core.pins import PinRecord
+from hicache_metadata_server.core.leases import PinRecord
 from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - read by msgspec
 
 

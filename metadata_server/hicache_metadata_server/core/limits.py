@@ -1,25 +1,18 @@
-"""Limits of requests, beyond the ranges of their fields."""
+"""Size of requests: limits, beyond the ranges of their fields, and which are done in chunks."""
 
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from msgspec import Struct, structs
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import invalid, too_large
-from hicache_metadata_server.protocol import (
-    CommitScope,
-    DeleteScope,
-    Limits,
-    LookupScope,
-    ReserveScope,
-    ScopeGeometry,
-)
+from hicache_metadata_server.protocol import Limits, ScopeGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hicache_metadata_server.protocol import LeaseScope
 
 DEFAULTS: Final = Limits(
     body_bytes=8 << 20,
@@ -35,11 +28,19 @@ DEFAULTS: Final = Limits(
 )
 MAX_INTEGER: Final = 2**63
 """Exclusive bound of the integers that SQLite stores."""
-MAX_CHECKSUM: Final = 2**64
-"""Exclusive bound."""
+ENDS: Final = {"lengths": MAX_INTEGER, "checksums": 2**64}
+"""Exclusive bounds of columns."""
+OPTIONAL: Final = ("prefixes", "generations")
+"""Columns that may be empty."""
 OWNER_BYTES: Final = 1024
 TEXT_BYTES: Final = 4096
 """Length of a geometry or an identity."""
+
+CHUNK_ENTRIES: Final = 256
+"""Entries of a chunk, which takes about half a millisecond."""
+LONG_BODY: Final = 64 * CHUNK_ENTRIES
+"""Bytes of a body, of as many keys as a chunk has; a longer one is long. It is decoded while no
+other long one is, and done in chunks."""
 
 Columns = p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete
 """Requests whose scopes have columns of entries."""
@@ -90,74 +91,36 @@ class Measure:
             if len(getattr(part, name).encode()) > TEXT_BYTES:
                 raise invalid(f"a text of more than {TEXT_BYTES} bytes", f"{where}.{name}")
 
-    def looked_up(self, parts: Sequence[LookupScope]) -> None:
-        """Check a lookup or a touch."""
-        self.scopes(parts)
-        for i, part in enumerate(parts):
-            self.keys(part.keys, f"scopes[{i}].keys")
-
-    def reserved(self, parts: Sequence[ReserveScope], owner: str) -> None:
-        """Check a reserve: keys, prefixes and owner."""
-        self.scopes(parts)
-        if len(owner.encode()) > OWNER_BYTES:
-            raise invalid(f"a name of more than {OWNER_BYTES} bytes", "owner")
-        for i, part in enumerate(parts):
-            self.keys(part.keys, f"scopes[{i}].keys")
-            if part.prefixes:
-                self._column(part.prefixes, part.keys, f"scopes[{i}].prefixes")
-                self.lengths(part.prefixes, f"scopes[{i}].prefixes")
-
-    def committed(self, parts: Sequence[CommitScope]) -> None:
-        """Check a commit: leases, lengths and checksums."""
-        self.scopes(parts)
-        for i, part in enumerate(parts):
-            self.entries(part.leases, f"scopes[{i}].leases")
-            for name, end in (("lengths", MAX_INTEGER), ("checksums", MAX_CHECKSUM)):
-                column: list[int] = getattr(part, name)
-                self._column(column, part.leases, f"scopes[{i}].{name}")
-                if max(column, default=0) >= end:
-                    where = next(j for j, value in enumerate(column) if value >= end)
-                    raise invalid(
-                        f"{column[where]} is out of range", f"scopes[{i}].{name}[{where}]"
-                    )
-
-    def leased(self, parts: Sequence[LeaseScope]) -> None:
-        """Check an abort or a renewal."""
-        self.scopes(parts)
-        for i, part in enumerate(parts):
-            self.entries(part.leases, f"scopes[{i}].leases")
-
-    def deleted(self, parts: Sequence[DeleteScope]) -> None:
-        """Check a delete: keys and generations."""
-        self.scopes(parts)
-        for i, part in enumerate(parts):
-            self.keys(part.keys, f"scopes[{i}].keys")
-            if part.generations:
-                self._column(part.generations, part.keys, f"scopes[{i}].generations")
-
-    def _column(self, column: Sequence[object], rows: Sequence[object], field: str) -> None:
-        if len(column) != len(rows):
-            raise invalid(f"{len(column)} entries for {len(rows)}", field)
-
 
 def check_limits(request: Columns, limits: Limits) -> None:
-    """Check that a request is within the limits.
+    """Check that a request is within the limits, and that its columns have equal lengths.
 
     Raises:
         RequestError: it exceeds one.
     """
     measure = Measure(limits)
-    match request:
-        case p.Lookup() | p.Touch():
-            measure.looked_up(request.scopes)
-        case p.Reserve():
-            measure.reserved(request.scopes, request.owner)
-        case p.Commit():
-            measure.committed(request.scopes)
-        case p.Abort() | p.Renew():
-            measure.leased(request.scopes)
-        case p.Delete():
-            measure.deleted(request.scopes)
+    measure.scopes(request.scopes)
+    if isinstance(request, p.Reserve) and len(request.owner.encode()) > OWNER_BYTES:
+        raise invalid(f"a name of more than {OWNER_BYTES} bytes", "owner")
+    first, *others = p.COLUMNS[type(request)]
+    for i, part in enumerate(request.scopes):
+        rows: Sequence[Any] = getattr(part, first)
+        if first == "keys":
+            measure.keys(rows, f"scopes[{i}].keys")
+        else:
+            measure.entries(rows, f"scopes[{i}].{first}")
+        for name in others:
+            column: Sequence[Any] = getattr(part, name)
+            if not column and name in OPTIONAL:
+                continue
+            field = f"scopes[{i}].{name}"
+            if len(column) != len(rows):
+                raise invalid(f"{len(column)} entries for {len(rows)}", field)
+            if name == "prefixes":
+                measure.lengths(column, field)
+            elif name in ENDS and max(column, default=0) >= ENDS[name]:
+                where = next(j for j, value in enumerate(column) if value >= ENDS[name])
+                raise invalid(f"{column[where]} is out of range", f"{field}[{where}]")
 
 
 def check_slots(request: p.SglangConfirm, slots: int) -> None:
@@ -213,3 +176,44 @@ def check_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
                 f"{part.lengths[where]} bytes in slots of {max_length}",
                 f"scopes[{i}].lengths[{where}]",
             )
+
+
+class RequestSize(NamedTuple):
+    """Size of a request."""
+
+    entries: int = 0
+    """Keys, leases, slots and pins, in all scopes."""
+    scopes: int = 0
+    scope: str = ""
+    """The first scope; empty for requests of SGLang's protocol."""
+
+
+def request_size(request: object) -> RequestSize:
+    """Count entries and scopes of a request; all are zero for None."""
+    if not isinstance(request, Struct):
+        return RequestSize()
+    parts: list[Any] | None = getattr(request, "scopes", None)
+    if parts is None:
+        columns = [
+            cast("list[object]", value)
+            for value in structs.astuple(request)
+            if isinstance(value, list)
+        ]
+        scope: str = getattr(request, "scope", "")
+        return RequestSize(sum(map(len, columns)), bool(scope), scope)
+    # All columns of a part have the same length, so that the first one is enough.
+    first = p.COLUMNS.get(type(request), ("",))[0]
+    entries = sum(len(getattr(part, first)) for part in parts) if first else 0
+    names = [part if isinstance(part, str) else part.scope for part in parts]
+    return RequestSize(entries, len(names), names[0] if names else "")
+
+
+def can_be_cut(request: object) -> bool:
+    """True if a request has more entries than a chunk, and may be done in several."""
+    # A pinning lookup is done at once: one pin covers all of its slots, and what an earlier chunk
+    # found could be evicted before the last chunk.
+    if isinstance(request, p.Lookup) and request.pin_seconds > 0:
+        return False
+    if not isinstance(request, (p.SglangKeys, p.SglangReserve, *p.COLUMNS)):
+        return False
+    return request_size(request).entries > CHUNK_ENTRIES

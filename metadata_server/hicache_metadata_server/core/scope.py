@@ -8,9 +8,8 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hicache_metadata_server.core.leases import HeldLeases
+from hicache_metadata_server.core.leases import HeldLeases, SlotPins
 from hicache_metadata_server.core.lru import LruOrder, PrefixRefs
-from hicache_metadata_server.core.pins import SlotPins
 from hicache_metadata_server.core.slot_table import (
     FREE,
     LEASED,

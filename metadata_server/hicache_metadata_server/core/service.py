@@ -19,7 +19,7 @@ from hicache_metadata_server.core.errors import (
 )
 from hicache_metadata_server.core.idempotency import IdempotencyCache
 from hicache_metadata_server.core.invariants import SHOWN, audit
-from hicache_metadata_server.core.leases import IdAllocator
+from hicache_metadata_server.core.leases import IdAllocator, PinRecord, PinTable
 from hicache_metadata_server.core.limits import (
     DEFAULTS,
     Measure,
@@ -28,7 +28,6 @@ from hicache_metadata_server.core.limits import (
     check_limits,
     lease_seconds,
 )
-from hicache_metadata_server.core.pins import PinRecord, PinTable
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
@@ -314,12 +313,11 @@ class MetadataService:
             self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
             self._dropped.append(number)
 
-    # Pages. A request is checked as a whole by `check`. Its chunks (`core.chunking`) are then done
-    # by the `do_` methods, which check no limits: a chunk that is refused would leave the request
-    # half done.
+    # Pages. The chunks of a request that was checked as a whole are not checked: one that is refused
+    # would leave the request half done.
 
-    def check(self, request: Columns) -> None:
-        """Check that a request is within the limits and names existing scopes.
+    def check(self, request: Columns) -> list[Scope]:
+        """Check that a request is within the limits and names existing scopes; returns these.
 
         Raises:
             RequestError: it exceeds a limit, a scope is unknown, or the server drains.
@@ -330,15 +328,11 @@ class MetadataService:
             raise draining()
         if isinstance(request, p.Commit):
             check_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
+        return scopes
 
-    def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
+    def lookup(self, request: p.Lookup, now: float, *, is_checked: bool = False) -> p.LookedUp:
         """Look up the slots of pages, and pin them if requested."""
-        self.check(request)
-        return self.do_lookup(request, now)
-
-    def do_lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
-        """Do a request, or a chunk of one, that was checked."""
-        scopes = self._all_known(request.scopes)
+        scopes = self._scopes(request, is_checked=is_checked)
         found, slots_by_scope = list[p.FoundPages](), dict[int, list[int]]()
         seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
@@ -357,14 +351,9 @@ class MetadataService:
         scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
         return scope.table.have_length(slots, length)
 
-    def reserve(self, request: p.Reserve, now: float) -> p.Leases:
+    def reserve(self, request: p.Reserve, now: float, *, is_checked: bool = False) -> p.Leases:
         """Lease slots for keys that are neither live nor leased."""
-        self.check(request)
-        return self.do_reserve(request, now)
-
-    def do_reserve(self, request: p.Reserve, now: float) -> p.Leases:
-        """Do a request, or a chunk of one, that was checked."""
-        scopes = self._all_known(request.scopes)
+        scopes = self._scopes(request, is_checked=is_checked)
         seconds, answers = lease_seconds(self.limits, request.lease_seconds), list[p.Leased]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
@@ -384,40 +373,25 @@ class MetadataService:
             )
         return p.Leases(scopes=answers, lease_seconds=seconds)
 
-    def commit(self, request: p.Commit, now: float) -> p.SettledLeases:
+    def commit(self, request: p.Commit, now: float, *, is_checked: bool = False) -> p.SettledLeases:
         """Make pages live."""
-        self.check(request)
-        return self.do_commit(request, now)
-
-    def do_commit(self, request: p.Commit, now: float) -> p.SettledLeases:
-        """Do a request, or a chunk of one, that was checked."""
-        scopes = self._all_known(request.scopes)
+        scopes = self._scopes(request, is_checked=is_checked)
 
         def settle(part: p.CommitScope, scope: Scope) -> list[bool]:
             return scope.commit(part.leases, part.lengths, part.checksums, now)
 
         return self._settled(request.scopes, scopes, settle)
 
-    def abort(self, request: p.Abort, now: float) -> p.SettledLeases:
+    def abort(self, request: p.Abort, now: float, *, is_checked: bool = False) -> p.SettledLeases:
         """Give leases back."""
-        self.check(request)
-        return self.do_abort(request, now)
-
-    def do_abort(self, request: p.Abort, now: float) -> p.SettledLeases:
-        """Do a request, or a chunk of one, that was checked."""
-        scopes = self._all_known(request.scopes)
+        scopes = self._scopes(request, is_checked=is_checked)
         return self._settled(
             request.scopes, scopes, lambda part, scope: scope.abort(part.leases, now)
         )
 
-    def renew(self, request: p.Renew, now: float) -> p.SettledLeases:
+    def renew(self, request: p.Renew, now: float, *, is_checked: bool = False) -> p.SettledLeases:
         """Renew leases from now on."""
-        self.check(request)
-        return self.do_renew(request, now)
-
-    def do_renew(self, request: p.Renew, now: float) -> p.SettledLeases:
-        """Do a request, or a chunk of one, that was checked."""
-        scopes = self._all_known(request.scopes)
+        scopes = self._scopes(request, is_checked=is_checked)
         until = now + lease_seconds(self.limits, request.lease_seconds)
         return self._settled(
             request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until)
@@ -443,26 +417,18 @@ class MetadataService:
                 found[pin] = names[0]
         return found
 
-    def touch(self, request: p.Touch, now: float) -> p.Marked:
+    def touch(self, request: p.Touch, now: float, *, is_checked: bool = False) -> p.Marked:
         """Mark pages as used."""
-        self.check(request)
-        return self.do_touch(request, now)
-
-    def do_touch(self, request: p.Touch, now: float) -> p.Marked:
-        """Do a request, or a chunk of one, that was checked."""
-        scopes, flags = self._all_known(request.scopes), list[p.Flags]()
+        scopes = self._scopes(request, is_checked=is_checked)
+        flags = list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             flags.append(p.Flags(done=[slot >= 0 for slot in scope.lru.used(part.keys)]))
         return p.Marked(scopes=flags)
 
-    def delete(self, request: p.Delete, now: float) -> p.Marked:
+    def delete(self, request: p.Delete, now: float, *, is_checked: bool = False) -> p.Marked:
         """Delete pages."""
-        self.check(request)
-        return self.do_delete(request, now)
-
-    def do_delete(self, request: p.Delete, now: float) -> p.Marked:
-        """Do a request, or a chunk of one, that was checked."""
-        scopes, flags = self._all_known(request.scopes), list[p.Flags]()
+        scopes = self._scopes(request, is_checked=is_checked)
+        flags = list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
             flags.append(p.Flags(done=scope.delete(part.keys, part.generations, now)))
@@ -745,6 +711,9 @@ class MetadataService:
         if scope is None:
             raise unknown_scope(name, field)
         return scope
+
+    def _scopes(self, request: Columns, *, is_checked: bool) -> list[Scope]:
+        return self._all_known(request.scopes) if is_checked else self.check(request)
 
     def _all_known(self, parts: Sequence[_Part]) -> list[Scope]:
         return [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]

@@ -14,8 +14,8 @@ import structlog
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.audit_log import audit_fields, peer_of
-from hicache_metadata_server.core.chunking import LONG_BODY
 from hicache_metadata_server.core.errors import RequestError, StoreError, too_large
+from hicache_metadata_server.core.limits import LONG_BODY
 from hicache_metadata_server.dashboard.assets import is_page
 from hicache_metadata_server.http.handlers import DecodedRequest, Response, refusal
 from hicache_metadata_server.protocol import HISTORY

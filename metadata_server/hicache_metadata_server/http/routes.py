@@ -45,7 +45,7 @@ class Endpoint:
     """`do` is called with the caller, too."""
     do_chunk: Operation | None = None
     """For chunks of a request that was checked as a whole; without it, a request is never cut."""
-    check: Callable[[Any], None] | None = None
+    check: Callable[[Any], object] | None = None
     """Checks a request as a whole, before it is cut."""
     changes: bool = False
     idempotent: bool = False
@@ -68,7 +68,7 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
     def fsck(request: p.Fsck, now: float, caller: Caller) -> Iterator[p.FsckReport | None]:
         return service.fsck(request, caller)
 
-    def row(path: str, do: Operation, do_chunk: Operation | None = None, **more: Any) -> Endpoint:
+    def row(path: str, do: Operation, *, cut: bool = False, **more: Any) -> Endpoint:
         route = p.ROUTES[path]
         # A route that accepts a key changes something; some change something without one.
         fields = {"changes": route.changes, "audited": route.token is p.Token.ADMIN, **more}
@@ -82,8 +82,8 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
             if route.request
             else None,
             do=do,
-            do_chunk=do_chunk,
-            check=service.check if do_chunk else None,
+            do_chunk=partial(do, is_checked=True) if cut else None,
+            check=service.check if cut else None,
             idempotent=route.changes,
             names=_names_in(route.request) if route.request else None,
             **fields,
@@ -93,14 +93,14 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         row("/v2", about),
         row("/v2/initialize", service.initialize, takes_caller=True),
         row("/v2/describe", service.describe, changes=True),
-        row("/v2/lookup", service.lookup, service.do_lookup),
-        row("/v2/reserve", service.reserve, service.do_reserve),
-        row("/v2/commit", service.commit, service.do_commit),
-        row("/v2/abort", service.abort, service.do_abort),
-        row("/v2/renew", service.renew, service.do_renew),
+        row("/v2/lookup", service.lookup, cut=True),
+        row("/v2/reserve", service.reserve, cut=True),
+        row("/v2/commit", service.commit, cut=True),
+        row("/v2/abort", service.abort, cut=True),
+        row("/v2/renew", service.renew, cut=True),
         row("/v2/unpin", service.unpin, takes_caller=True, changes=True),
-        row("/v2/touch", service.touch, service.do_touch),
-        row("/v2/delete", service.delete, service.do_delete),
+        row("/v2/touch", service.touch, cut=True),
+        row("/v2/delete", service.delete, cut=True),
         row("/v2/clear", service.clear, audited=True),
         row("/v2/drop", service.drop, changes=True, audited=True),
         row("/v2/scopes", list_scopes, takes_caller=True),

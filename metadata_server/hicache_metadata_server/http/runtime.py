@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.chunking import request_size
 from hicache_metadata_server.core.errors import StoreError
+from hicache_metadata_server.core.limits import request_size
 from hicache_metadata_server.http.handlers import Handlers
 from hicache_metadata_server.http.metrics import Metrics
 from hicache_metadata_server.http.timeseries import HistoryRecorder

@@ -14,7 +14,7 @@ from hicache_metadata_server.protocol import History, Series, SlowCall
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_metadata_server.core.chunking import RequestSize
+    from hicache_metadata_server.core.limits import RequestSize
     from hicache_metadata_server.core.scope import Totals
     from hicache_metadata_server.core.service import MetadataService
 

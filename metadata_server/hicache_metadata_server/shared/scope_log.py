@@ -18,7 +18,7 @@ import msgspec
 
 from hicache_metadata_server.core.changes import Changes, Recovered, ScopeRecord
 from hicache_metadata_server.core.errors import FencedError, StoreError
-from hicache_metadata_server.core.pins import PinRecord
+from hicache_metadata_server.core.leases import PinRecord
 from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.shared.connection import ScriptCall

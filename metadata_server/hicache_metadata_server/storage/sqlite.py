@@ -22,7 +22,7 @@ import structlog
 
 from hicache_metadata_server.core.changes import AnswerRecord, Recovered, ScopeRecord
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.pins import PinRecord
+from hicache_metadata_server.core.leases import PinRecord
 from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
