@@ -1,12 +1,12 @@
-"""`hicache metadata fsck` with `--files` and `--repair`."""
+"""`hicache metadata fsck`."""
 
 from __future__ import annotations
 
 import random
 import time
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
@@ -14,6 +14,11 @@ import typer
 from hicache_metadata_server.cli.options import (
     FAILED,
     FOUND_PROBLEMS,
+    LOCAL,
+    Ca,
+    Certificate,
+    Token,
+    Url,
     exit_on_error,
     fail,
     open_client,
@@ -31,31 +36,10 @@ if TYPE_CHECKING:
         ScopePages,
     )
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.protocol import Answer, FsckReport, Request, ScopeStatus
+    from hicache_metadata_server.protocol import Answer, Request, ScopeStatus
     from hicache_metadata_server.storage.sqlite import SqliteStore
 
-Files = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="PATH",
-        help="Directory of the driver's files: also compare each page with the bytes of its slot.",
-    ),
-]
-Sample = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", min=1, help="Compare only N pages of each scope, selected at random."
-    ),
-]
-Repair = Annotated[
-    bool,
-    typer.Option(
-        "--repair", help="Remove wrong entries from the metadata; data files are never written."
-    ),
-]
 A = TypeVar("A", bound="Answer")
-AccessFiles = tuple[Path | None, Path | None, Path | None]
-"""Files with a token, certificate authorities and a client certificate."""
 
 MAX_SHOWN: Final = 100
 KEYS_PER_REQUEST: Final = 1024
@@ -64,17 +48,50 @@ CHUNK_SLOTS: Final = 2048
 """Slots of one request, for which a server answers no one else."""
 
 
-def fsck_with_files(
-    scopes: Sequence[str],
-    url: str,
-    access: AccessFiles,
-    store: str,
-    files: Path | None,
-    sample: int | None,
-    *,
-    repair: bool,
-) -> int:
-    """Check a store that no server has open, or the server at `url`; return the exit status."""
+def fsck(
+    scope: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCOPE", help="rank:namespace, as listed by `scopes`; default: all."
+        ),
+    ] = None,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Check this store instead: a sqlite:///FILE that no server has open, or a Redis.",
+        ),
+    ] = "",
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Directory of the driver's files: also compare each page with the bytes of its "
+            "slot.",
+        ),
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Compare only N pages of each scope, selected at random."
+        ),
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Remove wrong entries from the metadata; data files are never written.",
+        ),
+    ] = False,
+) -> None:
+    """Check the invariants of scopes, and with --files the bytes of their pages.
+
+    Exits with 1 if it finds a problem.
+    """
     from hicache_metadata_server.storage.address import is_shared
 
     if repair and is_shared(store):
@@ -82,44 +99,33 @@ def fsck_with_files(
             "the store in a Redis is not repaired: a server leaves out what contradicts itself, and "
             "--url with --files deletes defective pages"
         )
-    if store and scopes:
-        fail("a store is checked as a whole: leave the scopes out, or ask a server")
-    if store:
-        return fsck_store(store, files, sample, repair=repair)
-    if files is None:
+    if repair and not store and files is None:
         fail(
             "a running server cannot be repaired: name the data files by --files, or a store that "
             "no server has open by --store"
         )
-    return fsck_server(url, access, scopes, files, sample, repair=repair)
-
-
-def fsck_each(remote: AdminClient, scopes: Sequence[str]) -> FsckReport:
-    """Let servers check scopes, each at its owner, or all that there are."""
-    from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
-
-    wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
-    slots, problems = 0, list[str]()
-    for name in wanted:
-        checked = remote.call("/v2/fsck", Fsck(scopes=[name]), FsckReport)
-        slots += checked.slots
-        problems += checked.problems
-    return FsckReport(slots=slots, problems=problems)
-
-
-def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bool) -> int:
-    """Check a store that no server has open, and repair it; return the exit status."""
-    with exit_on_error(), _opened(store) as (service, sqlite):
-        problems, opened = audited(service), _OpenedService(service)
-        found = None if files is None else _compare(opened, (), files, sample)
+    if store and scope:
+        fail("a store is checked as a whole: leave the scopes out, or ask a server")
+    with exit_on_error(), ExitStack() as stack:
+        service, sqlite = stack.enter_context(_opened(store)) if store else (None, None)
+        remote = (
+            _OpenedService(service) if service else open_client(url, token_file, ca, certificate)
+        )
+        slots, problems = (
+            (sum(one.geometry.slots for one in service.scopes.values()), audited(service))
+            if service
+            else _check_each(remote, scope)
+        )
+        found = None if files is None else _compare(remote, scope, files, sample)
         _print_report(problems, found)
-        slots = sum(scope.geometry.slots for scope in service.scopes.values())
         # Standard output has the problems alone, one a line, for scripts.
         typer.echo(f"{slots:,} slots checked, {len(problems) or 'no'} problems", err=True)
-        if repair and sqlite is not None and (problems or (found and found.defects)):
-            _delete(opened, found.defects if found else [])
+        defects = found.defects if found else []
+        if repair and (sqlite is None or problems or defects):
+            _delete(remote, defects)
+        if repair and service and sqlite and (problems or defects):
             rewrite(service, sqlite)
-    return _status(problems, found)
+    raise typer.Exit(_status(problems, found))
 
 
 class _OpenedService:
@@ -175,29 +181,28 @@ def rewrite(service: MetadataService, store: SqliteStore) -> None:
     store.rewrite({service.number_of(name): scope for name, scope in service.scopes.items()})
 
 
-def fsck_server(
-    url: str,
-    access: AccessFiles,
-    scopes: Sequence[str],
-    files: Path,
-    sample: int | None,
-    *,
-    repair: bool,
-) -> int:
-    """Compare the pages of a running server with the data files, delete defective ones; return the
-    exit status."""
-    with exit_on_error():
-        remote = open_client(url, *access)
-        problems = fsck_each(remote, scopes).problems
-        found = _compare(remote, scopes, files, sample)
-        _print_report(problems, found)
-        if repair:
-            _delete(remote, found.defects)
-    return _status(problems, found)
+def _check_each(
+    remote: AdminClient | _OpenedService, scopes: Sequence[str] | None
+) -> tuple[int, list[str]]:
+    """Let servers check scopes, each at its owner, or all that there are; return the number of
+    slots, and the problems.
+
+    A server checks itself faster than a client could read its slots.
+    """
+    from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
+
+    wanted = scopes or [one.scope for one in remote.call("/v2/scopes", None, Scopes).scopes]
+    checked = [remote.call("/v2/fsck", Fsck(scopes=[name]), FsckReport) for name in wanted]
+    return sum(one.slots for one in checked), [
+        problem for one in checked for problem in one.problems
+    ]
 
 
 def _compare(
-    remote: AdminClient | _OpenedService, scopes: Sequence[str], files: Path, sample: int | None
+    remote: AdminClient | _OpenedService,
+    scopes: Sequence[str] | None,
+    files: Path,
+    sample: int | None,
 ) -> PageCheckReport:
     """Compare the live pages of scopes, or of all that there are, with the data files."""
     from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker, sampled

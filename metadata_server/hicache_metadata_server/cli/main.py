@@ -44,9 +44,9 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command()(backup_commands.backup)
+app.command()(fsck_commands.fsck)
 
 POLL_SECONDS: Final = 0.1
-OFFLINE: Final = "Check this store instead: a sqlite:///FILE that no server has open, or a Redis."
 
 app.add_typer(token_app, name="token")
 app.add_typer(scope_commands.app, name="scopes")
@@ -177,47 +177,6 @@ def inspect(
             # Scopes of a model have the same keys.
             line = entry if scope else {"scope": name, "found": entry}
             typer.echo(msgspec.json.encode(line).decode())
-
-
-@app.command()
-def fsck(
-    scope: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCOPE", help="rank:namespace, as listed by `scopes`; default: all."
-        ),
-    ] = None,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    store: Annotated[str, typer.Option(metavar="URL", help=OFFLINE)] = "",
-    files: fsck_commands.Files = None,
-    sample: fsck_commands.Sample = None,
-    repair: fsck_commands.Repair = False,
-) -> None:
-    """Check the invariants of scopes, and with --files the bytes of their pages.
-
-    Exits with 1 if it finds a problem.
-    """
-    # Without files and repair a server checks itself, faster than a client could read its slots.
-    if store or files is not None or repair:
-        raise typer.Exit(
-            fsck_commands.fsck_with_files(
-                scope or [], url, (token_file, ca, certificate), store, files, sample, repair=repair
-            )
-        )
-    with exit_on_error():
-        checked = fsck_commands.fsck_each(
-            open_client(url, token_file, ca, certificate), scope or []
-        )
-    for problem in checked.problems:
-        typer.echo(problem)
-    # Standard output has the problems alone, one a line, for scripts.
-    typer.echo(
-        f"{checked.slots:,} slots checked, {len(checked.problems) or 'no'} problems", err=True
-    )
-    raise typer.Exit(FOUND_PROBLEMS if checked.problems else 0)
 
 
 @app.command("import")

@@ -39,23 +39,8 @@ class RequestCounts(NamedTuple):
     """Cumulative: requests that took no longer than each bound."""
 
 
-class Sample(NamedTuple):
-    """One sample; the fields are the columns of `Series`."""
-
-    times: float
-    spans: float
-    requests: int
-    refused: int
-    failed: int
-    median_seconds: float | None
-    p99_seconds: float | None
-    hits: int
-    misses: int
-    evicted: int
-    live: int
-    leased: int
-    quarantined: int
-    free: int
+COLUMNS: Final = Series.__struct_fields__[1:]
+"""Of a sample, in their order."""
 
 
 class _Counters(NamedTuple):
@@ -75,7 +60,7 @@ class SampleRing:
 
     def __init__(self, step_seconds: float, size: int) -> None:
         self.step_seconds = step_seconds
-        self._samples = deque[Sample](maxlen=size)
+        self._samples = deque[tuple[float | None, ...]](maxlen=size)
         self._last: _Counters | None = None
 
     def update(self, counters: _Counters) -> None:
@@ -92,9 +77,9 @@ class SampleRing:
 
     def series(self, after: float) -> Series:
         """Samples that ended later than `after`, in seconds since 1970."""
-        samples = [sample for sample in self._samples if sample.times > after]
+        samples = [sample for sample in self._samples if (sample[0] or 0.0) > after]
         columns: dict[str, Any] = {
-            name: [getattr(sample, name) for sample in samples] for name in Sample._fields
+            name: [sample[i] for sample in samples] for i, name in enumerate(COLUMNS)
         }
         return Series(step_seconds=self.step_seconds, **columns)
 
@@ -196,7 +181,7 @@ def quantile(share: float, bounds: Sequence[float], by_bucket: Sequence[int]) ->
     return begin
 
 
-def _sample(first: _Counters, last: _Counters) -> Sample:
+def _sample(first: _Counters, last: _Counters) -> tuple[float | None, ...]:
     before, after = first.requests, last.requests
     # Before the first request there are no buckets.
     counts = [
@@ -206,7 +191,7 @@ def _sample(first: _Counters, last: _Counters) -> Sample:
         )
     ]
     was, totals = first.totals, last.totals
-    return Sample(
+    return (
         last.time,
         last.time - first.time,
         after.requests - before.requests,
