@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 
 
@@ -86,27 +88,24 @@ class QuotaError(MetadataError, StorageRefusedError):
 def error_of_response(status: int, code: str, message: str) -> MetadataError:
     """Convert a response with a status of 400 or more to an error."""
     text = f"the metadata server refuses: {message} ({status} {code})"
-    if code == "unknown_scope":
-        return UnknownScopeError(text)
     if code == "mismatch":
-        return ScopeMismatchError(f"{text}; all clients of a store must be configured alike")
-    if code == "unauthorized":
-        return MetadataError(
-            f"{text}; --token-file FILE of a command, `token` of the driver, or $HICACHE_METADATA_TOKEN"
+        text += "; all clients of a store must be configured alike"
+    elif code == "unauthorized":
+        text += (
+            "; --token-file FILE of a command, `token` of the driver, or $HICACHE_METADATA_TOKEN"
         )
-    if code == "in_use":
-        return InUseError(text)
-    if status == 429:
-        return RateLimitedError(text)
-    if code == "quota":
-        return QuotaError(text)
-    if status == 503 and code in ("moving", "unavailable"):
-        return NoOwnerError(text)
-    if status == 408:
-        return BusyError(text)
-    if code == "draining":
-        return DrainingError(text)
-    # Last of the tests for codes and statuses: 503 is also the status of `draining`.
-    if status >= 500:
-        return RetryableError(text)
-    return MetadataError(text)
+    # The status only where the code says nothing: 503 is also the status of `draining`.
+    other = RetryableError if status >= 500 else MetadataError
+    return _BY_CODE.get(code, _BY_STATUS.get(status, other))(text)
+
+
+_BY_CODE: Final = {
+    "unknown_scope": UnknownScopeError,
+    "mismatch": ScopeMismatchError,
+    "in_use": InUseError,
+    "quota": QuotaError,
+    "moving": NoOwnerError,
+    "unavailable": NoOwnerError,
+    "draining": DrainingError,
+}
+_BY_STATUS: Final = {408: BusyError, 429: RateLimitedError}

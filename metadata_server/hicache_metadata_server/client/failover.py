@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.client.errors import (
@@ -38,6 +39,7 @@ MAX_DOUBLINGS: Final = 10
 """Bound of the exponent: a server that is down for a day fails thousands of times."""
 
 
+@dataclass(slots=True, eq=False)
 class ServerEndpoint:
     """One address and its state.
 
@@ -45,33 +47,20 @@ class ServerEndpoint:
     a request sets.
     """
 
-    __slots__ = (
-        "backoff_until",
-        "failed_at",
-        "failed_over",
-        "failures",
-        "in_backoff",
-        "probe",
-        "silent_since",
-        "url",
-        "was_silent",
-    )
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self.failures = 0
-        """Failures since the last answered request."""
-        self.in_backoff = False
-        """The server has failed. Only its probe asks it, unless no other server is healthy."""
-        self.failed_at = 0.0
-        self.was_silent = False
-        """The last failure was no response, which costs a request an attempt's time."""
-        self.backoff_until = 0.0
-        self.failed_over = False
-        """The failover was logged, so the return is logged too."""
-        self.silent_since: float | None = None
-        """Start of the first request since the last response."""
-        self.probe: threading.Timer | None = None
+    url: str
+    failures: int = 0
+    """Failures since the last answered request."""
+    in_backoff: bool = False
+    """The server has failed. Only its probe asks it, unless no other server is healthy."""
+    failed_at: float = 0.0
+    was_silent: bool = False
+    """The last failure was no response, which costs a request an attempt's time."""
+    backoff_until: float = 0.0
+    failed_over: bool = False
+    """The failover was logged, so the return is logged too."""
+    silent_since: float | None = None
+    """Start of the first request since the last response."""
+    probe: threading.Timer | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -243,16 +232,6 @@ class ServerPool:
 
 class AttemptPlan:
     """Order and timeouts of one request's attempts."""
-
-    __slots__ = (
-        "_all_asked",
-        "_asked",
-        "_attempts",
-        "_current",
-        "_servers",
-        "needs_pause",
-        "seeks_owner",
-    )
 
     def __init__(self, servers: ServerPool, first: ServerEndpoint) -> None:
         self._servers = servers

@@ -308,14 +308,11 @@ class _Declared(NamedTuple):
     """A server has known the scope, so other clients may have written into it since."""
 
 
-class Located:
+class Located(NamedTuple):
     """Result of `lookup`: the found pages of each scope, and their pins."""
 
-    __slots__ = ("pins", "scopes")
-
-    def __init__(self, scopes: list[p.FoundPages], pins: list[int]) -> None:
-        self.scopes = scopes
-        self.pins = pins
+    scopes: list[p.FoundPages]
+    pins: list[int]
 
 
 def _check_shape(request: Any, response: Any) -> None:
