@@ -85,23 +85,16 @@ def plain_options(setup: Setup, options: Mapping[str, object]) -> dict[str, Any]
     return plain
 
 
-class _Lingering:
-    """Closed drivers whose end is left to the end of the process, which comes at once."""
-
-    def __init__(self) -> None:
-        self._kept = list[tuple[object, list[object]]]()
-
-    def keep(self, driver: object, memory: list[object]) -> None:
-        """Keep a driver, and the memory that it has registered."""
-        if not self._kept:
-            atexit.register(_leave_at_once)
-        self._kept.append((driver, memory))
-
-    def __len__(self) -> int:
-        return len(self._kept)
+_lingering: Final = list[tuple[object, list[object]]]()
+"""Closed drivers whose end is left to the end of the process, which comes at once, and the memory that
+they have registered."""
 
 
-lingering: Final = _Lingering()
+def linger(driver: object, memory: list[object]) -> None:
+    """Keep a closed driver, and the memory that it has registered."""
+    if not _lingering:
+        atexit.register(_leave_at_once)
+    _lingering.append((driver, memory))
 
 
 def process_is_full() -> bool:
@@ -109,7 +102,7 @@ def process_is_full() -> bool:
 
     The run should go on in another.
     """
-    return len(lingering) > interface_profile().setup.max_lingering
+    return len(_lingering) > interface_profile().setup.max_lingering
 
 
 def _leave_at_once() -> None:
@@ -137,6 +130,7 @@ class ForeignStorage(HiCacheStorage):
         capacity = self._options.get(setup.capacity_option)
         usual = plain_options(setup, setup.options).get(setup.capacity_option)
         self._capped = capacity is not None and capacity != usual
+        self._pools: dict[str, HostPool] = {}
         self._mirrors: dict[str, Mirror] = {}
         self._driver: Any = None
         self._closed = False
@@ -149,20 +143,12 @@ class ForeignStorage(HiCacheStorage):
     # ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _add_pool(self, name: str, pool: HostPool) -> None:
-        """Note a pool; one that comes after the others reaches the driver at once."""
-
-    @abstractmethod
     def _attach(self) -> Any:
         """Construct the driver, as the engine does."""
 
     @abstractmethod
     def _detach(self, driver: Any) -> None:
         """Let go of the driver, as the engine does."""
-
-    @abstractmethod
-    def geometry(self, pool: str) -> PageGeometry:
-        """Return the geometry of a registered pool."""
 
     @abstractmethod
     def corrupt(self, pool: str, key: str, damage: ObjectCorruption) -> bool:
@@ -177,6 +163,10 @@ class ForeignStorage(HiCacheStorage):
 
     # For all
     # ----------------------------------------------------------------------------------------------
+
+    def geometry(self, pool: str) -> PageGeometry:
+        """Return the geometry of a registered pool."""
+        return self._pools[pool].geometry
 
     @property
     def identity(self) -> StorageIdentity:
@@ -215,7 +205,7 @@ class ForeignStorage(HiCacheStorage):
 
     def on_host_pools_registered(self) -> None:
         """Construct the driver, if there is a pool for it."""
-        if self._has_pools():
+        if self._pools:
             self._attached()
 
     def open(self) -> None:
@@ -245,8 +235,9 @@ class ForeignStorage(HiCacheStorage):
         """The interface has no such question; it serves while it is not closed."""
         return Health(not self._closed)
 
-    def _has_pools(self) -> bool:
-        return bool(self._mirrors)
+    def _add_pool(self, name: str, pool: HostPool) -> None:
+        """Note a pool; one that comes after the others reaches the driver at once."""
+        self._pools[name] = pool
 
     def _check_open(self) -> None:
         if self._closed:
@@ -257,7 +248,7 @@ class ForeignStorage(HiCacheStorage):
         if self._driver is None:
             with self._attaching:
                 if self._driver is None:
-                    if not self._has_pools():
+                    if not self._pools:
                         self._add_pool(PoolName.KV, GuardedPool(pages=8))
                     self._driver = self._attach()
         return self._driver
@@ -267,7 +258,7 @@ class ForeignStorage(HiCacheStorage):
         by_pool = {transfer.name: transfer for transfer in transfers}
         shares = list[tuple[int, PoolTransfer]]()
         for index, transfer in enumerate(transfers):
-            if transfer.name not in self._mirrors:
+            if transfer.name not in self._pools:
                 raise UnknownPoolError(f"pool {transfer.name!r} was never registered")
             lender = by_pool[transfer.indices_from_pool] if transfer.indices_from_pool else transfer
             keys = transfer.keys if transfer.keys is not None else lender.keys

@@ -81,7 +81,6 @@ class PresenceStorage(ForeignStorage):
 
     def __init__(self, identity: StorageIdentity, config: DriverConfig) -> None:
         super().__init__(identity, config)
-        self._pools: dict[str, HostPool] = {}
         self._groups: dict[str, int] = {}
         """Number of each pool, KV first: it is a group of every model."""
         self._memories: Mapping[str, PageMemory] = {}
@@ -104,10 +103,6 @@ class PresenceStorage(ForeignStorage):
 
     # For all
     # ----------------------------------------------------------------------------------------------
-
-    def geometry(self, pool: str) -> PageGeometry:
-        """Return the geometry of a registered pool."""
-        return self._pools[pool].geometry
 
     def batch_present(
         self,
@@ -183,9 +178,6 @@ class PresenceStorage(ForeignStorage):
     # How it is done
     # ----------------------------------------------------------------------------------------------
 
-    def _has_pools(self) -> bool:
-        return bool(self._pools)
-
     def _attach(self) -> PresenceEngine:
         names = {PoolName.KV: None} | dict.fromkeys(sorted(self._pools))
         self._groups = {str(name): group for group, name in enumerate(names)}
@@ -209,7 +201,7 @@ class PresenceStorage(ForeignStorage):
     def _add_pool(self, name: str, pool: HostPool) -> None:
         if self._driver is not None:
             raise NotPromised("the engine knows its pools before it constructs the driver")
-        self._pools[name] = pool
+        super()._add_pool(name, pool)
 
     def _planted(self, identity: StorageIdentity, pool: str, key: str) -> bytes:
         """Store a page through an engine of its own; its bytes, empty if it was not stored."""

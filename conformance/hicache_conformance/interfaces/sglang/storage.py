@@ -24,7 +24,7 @@ import msgspec
 
 from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined, lingering
+from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined, linger
 from hicache_conformance.interfaces.mirror import Mirror
 from hicache_conformance.interfaces.sglang.engine import (
     clears,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         DriverConfig,
         HiCacheStorageExtraInfo,
         HostPool,
-        PageGeometry,
         StorageIdentity,
     )
 
@@ -98,10 +97,6 @@ class EngineStorage(ForeignStorage):
     def capabilities(self) -> Capabilities:
         """Capabilities by the driver's setup, and by the methods of a dynamically loaded class."""
         return replace(super().capabilities, clears=self._clears)
-
-    def geometry(self, pool: str) -> PageGeometry:
-        """Return the geometry of a registered pool."""
-        return self._mirrors[pool].source.geometry
 
     def corrupt(self, pool: str, key: str, damage: ObjectCorruption) -> bool:
         """Let a rank of equal identity store the page with half its bytes, or twice as many.
@@ -219,7 +214,7 @@ class EngineStorage(ForeignStorage):
     # ----------------------------------------------------------------------------------------------
 
     def _attach(self) -> Any:
-        if PoolName.KV not in self._mirrors:
+        if PoolName.KV not in self._pools:
             self._add_pool(PoolName.KV, GuardedPool(pages=8))
         kv = self._pages[PoolName.KV].pool
         for name in self._setup.directories:
@@ -245,8 +240,8 @@ class EngineStorage(ForeignStorage):
         with environment(variables):
             driver = construct(self._setup, config, kv)
         driver.register_mem_pool_host(kv)
-        if len(self._mirrors) > 1:
-            for name in self._mirrors:
+        if len(self._pools) > 1:
+            for name in self._pools:
                 self._register(driver, name)
         driver.on_host_pools_registered()
         time.sleep(self._setup.joining_seconds)
@@ -256,7 +251,7 @@ class EngineStorage(ForeignStorage):
         # Kept alive, because its destructor would take seconds here; the memory that it has
         # registered has to live as long.
         if self._setup.max_lingering:
-            lingering.keep(driver, [pages.pool for pages in self._pages.values()])
+            linger(driver, [pages.pool for pages in self._pages.values()])
         elif hasattr(driver, "close"):
             driver.close()
 
@@ -264,6 +259,8 @@ class EngineStorage(ForeignStorage):
         pages = EnginePages(name, pool.geometry, self._identity, self._layout(pool))
         self._pages[name] = pages
         self._mirrors[name] = Mirror(pool, pages)
+        # Last: a call may ask for it as soon as it is there.
+        super()._add_pool(name, pool)
         if self._driver is not None:
             self._register(self._driver, name)
 
