@@ -49,11 +49,11 @@ class PresenceEngine(Protocol):
         """Ask for each key whether it is there; `before` pages of the sequence come first."""
         ...
 
-    def load(self, keys: Sequence[Any], places: Sequence[Any], before: int) -> list[bool]:
+    def load(self, keys: Sequence[Any], places: Sequence[Any], before: int, /) -> list[bool]:
         """Look keys up, and load those that are there; whether each was loaded."""
         ...
 
-    def store(self, keys: Sequence[Any], places: Sequence[Any], before: int) -> bool:
+    def store(self, keys: Sequence[Any], places: Sequence[Any], before: int, /) -> bool:
         """Store pages, all or none."""
         ...
 
