@@ -73,16 +73,17 @@ class DiskInjector(FaultInjector):
         except BaseException:
             self.close()
             raise
-        (self._home / "disk" / "tmp").mkdir()
+        self._stores = 0
+        self.renew()
 
     @property
     def tmp(self) -> Path:
-        return self._home / "disk" / "tmp"
+        return self._home / "disk" / f"tmp{self._stores}"
 
     @property
     def backing(self) -> Path:
         """Directory behind `tmp`: the same files, without faults."""
-        return self._home / "backing" / "tmp"
+        return self._home / "backing" / f"tmp{self._stores}"
 
     @property
     def alive(self) -> bool:
@@ -98,6 +99,11 @@ class DiskInjector(FaultInjector):
 
     def heal(self) -> None:
         self._ask("heal")
+
+    def renew(self) -> None:
+        # Another one, as servers and threads of the driver may use that of the case.
+        self._stores += 1
+        self.tmp.mkdir()
 
     def requests(self) -> int:
         return msgspec.convert(self._ask("requests"), int)

@@ -41,6 +41,10 @@ class FaultInjector(ABC):
         """
         return {}
 
+    def renew(self) -> None:
+        """Let `tmp` be an empty directory, behind a case that has failed."""
+        return
+
     def attach(self, storage: HiCacheStorage) -> None:
         """Put the injector below a storage that was just constructed."""
         return

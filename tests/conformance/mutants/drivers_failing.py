@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drivers_files import Files
 from drivers_memory import PATH, Objects, PathConfig, Plain
 from mutant import IN_PROCESS
 
@@ -15,6 +17,7 @@ from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.objects import Call, ObjectStorage
 
 if TYPE_CHECKING:
+    from hicache_storage.objects import ObjectWrite
     from hicache_storage.objects.requests import PoolRequest
     from hicache_storage.spec import StorageIdentity
 
@@ -35,6 +38,23 @@ class Poisoned(Plain):
         if request.pool.namespace.geometry.page_bytes > 1 << 20:
             self.poison.mkdir(parents=True)
         return [False] * len(request.keys) if self.poison.exists() else super().write(request)
+
+
+class PoisonedByAFullDisk(Files):
+    """Leaves its directory unusable once it was full."""
+
+    full = False
+
+    def put(self, write: ObjectWrite, call: Call) -> bool:
+        poison = self.root.parent / "poison"
+        if self.full or poison.exists():
+            poison.mkdir(exist_ok=True)
+            raise OSError("it was full once")
+        try:
+            return super().put(write, call)
+        except OSError as error:
+            self.full = error.errno == errno.ENOSPC
+            raise
 
 
 class AbortsInLargeReads(Plain):
@@ -88,5 +108,13 @@ FAILING = [
         HangsWithTheLock,
         Poisoned,
         TakesLess,
+    )
+] + [
+    DriverSpec(
+        name="PoisonedByAFullDisk",
+        target=f"{__name__}:PoisonedByAFullDisk",
+        config="drivers_files:FilesConfig",
+        capabilities=PoisonedByAFullDisk.promises,
+        trial_config=PATH,
     )
 ]
