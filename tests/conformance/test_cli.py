@@ -118,10 +118,10 @@ def _processes():
 
 def test_untested_levels_exit_1(site):
     ran = site.hicache(
-        *RUN, "memory", "--level", "stream", "--case", "nothing_is_called_so", *SMOKE
+        *RUN, "memory", "--level", "budget", "--case", "nothing_is_called_so", *SMOKE
     )
     assert ran.status == 1
-    assert "incomplete: 3 rules untested: ST-1, ST-2, ST-3" in ran.output
+    assert "incomplete: 4 rules untested: EX-10, OB-2, BU-1, BU-2" in ran.output
 
 
 @pytest.mark.long
@@ -310,4 +310,4 @@ def test_explain_of_no_rule(site):
 def test_rules_lists_all(site):
     output = site.hicache("conformance", "rules").output
     assert all(re.search(rf"^{rule} ", output, re.MULTILINE) for rule in rules())
-    assert "GET-1 " not in site.hicache("conformance", "rules", "--level", "stream").output
+    assert "GET-1 " not in site.hicache("conformance", "rules", "--level", "budget").output

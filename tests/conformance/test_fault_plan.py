@@ -15,7 +15,6 @@ from random import Random
 import pytest
 
 from hicache_conformance.fixtures.context import CaseContext
-from hicache_conformance.fixtures.pipeline import sdk_engine
 from hicache_conformance.fixtures.random_run import (
     BEGIN_FAULTS,
     END_FAULTS,
@@ -357,7 +356,6 @@ def context(tmp_path):
         corrupt=lambda *_: False,
         capabilities=Capabilities(sharing=Sharing.PROCESSES),
         injector=injector,
-        transfer_engine=sdk_engine,
     )
     yield context
     injector.heal()

@@ -54,7 +54,7 @@ RIGHT = run(
     "right",
     rule("GET-1", Outcome.PASS),
     rule("EX-1", Outcome.PASS),
-    rule("ST-1", Outcome.UNTESTED, selected=False),
+    rule("BU-1", Outcome.UNTESTED, selected=False),
 )
 WRONG = run(
     "wrong",
@@ -85,7 +85,7 @@ def test_each_rule_has_a_cell_for_each_driver(lines):
     assert "| GET-1 | pass | **FAIL** | what GET-1 asks |" in lines
     assert "| EX-1 | pass | n/d | what EX-1 asks |" in lines
     assert "| EX-2 | · | untested | what EX-2 asks |" in lines
-    assert "| ST-1 | · | · | what ST-1 asks |" in lines
+    assert "| BU-1 | · | · | what BU-1 asks |" in lines
 
 
 def test_a_run_says_what_it_was(lines):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hicache_conformance.fixtures.context import CaseContext
 from hicache_conformance.fixtures.open_context import filled_config
-from hicache_conformance.fixtures.pipeline import sdk_engine
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.settings import unique_name
 from hicache_storage.tools.options import TMP
@@ -25,7 +24,6 @@ def context_of(tmp_path, run, case):
         unique=unique,
         sandbox=tmp_path,
         corrupt=lambda *_: False,
-        transfer_engine=sdk_engine,
     )
 
 

@@ -25,7 +25,6 @@ class Level(StrEnum):
     SHARED = "shared"
     DURABLE = "durable"
     FAULTS = "faults"
-    STREAM = "stream"
     BUDGET = "budget"
 
 

@@ -29,7 +29,6 @@ LEVEL_SUMMARIES: Final = {
     Level.SHARED: "Several processes on one store",
     Level.DURABLE: "kill -9 and restart",
     Level.FAULTS: "Full disks, lost servers, hung mounts",
-    Level.STREAM: "Device copies and their order",
     Level.BUDGET: "Round trips, copies and counters",
 }
 

@@ -38,7 +38,6 @@ from hicache_conformance.cases.space import SpaceCases
 from hicache_conformance.cases.staging import StagingCases
 from hicache_conformance.cases.stalls import StallCases
 from hicache_conformance.cases.stats import StatsCases
-from hicache_conformance.cases.streams import StreamCases
 from hicache_conformance.cases.writing import WritingCases
 from hicache_conformance.fixtures.target import DriverTarget
 from hicache_conformance.model.case import cases_of
@@ -64,7 +63,6 @@ class DriverConformance(
     MetricsCases,
     StagingCases,
     BudgetCases,
-    StreamCases,
     EvictionProcessCases,
     EvictionCases,
     SpaceCases,
