@@ -278,20 +278,9 @@ def no_bytes(pools):
         pool.bytes_read = 0
 
 
-def closed_without_counters(right, store):
-    stats = right()
-    return replace(stats, pools={}) if "closed" in store.seen else stats
-
-
 counts = partial(objects, breaks="OB-1", where="Stats")
 counts("CountsNoBytes", "bytes_read of pool 'kv' is 0, must be 1024", stats=counted_as(no_bytes))
 counts("DrainsItsCounters", "pages_read", stats=drained)
-counts(
-    "ForgetsCountersWhenClosed",
-    "pages_written",
-    stats=closed_without_counters,
-    close=lambda right, store: (right(), store.seen.add("closed")),
-)
 counts("CountsLookupsAsMisses", "pages_missed", exists=misses_of_lookups)
 
 

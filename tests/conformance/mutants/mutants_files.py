@@ -8,7 +8,6 @@ import fcntl
 import json
 import logging
 import os
-import queue
 import threading
 import time
 from dataclasses import replace
@@ -88,20 +87,6 @@ def if_it_is_there(right, store, draft, path, write):
         right(draft, path, write)
 
 
-def both_halves(right, store, draft, path, write):
-    """Writers that find the page there each write both halves into the same file."""
-    content = write.tobytes()
-    half = len(content) // 2
-    try:
-        path.hardlink_to(draft)
-    except FileExistsError:
-        with path.open("r+b", buffering=0) as file:
-            for start, end in ((half, len(content)), (0, half)):
-                file.seek(start)
-                file.write(content[start:end])
-                pause(4)
-
-
 def if_it_is_new(right, store, draft, path, write):
     pause(4)
     if not path.exists() or write.replaces:
@@ -133,18 +118,6 @@ races(
 # ------------------------------------------------------------------------------------------------
 
 
-def missing_for_good(right, store, namespace, key):
-    path = store.path(namespace, key)
-    found = path not in store.seen and right(namespace, key)
-    if not found:
-        store.seen.add(path)
-    return found
-
-
-def if_there(right, store, read):
-    return store.there(read.namespace, read.key) and right(read)
-
-
 def then_known(known):
     """What was set is no more, or from now on, among what the storage has seen."""
 
@@ -166,29 +139,6 @@ def there_for_good(right, store, namespace, key):
 def forgotten(right, store, path):
     store.seen.discard(path)
     return right(path)
-
-
-def written_here(right, store, namespace, key):
-    known = store.memo.get("asks") or store.path(namespace, key) in store.seen
-    return known and right(namespace, key)
-
-
-def asking(right, store, *lookup, **named):
-    store.memo["asks"] = True
-    try:
-        return right(*lookup, **named)
-    finally:
-        store.memo["asks"] = False
-
-
-def not_hidden(right, store, namespace, key):
-    return store.path(namespace, key) not in store.seen and right(namespace, key)
-
-
-def hidden(right, store, namespaces, call):
-    """What is cleared is hidden from this storage, and left to the others."""
-    for namespace in namespaces:
-        store.seen.update(store.doomed(namespace))
 
 
 def bad_for_good(right, store, read):
@@ -242,21 +192,6 @@ shared(
     known_bug="D11",
     there=there_for_good,
     remove=forgotten,
-)
-shared(
-    "SET-3 SetsOnItsOwn",
-    "whose set began when the page was there already",
-    there=written_here,
-    exists=asking,
-    put=then_known(True),
-)
-shared(
-    "LC-4 ClearsItsOwnView",
-    "which had been removed before the get began",
-    there=not_hidden,
-    take=if_there,
-    put=then_known(False),
-    clear_namespaces=hidden,
 )
 shared(
     "ID-2 SaltsItsKeys",
@@ -352,22 +287,6 @@ def closing(right, store):
     right()
 
 
-def through_old_descriptors(right, store, path):
-    """Each file is opened once, and read through that descriptor, whatever becomes of it."""
-    try:
-        if path not in store.memo:
-            store.memo[path] = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    return os.pread(store.memo[path], 64 << 20, 0)
-
-
-def closing_descriptors(right, store):
-    for descriptor in store.memo.values():
-        os.close(descriptor)
-    right()
-
-
 # Whether a reader meets another's bytes or a page half written is up to the moment.
 races("CC-2 LooksUpAndReads", "CC-2: ", known_bug="D2", **by_number(opened))
 races(
@@ -390,38 +309,6 @@ def halves(one, _, two):
 
 # Death
 # ------------------------------------------------------------------------------------------------
-
-
-def behind(right, store, write, call):
-    """A set answers at once, and writes a little later."""
-    path = store.path(write.namespace, write.key)
-    store.memo[path] = write.tobytes()
-    waiting(store).put(path)
-    return True
-
-
-def waiting(store):
-    if "queue" not in store.memo:
-        store.memo["queue"] = queue.Queue()
-        store.memo["thread"] = threading.Thread(target=drain, args=(store,), daemon=True)
-        store.memo["thread"].start()
-    return store.memo["queue"]
-
-
-def drain(store):
-    while (path := store.memo["queue"].get()) is not None:
-        time.sleep(0.003)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = store.draft(path)
-        draft.write_bytes(store.memo[path])
-        draft.rename(path)
-        store.memo.pop(path, None)
-
-
-def drained(right, store):
-    waiting(store).put(None)
-    store.memo["thread"].join()
-    right()
 
 
 def published_late(right, store, draft, path, write):
@@ -645,17 +532,6 @@ def written_once(right, store, draft, write):
         os.close(descriptor)
 
 
-def broken_for_good(right, store, read):
-    """When it may open no more files, it never opens one again."""
-    if "broken" in store.seen:
-        raise OSError(errno.EMFILE, "no more descriptors")
-    try:
-        return right(read)
-    except OSError as error:
-        store.seen |= {"broken"} if error.errno == errno.EMFILE else set()
-        raise
-
-
 def opening_for_good(right, store):
     """`open()` waits until its directory is there."""
     while True:
@@ -768,17 +644,6 @@ tried(
     fill_draft=written_once,
 )
 tried("SET-1 LosesTheQueue", "was stored (True), and a get answers False", put=lost)
-tried(
-    "SET-3 KeepsDeadDescriptors",
-    "was stored (True), and a get answers False",
-    content=through_old_descriptors,
-    disconnect=closing_descriptors,
-)
-disk(
-    "FT-4 GivesUpForGood test_the_process_is_at_its_limit",
-    "after the fault was gone",
-    take=broken_for_good,
-)
 disk(
     "SET-6 OnePageFailsAll test_one_page_fails",
     "one page of 12 could not be written",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -48,18 +47,6 @@ def on_the_first_connection(right, store, call, *request):
             raise StorageUnavailableError(str(error)) from error
 
 
-def again_and_again(right, store, call, *request):
-    # Not for good, so that the suite's own patience decides how long the sample takes.
-    until = time.monotonic() + 12.0
-    while True:
-        try:
-            return right(call, *request)
-        except (OSError, StorageUnavailableError):
-            if store.gone or time.monotonic() > until:
-                raise
-            time.sleep(0.02)
-
-
 def anything(right, store, call, *request):
     try:
         return right(call, *request)
@@ -88,14 +75,6 @@ network(
     injectors=("network",),
     seconds=always(None),
 )
-told(
-    "FT-3 AsksAgainAndAgain",
-    "has not come back",
-    promises=CANNOT_HANG,
-    registered=CANNOT_HANG,
-    seconds=always(1.0),
-    asked=again_and_again,
-)
 told("FT-1 TakesAnythingForAnAnswer", "get_stats() counts no fault", asked=anything)
 
 
@@ -114,32 +93,6 @@ def raised(right, store, faults, answers):
         raise faults[0]
 
 
-def one_reader_a_name(right, store, call, *request):
-    """No page is read that another call of the process is reading, also if its caller has left."""
-    operation, names, *_ = request
-    if operation != "get":
-        return right(call, *request)
-    held = store.shared
-    # The first call that names a page holds it; `setdefault` is atomic.
-    free = [name for name in dict.fromkeys(names) if held.setdefault(name, call) is call]
-    try:
-        found = dict(zip(free, right(call, "get", free), strict=True))
-    finally:
-        for name in free:
-            del held[name]
-    return [found.get(name) for name in names]
-
-
-def listed_for_stored(right, store, call, *request):
-    """Each page is taken for stored that was once seen, whatever became of its server."""
-    operation, items, *_ = request
-    if operation == "put":
-        return right(call, *request)
-    answers = right(call, *request)
-    store.seen |= {name for name, answer in zip(items, answers, strict=True) if answer}
-    return answers if operation == "get" else [name in store.seen for name in items]
-
-
 members = partial(spread, breaks="FT-8", promises=SPREAD_OUT.capabilities)
 members(
     "OneServerFailsAll test_one_of_several_stores[cut-off]",
@@ -152,17 +105,4 @@ members(
     "(members: hang: ",
     threads=8,
     member_seconds=always(60.0),
-)
-members(
-    "HoldsNamesToTheEnd test_one_of_several_stores[stopped]",
-    "(members: hang: ",
-    member_seconds=always(60.0),
-    asked=one_reader_a_name,
-)
-mutant(
-    "SET-1 TakesListedForStored test_one_of_several_stores[killed]",
-    "a get answers False when all stores are there again",
-    base=SPREAD_IN_MEMORY,
-    promises=VOLATILE,
-    asked=listed_for_stored,
 )

@@ -14,7 +14,7 @@ from drivers_memory import OBJECTS, PLAIN, PLAIN_PATH, Plain, fill
 from mutant import after, always, instead, mutant
 
 from hicache_storage.objects import ObjectWrite
-from hicache_storage.objects.requests import PoolRequest, RegisteredPool
+from hicache_storage.objects.requests import PoolRequest
 from hicache_storage.pools.access import PageAccess
 from hicache_storage.spec import HostPool, PoolName
 
@@ -101,19 +101,6 @@ def first_pages(right, store, request):
     return [*right(first), *[True] * len(request.keys[MAX_BATCH:])]
 
 
-def not_again(right, store, request):
-    """What was read into a host page once is not copied there again."""
-    done = []
-    for key, slot in zip(request.keys, request.slots, strict=True):
-        place = (request.pool.name, slot)
-        if store.memo.get(place) == key and store.there(request.pool, key):
-            done.append(True)
-        else:
-            done += right(PoolRequest(request.pool, [key], [slot]))
-        store.memo[place] = key
-    return done
-
-
 def indices_by_memory(right, store, transfers, *more):
     """A tensor of indices is translated once, and known again by its memory."""
 
@@ -166,7 +153,6 @@ plain(
 plain("GET-4 StoresK Reading", "holds zeros", put=without_the_last, take=what_there_is)
 plain("GET-1 ReadsSixtyFourPages Reading", "was not written", read=first_pages)
 plain("GET-1 SortsDescendingPages Reading", "holds bytes of key", write=descending_sorted)
-plain("GET-1 SkipsCopiesItHasMade Key", "page", deliver=not_again)
 plain("GET-1 CachesIndices Key", "page", get=indices_by_memory)
 plain("GET-1 DeliversInTheNextCall Reading", "was not written", read=in_the_next_call)
 
@@ -201,15 +187,6 @@ def of_the_plain_tensor(right, store, transfers, *more):
             whole = torch.empty(0, dtype=torch.int64).set_(given.untyped_storage())
             transfer.host_indices = whole[: given.numel()]
     return right(transfers, *more)
-
-
-def divided_indices(right, store, transfers, *more):
-    answer = right(transfers, *more)
-    for transfer in transfers:
-        if transfer.host_indices is not None:
-            size = store.pools[transfer.name].namespace.geometry.page_size
-            transfer.host_indices.floor_divide_(size)
-    return answer
 
 
 def emptied_keys(right, store, transfers, *more):
@@ -299,7 +276,6 @@ def aligned_down(right, store, request):
 plain("GET-2 OverrunsPages Reading", "touched page", known_bug="D18", read=overrun)
 plain("GET-2 ReadsThePlainTensor Reading", "touched page", get=of_the_plain_tensor)
 plain("GET-2 ScramblesItsSources Writing", "changed host page", write=scrambled_sources)
-plain("ID-6 DividesItsIndices Key", "host_indices", get=divided_indices)
 plain("ID-6 EmptiesItsKeys Key", "keys", set=emptied_keys)
 plain("ID-6 KeepsTheCallersKeys Key", "answers False", set=lent_keys, read=settle, there=settle)
 plain("SET-7 KeepsHostPages Writing", "SET-7: page 0 key", put=view_kept, take=copied_late)
@@ -406,14 +382,6 @@ def any_geometry(right, store, pool, key, page):
     return stored is not None
 
 
-def first_geometry(right, store, host_pool, name):
-    before = store.pools.get(PoolName(name))
-    right(host_pool, name)
-    if before is not None:
-        again = store.pools[before.name]
-        store.pools[before.name] = RegisteredPool(before.name, again.access, before.namespace)
-
-
 def by_pool(place):
     """Pages are named by the identity and the pool, without the namespace of the pool."""
     return {
@@ -472,11 +440,6 @@ def elsewhere(right, store, pool, key, page):
     return True
 
 
-def own_ranks_pages(right, store, name, keys):
-    found = right(name, keys)
-    return found if store.identity.is_writer(name) else [False] * len(found)
-
-
 plain(
     "ID-1 ID-3 ID-4 LC-4 IgnoresIdentity Identity Replication Clearing",
     "holds bytes written under",
@@ -497,14 +460,8 @@ plain(
     take=any_geometry,
     **by_pool(lambda store, pool, key: (store.identity.fingerprint(pool.name), key)),
 )
-plain("ID-1 KeepsTheFirstGeometry Identity", "geometry", register=first_geometry)
 plain("ID-3 EveryRankWrites Replication", "rank 1 is not the writer", writes=always(True))
 plain("ID-3 OneStateForAllRanks Replication", "tp_rank", place=one_state)
-plain(
-    "ID-3 LooksUpByRank Replication",
-    "3 pages can be read, and kv_hit_pages is 0",
-    present=own_ranks_pages,
-)
 plain(
     "ID-4 IgnoresRanks test_ranks_of_one_group",
     "ID-4: page",
@@ -699,21 +656,6 @@ def one_damage_a_call(right, store, batches, call):
                 store.objects.pop(read.namespace.object_name(read.key), None)
             seen = seen or read.damaged
     return filled
-
-
-def bad_for_good(right, store, read):
-    """A damaged page is missing until this storage sets it itself."""
-    name = read.namespace.object_name(read.key)
-    done = right(read)
-    if name in store.objects and not (done and read.verify()):
-        store.seen.add(name)
-    return done and name not in store.seen
-
-
-def forgotten(right, store, batches, call):
-    for batch in batches:
-        store.seen -= {batch.namespace.object_name(key) for key in batch.keys}
-    return right(batches, call)
 
 
 def put_under(right, store, write):

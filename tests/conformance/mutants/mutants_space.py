@@ -27,11 +27,6 @@ right("FileSlots Stall", FILE_SLOTS, injectors=("disk",))
 # ------------------------------------------------------------------------------------------------
 
 
-def written_here(right, store, write, call):
-    store.seen.add(store.path(write.namespace, write.key))
-    return right(write, call)
-
-
 def slow_draft(right, store, path):
     """A draft takes much room and a while, so that whoever kills its writer finds it at that."""
     draft = right(path)
@@ -56,13 +51,6 @@ def of_the_model(right, store):
 
 counted = partial(files, breaks="EV-1", where="Eviction")
 counted("IgnoresItsCapacity", "the capacity is", make_room=always(None))
-counted(
-    "CountsItsOwnWritesOnly",
-    "the capacity is",
-    put=written_here,
-    counted=lambda right, store: list(store.seen),
-    victims=lambda right, store: [path for path in store.seen if path.exists()],
-)
 counted(
     "EvictsTheIndexOnly",
     "lie on the disk after more writing",

@@ -123,15 +123,6 @@ def set_here(right, store, pool, key, page):
     return right(pool, key, page)
 
 
-def set_once(right, store, pool, key, page):
-    """A page is written once, and again only if this storage has removed it."""
-    place = store.place(pool, key)
-    if place in store.seen:
-        return True
-    store.seen.add(place)
-    return right(pool, key, page)
-
-
 plain("LC-4 ClearKeepsTheReadCache Clearing History", "was cleared", **read_cache(forgets=["drop"]))
 plain(
     "SET-1 LC-4 ReadCacheMissesOthersRemovals Writing Clearing",
@@ -161,7 +152,6 @@ plain(
     "extra_pool_hit_pages",
     **lookup_cache(name=lambda store, pool, key: key),
 )
-plain("SET-1 TrustsWhatItHasSet Writing", "get answers False", put=set_once, **seen_until())
 
 
 # What is removed
