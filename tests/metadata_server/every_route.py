@@ -8,23 +8,12 @@ from msgspec import inspect
 
 from hicache_metadata_server.http.asgi import OPEN_PAGES, PAGES
 from hicache_metadata_server.protocol import ROUTES, SGLANG_ROUTES, ReserveScope, Token
+from tests.metadata_server.http_calls import of_keys
 
 SCOPE = "0:kv"
-VALUES = {
-    "scope": SCOPE,
-    "slots": [0],
-    "keys": ["live"],
-    "prefixes": [""],
-    "lengths": [1],
-    "checksums": [1],
-    "generations": [1],
-    "enabled": True,
-    "num_pages": 64,
-    "namespace": "kv",
-    "pages_to_release": [],
-    "pin_seconds": 1.0,
-    "model": "m",
-}
+VALUES = {"scope": SCOPE, "namespace": "kv", "model": "m", "num_pages": 64, "pages_to_release": []}
+VALUES |= {"slots": [0], "keys": ["live"], "prefixes": [""], "enabled": True, "pin_seconds": 1.0}
+VALUES |= {name: [1] for name in ("lengths", "checksums", "generations")}
 """By field, of a server on which `prepared` was called."""
 
 
@@ -86,19 +75,11 @@ def filled(kind, values):
 
 async def prepared(caller, headers):
     """A scope with a live page and a leased one; returns a lease and a pin."""
-    made = await caller.post(
-        "/v2/initialize", {"scopes": [{"scope": SCOPE, "slots": 64}]}, headers=headers
-    )
-    assert made.status == 200
+    assert (await caller.initialize(SCOPE, slots=64, headers=headers)).status == 200
     assert (await caller.store(SCOPE, ["live"], headers=headers)).status == 200
-    leased = await caller.post(
-        "/v2/reserve", {"scopes": [{"scope": SCOPE, "keys": ["leased"]}]}, headers=headers
-    )
-    found = await caller.post(
-        "/v2/lookup",
-        {"scopes": [{"scope": SCOPE, "keys": ["live"]}], "pin_seconds": 30},
-        headers=headers,
-    )
+    leased = await caller.reserve(SCOPE, ["leased"], headers=headers)
+    asked = {**of_keys(SCOPE, ["live"]), "pin_seconds": 30}
+    found = await caller.post("/v2/lookup", asked, headers=headers)
     return leased.json["scopes"][0]["leases"][0], found.json["pin"]
 
 

@@ -31,6 +31,7 @@ class Clock:
     def __call__(self):
         return self.now
 
+
 STATIC = Path(dashboard.__path__[0]) / "static"
 PAGE_FILES = {
     "/" if file.name == "index.html" else f"/page/{file.name}": file for file in STATIC.iterdir()

@@ -4,110 +4,88 @@ from __future__ import annotations
 
 import random
 import shutil
+import sqlite3
 import sys
 import time
-from array import array
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, SlotVerdict
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.fsck import _live_pages, _OpenedService
 from hicache_metadata_server.cli.options import opened_store
-from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker, sampled
-from hicache_metadata_server.core.changes import Changes
-from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates
-from hicache_metadata_server.core.restore import SlotRow
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
-from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock
+from hicache_metadata_server.storage.schema import SCOPE_BITS
 from tests.backends.hf3fs.harness import Rig, chain
+from tests.metadata_server import servers
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served
+from tests.metadata_server.services import compact_all, opened
 from tests.metadata_server.test_backup import Engine, address, live, write
 from tests.support.commands import run_metadata
 
-SERVE = (
-    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '
-    f"--port {{port}}"
-    " --store sqlite:///STORE --quarantine-seconds 0.05"
-)
+SERVE = f"{servers.SERVE} --store STORE --quarantine-seconds 0.05"
 PAGES = 24
 NAMES = chain("p", PAGES)
 
 
-def flip(rig, slot, at):
-    with open(rig.scope.file.path, "r+b") as file:
-        file.seek(rig.scope.file.offset(slot) + at)
-        [byte] = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+class Files:
+    """A slot file of the driver, to be spoiled."""
 
+    def __init__(self, path, layout):
+        self.path, self.offset, self.slot_bytes = path, layout.offset, layout.geometry.slot_bytes
 
-def swap(rig, one, other):
-    """Each of two slots gets the other's page."""
-    size = rig.scope.file.geometry.slot_bytes
-    with open(rig.scope.file.path, "r+b") as file:
-        pages = []
-        for slot in (one, other):
-            file.seek(rig.scope.file.offset(slot))
-            pages.append(file.read(size))
-        for slot, page in zip((other, one), pages, strict=True):
-            file.seek(rig.scope.file.offset(slot))
-            file.write(page)
+    def flip(self, slot, at):
+        with open(self.path, "r+b") as file:
+            file.seek(self.offset(slot) + at)
+            [byte] = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+
+    def swap(self, one, other):
+        """Each of two slots gets the other's page."""
+        with open(self.path, "r+b") as file:
+            pages = []
+            for slot in (one, other):
+                file.seek(self.offset(slot))
+                pages.append(file.read(self.slot_bytes))
+            for slot, page in zip((other, one), pages, strict=True):
+                file.seek(self.offset(slot))
+                file.write(page)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A driver's directory and the store of its server, as they were left."""
     directory = tmp_path_factory.mktemp("repair")
-    with served(SERVE.replace("STORE", str(directory / "m.db"))) as (server, _):
+    with served(SERVE.replace("STORE", address(directory / "m.db"))) as (server, _):
         rig = Rig(directory / "data", metadata_url=server.url, file_size="1MiB")
-        try:
-            assert all(rig.put(NAMES[:-1]))
-            # A key that the driver has to escape.
-            assert all(rig.put(["~tilde"]))
+        with closing(rig.storage):
+            # One key has to be escaped by the driver.
+            assert all([*rig.put(NAMES[:-1]), *rig.put(["~tilde"])])
             slots = {key: rig.slot(key) for key in NAMES[:-1]}
-            scope, page_bytes = rig.scope.name, rig.page_bytes
-            store_file, where = rig.scope.file, rig.scope
-        finally:
-            rig.storage.close()
-    return SimpleNamespace(
-        directory=directory,
-        data=directory / "data",
-        slots=slots,
-        scope=scope,
-        page_bytes=page_bytes,
-        file=store_file,
-        where=where,
-    )
+            # The server was killed: there is a log.
+            yield SimpleNamespace(directory=directory, rig=rig, slots=slots, scope=rig.scope)
 
 
 @pytest.fixture
 def planted(place, tmp_path):
-    """A copy of both, to be spoiled."""
-    shutil.copytree(place.data, tmp_path / "data", symlinks=True)
+    """A copy of both."""
+    shutil.copytree(place.directory / "data", tmp_path / "data", symlinks=True)
     for file in place.directory.glob("m.db*"):
-        # Its server was killed: there is a log.
         shutil.copy(file, tmp_path)
-    moved = tmp_path / "data" / place.file.path.rpartition("/")[2]
-    rig = SimpleNamespace(
-        scope=SimpleNamespace(
-            file=SimpleNamespace(
-                path=str(moved), offset=place.file.offset, geometry=place.file.geometry
-            )
-        )
-    )
+    layout = place.scope.file
     return SimpleNamespace(
         store=address(tmp_path / "m.db"),
         data=tmp_path / "data",
-        rig=rig,
-        file=moved,
+        files=Files(tmp_path / "data" / Path(layout.path).name, layout),
         slots=place.slots,
-        scope=place.scope,
-        page_bytes=place.page_bytes,
+        scope=place.scope.name,
+        page_bytes=place.rig.page_bytes,
     )
 
 
@@ -116,181 +94,154 @@ def left(planted):
         return {key for _, key in live(service)}
 
 
+def fsck(planted, *options):
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, *options)
+    return done.exit_code, " ".join(done.output.split()), done.output.splitlines()
+
+
 def test_what_is_whole_is_left_alone(planted):
     assert len(left(planted)) == PAGES
     before = (planted.data.parent / "m.db").read_bytes()
-    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
-    assert done.exit_code == 0, done.output
-    assert f"{PAGES} pages: holds its page" in done.output
+    status, told, _ = fsck(planted, "--repair")
+    assert (status, f"{PAGES} pages: holds its page" in told) == (0, True)
     assert (planted.data.parent / "m.db").read_bytes() == before
     assert len(left(planted)) == PAGES
 
 
 def test_every_page_that_is_not_in_its_slot_is_found_and_goes(planted):
-    rig, slots = planted.rig, planted.slots
-    names = iter(NAMES)
-    bad = {}
+    files, slots, names, bad = planted.files, planted.slots, iter(NAMES), {}
     for at in (0, 500, planted.page_bytes - 1):
         bad[name := next(names)] = SlotVerdict.DAMAGED
-        flip(rig, slots[name], at)
+        files.flip(slots[name], at)
     # Of the envelope: magic number, length, fingerprint, key, checksum.
     for at in (0, 8, 16, 32, 56):
         bad[name := next(names)] = SlotVerdict.OTHER
-        flip(rig, slots[name], planted.page_bytes + at)
-    one, other = next(names), next(names)
+        files.flip(slots[name], planted.page_bytes + at)
+    one, other, spared = next(names), next(names), next(names)
     bad[one] = bad[other] = SlotVerdict.OTHER
-    swap(rig, slots[one], slots[other])
-    spared = next(names)
+    files.swap(slots[one], slots[other])
     # The generation of the envelope is nobody's proof.
-    flip(rig, slots[spared], planted.page_bytes + 48)
+    files.flip(slots[spared], planted.page_bytes + 48)
+    # The last of the chain, and the escaped page that was written behind it.
     highest = max(NAMES[:-1], key=slots.__getitem__)
-    tail = rig.scope.file.offset(slots[highest])
-    with planted.file.open("r+b") as file:
-        file.truncate(tail + planted.page_bytes + 63)
-    # Written behind the last of the chain.
-    bad["~"] = SlotVerdict.SHORT
-    content = planted.file.read_bytes()
-    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data)
-    assert done.exit_code == 1, done.output
-    assert len(left(planted)) == PAGES, "without --repair nothing changes"
-    told = [line for line in done.output.splitlines() if line.startswith(planted.scope)]
-    found = {}
-    for line in told:
-        for verdict in SlotVerdict:
-            if f" {verdict}: " in line:
-                found[line.rpartition(": ")[2].strip("'")] = verdict
-    late = {name for name, verdict in found.items() if verdict is SlotVerdict.SHORT}
-    assert {name: verdict for name, verdict in found.items() if name not in late} == {
-        n: v for n, v in bad.items() if n != "~"
+    with files.path.open("r+b") as file:
+        file.truncate(files.offset(slots[highest]) + planted.page_bytes + 63)
+    bad[highest] = SlotVerdict.SHORT
+    content = files.path.read_bytes()
+    status, _, lines = fsck(planted)
+    assert (status, len(left(planted))) == (1, PAGES), "without --repair nothing changes"
+    found = {
+        line.rpartition(": ")[2].strip("'"): verdict
+        for line in lines
+        for verdict in SlotVerdict
+        if line.startswith(planted.scope) and f" {verdict}: " in line
     }
-    assert highest in late
-    assert len(late) == 2, "the last page, and the escaped one that was written behind it"
-    mended = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
-    assert mended.exit_code == 1
-    assert left(planted) == left(planted) - found.keys()
-    assert len(left(planted)) == PAGES - len(found)
-    assert spared in left(planted)
-    assert planted.file.read_bytes() == content, "data is never written"
-    assert run_metadata("fsck", "--store", planted.store, "--files", planted.data).exit_code == 0
+    [escaped] = found.keys() - bad.keys()
+    assert found == bad | {escaped: SlotVerdict.SHORT}
+    assert fsck(planted, "--repair")[0] == 1
+    kept = left(planted)
+    assert not kept & found.keys()
+    assert len(kept) == PAGES - len(found)
+    assert spared in kept
+    assert files.path.read_bytes() == content, "data is never written"
+    assert fsck(planted)[0] == 0
 
 
-def test_a_length_that_cannot_be_and_one_that_is_not_known(planted):
+@pytest.mark.parametrize(
+    ("name", "length", "checksum", "verdict"),
+    [
+        (0, 0, 0, SlotVerdict.WHOLE),
+        (0, None, None, SlotVerdict.UNKNOWN),
+        (0, 64, 0, SlotVerdict.LENGTH),
+        (0, 10**6, 0, SlotVerdict.LENGTH),
+        (0, -1, 0, SlotVerdict.OTHER),
+        (0, 0, 1, SlotVerdict.OTHER),
+        (1, 0, 0, SlotVerdict.OTHER),
+    ],
+)
+def test_what_the_map_says_is_compared_with_the_slot(planted, name, length, checksum, verdict):
+    """A length that cannot be, and one that is not known, among others."""
     with opened_store(planted.store) as (service, _):
         scope = service.scopes[planted.scope]
-        files = SlotFileSet(str(planted.data))
-        checked = files.file_of(scope.geometry)
         slot = planted.slots[NAMES[0]]
-        length, checksum = scope.table.lengths[slot], scope.table.checksums[slot]
-    with closing(checked):
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum)) is SlotVerdict.WHOLE
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], 0, 0)) is SlotVerdict.UNKNOWN
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], 64, checksum)) is SlotVerdict.LENGTH
-        assert (
-            checked.verdict(ExpectedPage(slot, NAMES[0], scope.geometry.slot_bytes + 1, checksum))
-            is SlotVerdict.LENGTH
-        )
-        assert (
-            checked.verdict(ExpectedPage(slot, NAMES[0], length - 1, checksum)) is SlotVerdict.OTHER
-        )
-        assert (
-            checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum ^ 1)) is SlotVerdict.OTHER
-        )
-        assert checked.verdict(ExpectedPage(slot, NAMES[1], length, checksum)) is SlotVerdict.OTHER
+        known = scope.table.lengths[slot], scope.table.checksums[slot]
+    with closing(SlotFileSet(str(planted.data)).file_of(scope.geometry)) as checked:
+        if length is None:
+            said = 0, 0
+        else:
+            said = (length if length > 0 else known[0] + length), known[1] ^ checksum
+        assert checked.verdict(ExpectedPage(slot, NAMES[name], *said)) is verdict
 
 
 def test_a_file_that_is_gone_or_cannot_be_read(planted):
-    planted.file.unlink()
-    planted.file.mkdir()
-    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
-    assert done.exit_code == 2
-    assert f"{PAGES} pages: cannot be read" in done.output
+    path = planted.files.path
+    path.unlink()
+    path.mkdir()
+    status, told, _ = fsck(planted, "--repair")
+    assert (status, f"{PAGES} pages: cannot be read" in told) == (2, True)
     assert len(left(planted)) == PAGES, "what cannot be read may be right"
-    planted.file.rmdir()
-    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
-    assert done.exit_code == 1
+    path.rmdir()
+    assert fsck(planted, "--repair")[0] == 1
     assert left(planted) == set()
 
 
 def test_a_mount_that_is_not_there_costs_nothing(planted):
     (planted.data / "store.id").unlink()
-    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
-    assert done.exit_code == 2
-    assert "not mounted" in " ".join(done.output.split())
+    status, told, _ = fsck(planted, "--repair")
+    assert (status, "not mounted" in told) == (2, True)
     (planted.data / "store.id").symlink_to("ffffffff")
-    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
-    assert done.exit_code == 0
-    assert f"{PAGES} pages: in scopes of other directories" in done.output
+    status, told, _ = fsck(planted, "--repair")
+    assert (status, f"{PAGES} pages: in scopes of other directories" in told) == (0, True)
     assert len(left(planted)) == PAGES
 
 
 def test_without_the_driver_the_error_names_the_package(planted, monkeypatch):
     # None is how Python remembers that a module cannot be imported.
     monkeypatch.setitem(sys.modules, "hicache_backends.hf3fs.fsck", None)
-    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data)
-    assert done.exit_code == 2
-    assert "pip install hicache-storage" in done.output
+    status, told, _ = fsck(planted)
+    assert (status, "pip install hicache-storage" in told) == (2, True)
 
 
 def test_a_sample(planted):
-    with (
-        opened_store(planted.store) as (service, _),
-        closing(open_page_checker(planted.data)) as checker,
-    ):
-        opened = _OpenedService(service)
-        scopes = opened.call("/v2/scopes", None, p.Scopes).scopes
-        parts = list(_live_pages(opened, scopes))
-        for size in (1, 5, PAGES, PAGES + 5):
-            found = check_all_pages(sampled(parts, size, random.Random(1)), checker)
-            assert found.verdicts == {SlotVerdict.WHOLE: min(size, PAGES)}
-        drawn = set()
-        for seed in range(60):
-            drawn |= {
-                page.key for _, pages in sampled(parts, 3, random.Random(seed)) for page in pages
-            }
-        assert len(drawn) == PAGES, "each page may be drawn"
     for key in NAMES[:-1]:
-        flip(planted.rig, planted.slots[key], 7)
-    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--sample", "20")
-    assert done.exit_code == 1
-    assert (
-        sum(
-            "bytes that are not those" in line
-            for line in done.output.splitlines()
-            if line.startswith("0:")
-        )
-        >= 19
-    )
+        planted.files.flip(planted.slots[key], 7)
+    drawn = set()
+    for _ in range(30):
+        status, _, lines = fsck(planted, "--sample", "5")
+        found = [line for line in lines if line.startswith("0:") and "are not those" in line]
+        assert (status, len(found) >= 4) == (1, True), "one page of all is whole"
+        drawn |= {line.rpartition(": ")[2] for line in found}
+    assert len(drawn) > 12, "any page may be drawn"
+    every = fsck(planted, "--sample", str(PAGES + 5))[2]
+    assert sum(line.startswith("0:") for line in every) == PAGES - 1
 
 
 def test_of_a_server_that_runs(planted):
     bad = [NAMES[2], NAMES[5], NAMES[6]]
     for key in bad:
-        flip(planted.rig, planted.slots[key], 100)
-    with served(SERVE.replace("STORE", planted.store.removeprefix("sqlite:///"))) as (
-        server,
-        client,
-    ):
-        where = ("--url", server.url, "--files", planted.data)
-        done = run_metadata("fsck", *where)
-        assert done.exit_code == 1, done.output
-        assert sum(line.startswith(planted.scope) for line in done.output.splitlines()) == 3
-        assert run_metadata("fsck", "0:other", *where).exit_code == 2
-        done = run_metadata("fsck", planted.scope, *where, "--repair")
-        assert "3 pages deleted" in done.output
-        assert run_metadata("fsck", *where).exit_code == 0
-        asked = p.Lookup(scopes=[p.LookupScope(scope=planted.scope, keys=NAMES[:-1])])
-        slots = client.call("/v2/lookup", asked, p.LookedUp).scopes[0].slots
-        assert [key for key, slot in zip(NAMES, slots, strict=False) if slot < 0] == bad
-        assert "a running server cannot be repaired" in " ".join(
-            run_metadata("fsck", "--url", server.url, "--repair").output.split()
-        )
-        assert (
-            "another server has this store"
-            in run_metadata("fsck", "--store", planted.store, "--files", planted.data).output
-        )
-    assert "checked as a whole" in " ".join(
-        run_metadata("fsck", "0:kv", "--store", planted.store, "--repair").output.split()
-    )
+        planted.files.flip(planted.slots[key], 100)
+    with served(SERVE.replace("STORE", planted.store)) as (server, client):
+        check_running(server, client, planted.scope, planted.data, NAMES[:-1], bad)
+        assert run_metadata("fsck", "0:other", "--url", server.url).exit_code == 2
+        told = run_metadata("fsck", "--url", server.url, "--repair").output
+        assert "a running server cannot be repaired" in " ".join(told.split())
+        assert "another server has this store" in fsck(planted)[1]
+    told = run_metadata("fsck", "0:kv", "--store", planted.store, "--repair").output
+    assert "checked as a whole" in " ".join(told.split())
+
+
+def check_running(server, client, scope, data, names, bad):
+    """Pages that are damaged are found and deleted, and no others."""
+    where = ("--url", server.url, "--files", data)
+    done = run_metadata("fsck", *where)
+    assert done.exit_code == 1, done.output
+    assert sum(line.startswith(scope) for line in done.output.splitlines()) == 3
+    done = run_metadata("fsck", scope, *where, "--repair")
+    assert "3 pages deleted" in done.output
+    assert run_metadata("fsck", *where).exit_code == 0
+    asked = p.Lookup(scopes=[p.LookupScope(scope=scope, keys=names)])
+    slots = client.call("/v2/lookup", asked, p.LookedUp).scopes[0].slots
+    assert [key for key, slot in zip(names, slots, strict=True) if slot < 0] == bad
 
 
 @pytest.fixture(params=["one Redis", pytest.param("a cluster", marks=pytest.mark.fuzz)])
@@ -301,86 +252,62 @@ def shared_url(request, tmp_path):
 
 def test_of_servers_on_one_redis(shared_url, tmp_path):
     """The driver writes through one of them, and the other one is asked."""
-    command = SERVE.replace("sqlite:///STORE", shared_url) + " --durability none"
+    command, data = f"{SERVE.replace('STORE', shared_url)} --durability none", tmp_path / "data"
     with served(command) as (server, _), served(command) as (other, client):
-        rig = Rig(tmp_path / "data", metadata_url=server.url, file_size="1MiB")
-        try:
+        rig = Rig(data, metadata_url=server.url, file_size="1MiB")
+        with closing(rig.storage):
             assert all(rig.put(NAMES))
-            where = ("--url", other.url, "--files", tmp_path / "data")
-            done = run_metadata("fsck", *where)
-            assert (done.exit_code, "24 pages: holds its page" in done.output) == (0, True), (
-                done.output
-            )
-            bad = NAMES[2:5]
-            flip(rig, rig.slot(bad[0]), 100)
-            swap(rig, rig.slot(bad[1]), rig.slot(bad[2]))
-            done = run_metadata("fsck", *where)
-            assert done.exit_code == 1, done.output
-            assert sum(line.startswith(rig.scope.name) for line in done.output.splitlines()) == 3
-            done = run_metadata("fsck", rig.scope.name, *where, "--repair")
-            assert "3 pages deleted" in done.output
-            assert run_metadata("fsck", *where, "--sample", "5").exit_code == 0
-            asked = p.Lookup(scopes=[p.LookupScope(scope=rig.scope.name, keys=NAMES)])
-            slots = client.call("/v2/lookup", asked, p.LookedUp).scopes[0].slots
-            assert [key for key, slot in zip(NAMES, slots, strict=True) if slot < 0] == bad
+            done = run_metadata("fsck", "--url", other.url, "--files", data)
+            assert (done.exit_code, "24 pages: holds its page" in done.output) == (0, True)
+            bad, files = NAMES[2:5], Files(rig.scope.file.path, rig.scope.file)
+            files.flip(rig.slot(bad[0]), 100)
+            files.swap(rig.slot(bad[1]), rig.slot(bad[2]))
+            check_running(other, client, rig.scope.name, data, NAMES, bad)
             assert rig.put(bad, version=1) == [True] * 3
             rig.expect(bad, version=1)
-            assert run_metadata("fsck", *where).exit_code == 0
-            done = run_metadata("fsck", "--store", shared_url, "--files", tmp_path / "data")
+            assert run_metadata("fsck", "--url", other.url, "--files", data).exit_code == 0
+            done = run_metadata("fsck", "--store", shared_url, "--files", data)
             assert (done.exit_code, "24 pages: holds its page" in done.output) == (0, True)
-        finally:
-            rig.storage.close()
 
 
 # A store that contradicts itself.
 
 
-def spoil(file, scope, rows):
-    """Write rows into a store that no server would write."""
+SPOILED = {
+    90: ("twice", LIVE, {}),
+    91: ("twice", LIVE, {}),
+    92: ("nonsense", 77, {}),
+    93: ("no generation", LIVE, {"generations": 0}),
+    94: ("no lease", LIVE, {"leases": 0}),
+    95: ("", LIVE, {}),
+    96: ("for ever", LEASED, {"until": 1e15}),
+    97: ("", QUARANTINED, {"until": 1e15}),
+    5000: ("outside", LIVE, {}),
+}
+SAID = ["91 belongs to the key of slot 90", "92 has the unknown state", "5000 is outside"]
+SAID += ["93 is live", "94 is live", "95 is live"]
 
-    store = open_store(address(file))
-    recovered = store.recover(0.0)
-    [record] = [record for record in recovered.scopes if record.geometry.scope == scope]
-    for row in rows:
-        store.write(
-            Changes(slots={record.number: changes_of_row(row._replace(epoch=record.epoch))})
-        )
+
+def spoil(file):
+    """Write slots into a store that no server would write."""
+    store, service = opened(file.parent)
+    compact_all(store, service)
     store.close()
-
-
-def changes_of_row(row):
-    def wide(*values):
-        return array("Q", values).tobytes()
-
-    states = SlotStates(
-        row.epoch,
-        wide(row.slot),
-        bytes([row.state]),
-        array("d", [row.until]).tobytes(),
-        wide(row.length),
-        wide(row.checksum),
-    )
-    return SlotChanges(
-        states,
-        SlotLeases(
-            wide(row.slot), wide(row.generation), wide(row.lease), [row.key], [row.prefix], []
-        ),
-    )
-
-
-SPOILED = [
-    SlotRow(90, 0, LIVE, 3, "twice", "", "", 9001, 0.0, 7, 7),
-    SlotRow(91, 0, LIVE, 3, "twice", "", "", 9002, 0.0, 7, 7),
-    SlotRow(92, 0, 77, 3, "nonsense", "", "", 9003, 0.0, 7, 7),
-    SlotRow(93, 0, LIVE, 0, "no generation", "", "", 9004, 0.0, 7, 7),
-    SlotRow(94, 0, LIVE, 3, "no lease", "", "", 0, 0.0, 7, 7),
-    SlotRow(95, 0, LIVE, 3, "", "", "", 9005, 0.0, 7, 7),
-    SlotRow(5000, 0, LIVE, 3, "outside", "", "", 9006, 0.0, 7, 7),
-]
-LOST = [
-    SlotRow(96, 0, LEASED, 3, "for ever", "", "", 9007, 1e15, 0, 0),
-    SlotRow(97, 0, QUARANTINED, 3, "", "", "", 0, 1e15, 0, 0),
-]
+    with closing(sqlite3.connect(file)) as database, database:
+        query = "SELECT number, epoch FROM scopes WHERE name = '0:kv'"
+        number, epoch = database.execute(query).fetchone()
+        for slot, (key, state, columns) in SPOILED.items():
+            row = {"keys": key, "states": state, "generations": 3, "leases": 9000 + slot}
+            row |= {"epochs": epoch, "lengths": 7, "checksums": 7, **columns}
+            place = number << SCOPE_BITS | slot // BLOCK
+            found = database.execute(
+                "SELECT slots FROM blocks WHERE place = ?", (place,)
+            ).fetchone()
+            block = SlotBlock.decode(found[0]) if found else SlotBlock()
+            for name, value in row.items():
+                getattr(block, name)[slot % BLOCK] = value
+            values = place, block.encode()
+            database.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", values)
 
 
 def test_a_store_that_contradicts_itself_is_mended(tmp_path):
@@ -389,23 +316,14 @@ def test_a_store_that_contradicts_itself_is_mended(tmp_path):
         engine.step()
     write(tmp_path / "m.db", engine.service)
     before = live(engine.service)
-    spoil(tmp_path / "m.db", "0:kv", [*SPOILED, *LOST])
+    spoil(tmp_path / "m.db")
     store = address(tmp_path / "m.db")
     told = run_metadata("fsck", "--store", store)
     assert told.exit_code == 1
-    for said in (
-        "slot 91 belongs to the key of slot 90",
-        "slot 92 has the unknown state",
-        "slot 93 is live",
-        "slot 94 is live",
-        "slot 95 is live",
-        "slot 5000 is outside",
-    ):
-        assert said in told.output
-    mended = run_metadata("fsck", "--store", store, "--repair")
-    assert mended.exit_code == 1, mended.output
-    again = run_metadata("fsck", "--store", store, "--repair")
-    assert again.exit_code == 0, again.output
+    assert [said for said in SAID if f"slot {said}" not in told.output] == []
+    for status in (1, 0):
+        mended = run_metadata("fsck", "--store", store, "--repair")
+        assert mended.exit_code == status, mended.output
     with opened_store(store) as (service, _):
         assert live(service) == {**before, ("0:kv", "twice"): (90, 3, 7, 7, "")}
         scope = service.scopes["0:kv"]
@@ -414,6 +332,5 @@ def test_a_store_that_contradicts_itself_is_mended(tmp_path):
         # A lease ends first, and then rests.
         for seconds in (service.max_hold_seconds, 2 * service.max_hold_seconds):
             scope.settle(time.time() + seconds + 1, 10_000)
-        assert {scope.table.states[slot] for slot in lost if slot < len(scope.table)} == {FREE}, (
-            "lost slots return"
-        )
+        returned = {scope.table.states[slot] for slot in lost if slot < len(scope.table)}
+        assert returned == {FREE}, "lost slots return"

@@ -15,6 +15,7 @@ from hicache_metadata_server.core.sglang_import import (
     import_scopes,
     read_persistence_file,
 )
+from tests.metadata_server.services import reserve
 from tests.support.commands import run_metadata
 
 
@@ -28,56 +29,37 @@ def rank(pages, stored):
     return {"num_pages": pages, "free_pages": free, "key_to_index": list(stored.items())}
 
 
-def imported(body):
+def imported(body, tenant=""):
     service = MetadataService()
     found = read_persistence_file(body)
-    import_scopes(service, found, 100.0)
+    import_scopes(service, found, 100.0, tenant)
     return service, found
 
 
-@pytest.mark.parametrize(
-    "form",
-    [lambda number, namespace: f"{number}:{namespace}", lambda number, namespace: str(number)],
-)
+@pytest.mark.parametrize("form", ["{0}:kv", "{0}"])
 def test_both_forms_give_the_same_answers(form):
     chance = random.Random(3)
     pages = chance.sample(range(200), 120)
     stored = {f"{chance.getrandbits(256):064x}": page for page in pages}
-    service, found = imported(
-        written({form(0, "kv"): rank(200, stored), form(7, "kv"): rank(10, {"x": 9})})
-    )
+    ranks = {form.format(0): rank(200, stored), form.format(7): rank(10, {"x": 9})}
+    service, found = imported(written(ranks), "acme")
     old = SglangService(service)
-    asked = [*stored, "missing"]
-    answer = old.get_page_indices(0, p.SglangKeys(keys=asked), 101.0)
-    assert answer == {"indices": [*stored.values(), None]}
-    assert old.get_page_indices(7, p.SglangKeys(keys=["x"]), 101.0) == {"indices": [9]}
+    for number, keys, slots in ((0, stored, list(stored.values())), (7, ["x"], [9])):
+        answer = old.get_page_indices(number, p.SglangKeys(keys=[*keys, "missing"]), 101.0)
+        assert answer == {"indices": [*slots, None]}
     assert [len(scope.dropped) for scope in found] == [0, 0]
     assert list(service.fsck(p.Fsck()))[-1].problems == []
+    assert {scope.tenant for scope in service.list_scopes().scopes} == {"acme"}
     # All other slots can be had.
-    new = old.reserve_and_allocate_page_indices(
-        0, p.SglangReserve(keys=[(f"n{i}", "") for i in range(80)]), 101.0
-    )
+    asked = p.SglangReserve(keys=[(f"n{i}", "") for i in range(80)])
+    new = old.reserve_and_allocate_page_indices(0, asked, 101.0)
     assert sorted(slot for _, slot in new["indices"]) == sorted(set(range(200)) - set(pages))
 
 
 def test_what_contradicts_itself_is_dropped_and_counted():
-    torn = {
-        "num_pages": 10,
-        "free_pages": [5, 6, 6, -1, "x"],
-        "key_to_index": [
-            ["right", 0],
-            ["freed", 5],
-            ["one", 1],
-            ["other", 1],
-            ["twice", 2],
-            ["twice", 3],
-            ["far", 10],
-            ["low", -1],
-            ["", 4],
-            [7, 8],
-            ["bool", True],
-        ],
-    }
+    keys = [["right", 0], ["freed", 5], ["one", 1], ["other", 1], ["twice", 2], ["twice", 3]]
+    keys += [["far", 10], ["low", -1], ["", 4], [7, 8], ["bool", True]]
+    torn = {"num_pages": 10, "free_pages": [5, 6, 6, -1, "x"], "key_to_index": keys}
     service, (scope,) = imported(written({"0:kv": torn}))
     assert scope.pages == [("right", 0)]
     assert dict(scope.dropped) == {
@@ -93,11 +75,13 @@ def test_what_contradicts_itself_is_dropped_and_counted():
 
 
 def test_the_order_of_use_comes_along():
-    stored = {"old": 0, "new": 1}
-    service, _ = imported(written({"0": rank(2, stored)}))
-    service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["next"])]), 101.0)
+    service, _ = imported(written({"0": rank(2, {"old": 0, "new": 1})}))
+    reserve(service, ["next"], now=101.0)
     old, new = service.scopes["0:kv"].lru.slots(["old", "new"])
     assert old < 0 <= new
+
+
+NOTHING = rank(5, {})
 
 
 @pytest.mark.parametrize(
@@ -106,16 +90,11 @@ def test_the_order_of_use_comes_along():
         (b"", "no persistence file"),
         (b"[]", "no persistence file"),
         (b'{"0:kv": {"num_pages": 5}}', "no persistence file"),
-        (b'{"x:kv": {"num_pages": 5, "free_pages": [], "key_to_index": []}}', "no rank"),
-        (b'{"0:kv": {"num_pages": -5, "free_pages": [], "key_to_index": []}}', "has -5 pages"),
-        (
-            (
-                b'{"0:kv": {"num_pages": 5, "free_pages": [], "key_to_index": []}, "0": {"num_pages": '
-                b'5, "free_pages": [], "key_to_index": []}}'
-            ),
-            "twice",
-        ),
+        (written({"x:kv": NOTHING}), "no rank"),
+        (written({"0:kv": {**NOTHING, "num_pages": -5}}), "has -5 pages"),
+        (written({"0:kv": NOTHING, "0": NOTHING}), "twice"),
     ],
+    ids=["empty", "a list", "a part", "no rank", "negative", "twice"],
 )
 def test_other_files_are_refused(body, said):
     with pytest.raises(ImportFileError, match=said):
@@ -124,31 +103,19 @@ def test_other_files_are_refused(body, said):
 
 def test_the_command(tmp_path):
     file, store = tmp_path / "sglang.json", f"sqlite:///{tmp_path}/m.db"
-    file.write_bytes(
-        written(
-            {
-                "0:kv": rank(50, {f"k{i}": i for i in range(20)}),
-                "0:mamba": {**rank(5, {}), "free_pages": [1]},
-            }
-        )
-    )
-    done = run_metadata("import", str(file), "--store", store)
-    assert done.exit_code == 0, done.output
-    assert "0:kv: 20 pages in 50 slots" in done.output
-    assert "0:mamba: 0 pages in 5 slots; 4 lost slots are free again" in done.output
-    checked = run_metadata("fsck", "--store", store)
-    assert checked.exit_code == 0, checked.output
-    assert "55 slots checked, no problems" in checked.output
-    again = run_metadata("import", str(file), "--store", store)
-    assert again.exit_code == 2
-    assert "has 0:kv, 0:mamba already" in " ".join(again.output.split())
-    assert run_metadata("import", str(tmp_path / "none"), "--store", store).exit_code == 2
-    assert (
-        run_metadata("import", str(file), "--store", f"{store}2", "--tenant", "a b").exit_code == 2
-    )
+    torn = {**rank(5, {}), "free_pages": [1]}
+    file.write_bytes(written({"0:kv": rank(50, {f"k{i}": i for i in range(20)}), "0:mamba": torn}))
 
+    def done(*arguments):
+        found = run_metadata(*arguments)
+        return found.exit_code, " ".join(found.output.split())
 
-def test_the_scopes_become_a_tenants():
-    service = MetadataService()
-    import_scopes(service, read_persistence_file(written({"0": rank(2, {"k": 0})})), 100.0, "acme")
-    assert service.list_scopes().scopes[0].tenant == "acme"
+    status, told = done("import", file, "--store", store)
+    assert status == 0, told
+    assert "0:kv: 20 pages in 50 slots" in told
+    assert "0:mamba: 0 pages in 5 slots; 4 lost slots are free again" in told
+    assert done("fsck", "--store", store) == (0, "55 slots checked, no problems")
+    status, told = done("import", file, "--store", store)
+    assert (status, "has 0:kv, 0:mamba already" in told) == (2, True)
+    assert done("import", tmp_path / "none", "--store", store)[0] == 2
+    assert done("import", file, "--store", f"{store}2", "--tenant", "a b")[0] == 2

@@ -13,11 +13,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from hicache_metadata_server import protocol as p
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.storage import compaction, sqlite
 from tests.fuse.counting_fs import CountingMount, FileChange, file_changes
-from tests.metadata_server.test_stores import NOW, commit, initialize, opened, reserve, state
+from tests.metadata_server.services import (
+    NOW,
+    clear,
+    commit,
+    delete,
+    drop,
+    initialize,
+    opened,
+    reserve,
+    state,
+    write_and_compact,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,35 +56,28 @@ def groups(service) -> Iterator[None]:
         leases = reserve(service, keys, prefixes=["", *keys[:-1]]).leases
         yield
         commit(service, leases[:-2])
-        service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=keys[:3])]), NOW)
+        delete(service, keys[:3])
         if turn == 2:
-            service.clear(p.Clear(scopes=["0:kv"]), NOW)
+            clear(service)
             service.settle(NOW, 1000)
         if turn == 3:
-            service.drop(p.Drop(scopes=["1:kv"]), NOW)
+            drop(service, "1:kv")
         yield
 
 
 def recorded(directory: Path, durability: StoreDurability) -> Session:
     journal = directory / "journal"
-    states, acknowledged = list[list[object]](), list[int]()
+    states, acknowledged, chance = list[list[object]](), list[int](), random.Random(1)
     with CountingMount(directory / "backing", directory / "mount", journal=journal) as mount:
         store, service = opened(mount.point, durability=durability)
         steps = groups(service)
-        number = 0
         while True:
             assert state(service, NOW) not in states
             states.append(state(service, NOW))
             acknowledged.append(len(file_changes(journal)))
             if next(steps, store) is store:
                 break
-            number += 1
-            changes = service.take_changes()
-            compacts = number % 3 == 0 and store.wants_compaction(idle=True)
-            batch = store.collect(service.scope_of) if compacts else None
-            store.write(changes)
-            if batch is not None:
-                store.compact(batch, NOW)
+            write_and_compact(chance, store, service, NOW)
         store.close()
     return Session(file_changes(journal), states, acknowledged)
 

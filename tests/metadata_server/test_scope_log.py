@@ -6,7 +6,6 @@ import asyncio
 import random
 
 import pytest
-from redis import Redis
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord
@@ -27,9 +26,21 @@ from hicache_metadata_server.shared.scope_log import (
 )
 from hicache_metadata_server.storage import compaction
 from tests.metadata_server.redis_servers import redis_server
-from tests.metadata_server.test_stores import STRANGE, commit, initialize, reserve, state
-
-NOW = 1_700_000_000.0
+from tests.metadata_server.services import (
+    NOW,
+    check_restored,
+    commit,
+    delete,
+    drop,
+    initialize,
+    pin,
+    random_changes,
+    reserve,
+    slot_status,
+    state,
+    write_and_compact,
+)
+from tests.metadata_server.test_stores import STRANGE
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +50,11 @@ def redis(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def empty(redis):
-    with redis.client() as client:
-        client.flushall()
+def client(redis):
+    """Of a Redis that is empty at first."""
+    with redis.client() as one:
+        one.flushall()
+        yield one
 
 
 class Owner:
@@ -49,8 +62,8 @@ class Owner:
 
     def __init__(self, redis, name, *, ahead=0.0):
         self.redis, self.name, self.now = redis, name, NOW + ahead
-        self.runner = asyncio.Runner()
-        self.store = ScopeLogStore(RedisConnection(redis.url), lambda: self.now)
+        self.runner, self.connection = asyncio.Runner(), RedisConnection(redis.url)
+        self.store = ScopeLogStore(self.connection, lambda: self.now)
         self.service = MetadataService(
             DEFAULTS, durability=p.StoreDurability.PROCESS, shares_store=True
         )
@@ -60,7 +73,7 @@ class Owner:
 
     def make(self, scope, *, slots=1000):
         """Create a scope."""
-        token, head = self.do(take(self.store._connection, scope, b"", self.name))
+        token, head = self.do(take(self.connection, scope, b"", self.name))
         assert token
         initialize(self.service, scope, slots=slots)
         self.store.attach(ScopeLog(scope, self.service.number_of(scope), token, head.seq, 0.0))
@@ -68,31 +81,35 @@ class Owner:
 
     def take(self, scope):
         """Take a scope from its owner."""
-        connection = self.store._connection
-        expected = self.do(read_head(connection, scope)).token
-        token, head = self.do(take(connection, scope, expected, self.name))
+        expected = self.do(read_head(self.connection, scope)).token
+        token, head = self.do(take(self.connection, scope, expected, self.name))
         assert token, head
         log = log_of(scope, self.service.new_number(), token, head, self.now)
-        loaded = self.do(load(connection, scope, token))
+        loaded = self.do(load(self.connection, scope, token))
         found, again = restored(self.service, log, loaded, self.now)
         self.service.adopt(found, again)
         self.store.attach(log, found.pins)
 
+    def append(self, changes):
+        self.do(self.store.append(changes))
+
+    def replace(self, batch):
+        self.do(self.store.replace_blocks(batch, self.now))
+
     def write(self):
         changes = self.service.take_changes()
         try:
-            self.do(self.store.append(changes))
+            self.append(changes)
         except StoreError:
             self.service.put_back(changes)
             raise
 
     def compact(self):
         while self.store.wants_compaction(idle=True):
-            batch = self.store.collect(self.service.scope_of)
-            self.do(self.store.replace_blocks(batch, self.now))
+            self.replace(self.store.collect(self.service.scope_of))
 
     def close(self):
-        self.do(self.store._connection.close())
+        self.do(self.connection.close())
         self.runner.close()
 
 
@@ -111,97 +128,77 @@ def owner(redis):
 
 @pytest.mark.parametrize("compacted", [False, True])
 @pytest.mark.parametrize("ahead", [0.0, 86_400.0, -86_400.0])
-def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compacted, ahead):
+def test_everything_comes_back_whatever_the_clocks_say(
+    owner, monkeypatch, compacted, ahead, client
+):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other", ahead=ahead)
     one.make("0:kv")
     commit(one.service, reserve(one.service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
     held = reserve(one.service, ["held"])
-    pinned = one.service.lookup(
-        p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a"])], pin_seconds=9), NOW
-    )
-    one.service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["a"])]), NOW)
+    number, [slot] = pin(one.service, ["a"])
+    delete(one.service, ["a"])
     one.service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"b", "0:kv"))
     one.write()
     if compacted:
         one.compact()
-        with one.redis.client() as client:
-            assert client.xlen("hm:{0:kv}:log") == 0
+        assert client.xlen("hm:{0:kv}:log") == 0
     other.take("0:kv")
     assert other.service.recovery_problems == []
     assert state(other.service, other.now) == state(one.service, one.now)
     assert other.service.answers.find("once", b"digest", other.now).body == b"b"
-    status = other.service.inspect(
-        p.Inspect(scope="0:kv", slots=[pinned.scopes[0].slots[0]]), other.now
-    ).slots[0]
+    status = slot_status(other.service, slot, now=other.now)
     assert (status.pins, status.state) == (1, p.SlotState.QUARANTINED)
-    assert commit(other.service, held.leases, now=other.now).scopes[0].states == [p.Settled.DONE]
+    assert commit(other.service, held.leases, now=other.now) == [p.Settled.DONE]
     assert min(reserve(other.service, ["new"], now=other.now).leases) > max(held.leases)
-    other.service.unpin(p.Unpin(pins=[pinned.pin]), other.now)
+    other.service.unpin(p.Unpin(pins=[number]), other.now)
     other.write()
     third = owner("third", ahead=2 * ahead)
     third.take("0:kv")
     assert state(third.service, third.now) == state(other.service, other.now)
     # A pin that was let go stays so.
-    assert (
-        third.service.inspect(p.Inspect(scope="0:kv", slots=[pinned.scopes[0].slots[0]]), third.now)
-        .slots[0]
-        .pins
-        == 0
-    )
+    assert slot_status(third.service, slot, now=third.now).pins == 0
 
 
 @pytest.mark.parametrize("groups", [1, 5, 6, 12])
-def test_a_long_log_is_read_page_by_page(owner, monkeypatch, groups):
+def test_a_long_log_is_read_page_by_page(owner, client, monkeypatch, groups):
     monkeypatch.setattr(scope_log, "PAGE_GROUPS", groups)
     one, other = owner("one"), owner("other")
     one.make("0:kv")
     for number in range(11):
         commit(one.service, reserve(one.service, [f"k{number}"]).leases)
         one.write()
-    with one.redis.client() as client:
-        assert client.xlen("hm:{0:kv}:log") == 12
+    assert client.xlen("hm:{0:kv}:log") == 12
     other.take("0:kv")
-    assert state(other.service, NOW) == state(one.service, NOW)
+    assert state(other.service) == state(one.service)
 
 
 def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
-    one, other = owner("one"), owner("other")
+    one, other, third = owner("one"), owner("other"), owner("third")
     one.make("0:kv")
     one.make("1:kv")
     commit(one.service, reserve(one.service, ["kept"]).leases)
     one.write()
     batch = one.store.collect(one.service.scope_of)
     other.take("0:kv")
-    before = state(other.service, NOW)
+    before = state(other.service)
     reserve(one.service, ["late"])
     reserve(one.service, ["else"], "1:kv")
     with pytest.raises(FencedError) as fenced:
         one.write()
     assert fenced.value.scopes == ["0:kv"]
     with pytest.raises(FencedError):
-        one.do(one.store.replace_blocks(batch, NOW))
+        one.replace(batch)
     number = one.service.number_of("0:kv")
     one.service.release("0:kv")
     one.store.detach(number)
     # What belongs to the other scope is written with the next group.
     one.write()
-    third = owner("third")
     third.take("0:kv")
-    assert state(third.service, NOW) == before
+    assert state(third.service) == before
     third.take("1:kv")
     assert third.service.scopes["1:kv"].slot_of("else") >= 0
-
-
-def test_a_take_of_another_token_changes_nothing(owner):
-    one, other = owner("one"), owner("other")
-    one.make("0:kv")
-    connection = other.store._connection
-    token, head = other.do(take(connection, "0:kv", b"", "other"))
-    assert (token, head.owner) == (b"", "one")
-    reserve(one.service, ["a"])
-    one.write()
 
 
 def test_a_delayed_write_does_not_overwrite_a_later_one(owner):
@@ -209,7 +206,7 @@ def test_a_delayed_write_does_not_overwrite_a_later_one(owner):
     one, other = owner("one"), owner("other")
     one.make("0:kv")
     leases = reserve(one.service, ["a"]).leases
-    sent, connection = [], one.store._connection
+    sent, connection = [], one.connection
 
     async def lose(calls):
         sent.extend(calls)
@@ -226,66 +223,60 @@ def test_a_delayed_write_does_not_overwrite_a_later_one(owner):
     assert other.service.scopes["0:kv"].lru.slots(["a"]) == [0]
 
 
-def test_lost_writes_are_noticed(owner, redis):
+def test_lost_writes_are_noticed(owner, client):
     one = owner("one")
     one.make("0:kv")
     reserve(one.service, ["a"])
     one.write()
-    with redis.client() as client:
-        client.hset("hm:{0:kv}:head", "seq", 1)
+    client.hset("hm:{0:kv}:head", "seq", 1)
     reserve(one.service, ["b"])
     with pytest.raises(FencedError):
         one.write()
     assert one.store.lost == {"0:kv"}
 
 
-def test_a_takeover_that_a_failover_has_lost_is_found(owner, redis):
+def test_a_takeover_that_a_failover_has_lost_is_found(owner, client):
     """The replica has the scope as an earlier owner left it, and somebody takes it again."""
     one, other, third = owner("one"), owner("other"), owner("third")
     one.make("0:kv")
-    with redis.client() as client:
-        older = client.hgetall("hm:{0:kv}:head")
-        other.take("0:kv")
-        reserve(other.service, ["a"])
-        other.write()
-        client.delete("hm:{0:kv}:head")
-        client.hset("hm:{0:kv}:head", mapping=older)
-        client.xtrim("hm:{0:kv}:log", maxlen=1)
+    older = client.hgetall("hm:{0:kv}:head")
+    other.take("0:kv")
+    reserve(other.service, ["a"])
+    other.write()
+    client.delete("hm:{0:kv}:head")
+    client.hset("hm:{0:kv}:head", mapping=older)
+    client.xtrim("hm:{0:kv}:log", maxlen=1)
     third.take("0:kv")
     assert third.store.logs()[0].token != other.store.logs()[0].token
-    reserve(other.service, ["b"])
-    with pytest.raises(FencedError):
-        other.write()
-    assert other.store.lost == {"0:kv"}
-    reserve(one.service, ["c"])
-    with pytest.raises(FencedError):
-        one.write()
-    assert one.store.lost == set(), "everything that it wrote is there"
+    # All that the first wrote is there; what the second wrote is lost.
+    for behind, lost in ((other, {"0:kv"}), (one, set())):
+        reserve(behind.service, ["b"])
+        with pytest.raises(FencedError):
+            behind.write()
+        assert behind.store.lost == lost
 
 
-def test_nothing_is_read_where_the_take_is_unknown(owner, redis):
+def test_nothing_is_read_where_the_take_is_unknown(owner, client):
     """A connection may still lead to the primary before a failover."""
     one = owner("one")
     one.make("0:kv")
-    with redis.client() as client:
-        client.hset("hm:{0:kv}:head", "token", "1-of-the-old-primary")
+    client.hset("hm:{0:kv}:head", "token", "1-of-the-old-primary")
     with pytest.raises(FencedError):
-        one.do(load(one.store._connection, "0:kv", one.store.logs()[0].token))
+        one.do(load(one.connection, "0:kv", one.store.logs()[0].token))
 
 
-def test_a_log_begins_with_the_scope(owner, redis):
+def test_a_log_begins_with_the_scope(owner, client):
     """Entries behind a missing first one could not be read again."""
     one = owner("one")
     one.make("0:kv")
     log = one.store.detach(one.service.number_of("0:kv"))
-    with redis.client() as client:
-        client.flushall()
-        token, head = one.do(take(one.store._connection, "0:kv", b"", "one"))
-        one.store.attach(ScopeLog("0:kv", log.number, token, head.seq, 0.0))
-        reserve(one.service, ["a"])
-        with pytest.raises(FencedError):
-            one.write()
-        assert not client.exists("hm:{0:kv}:log")
+    client.flushall()
+    token, head = one.do(take(one.connection, "0:kv", b"", "one"))
+    one.store.attach(ScopeLog("0:kv", log.number, token, head.seq, 0.0))
+    reserve(one.service, ["a"])
+    with pytest.raises(FencedError):
+        one.write()
+    assert not client.exists("hm:{0:kv}:log")
 
 
 def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):
@@ -298,41 +289,39 @@ def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):
     one.store.detach(one.service.number_of("0:kv"))
     one.service.release("0:kv")
     with pytest.raises(FencedError):
-        one.do(one.store.append(changes))
+        one.append(changes)
     one.service.put_back(changes)
     one.write()
     assert not one.service.take_changes()
 
 
-def test_a_dropped_scope_leaves_no_key(owner, redis, monkeypatch):
+def test_a_dropped_scope_leaves_no_key(owner, client, monkeypatch):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one = owner("one")
     one.make("0:kv")
     one.compact()
-    with redis.client() as client:
-        assert client.exists(*scope_keys("0:kv")) == 3
-        one.service.drop(p.Drop(scopes=["0:kv"]), NOW)
-        one.write()
-        assert client.keys() == []
+    assert client.exists(*scope_keys("0:kv")) == 3
+    drop(one.service)
+    one.write()
+    assert client.keys() == []
     assert one.store.logs() == []
 
 
 @pytest.mark.parametrize("damaged", ["hm:{0:kv}:blocks", "hm:{0:kv}:rest"])
-def test_a_damaged_snapshot_is_refused(owner, redis, monkeypatch, damaged):
+def test_a_damaged_snapshot_is_refused(owner, client, monkeypatch, damaged):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other")
     one.make("0:kv")
     reserve(one.service, ["a"])
     one.write()
     one.compact()
-    with redis.client() as client:
-        client.hset(damaged, "0", b"nothing")
+    client.hset(damaged, "0", b"nothing")
     with pytest.raises(StoreError, match="scope 0:kv cannot be read"):
         other.take("0:kv")
 
 
 @pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
-def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
+def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch, client):
     """The owner changes after every few groups, compacted or half compacted."""
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
@@ -343,93 +332,48 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
     for scope in scopes:
         one.make(scope, slots=size)
     for _ in range(150):
-        service, store, scope = one.service, one.store, chance.choice(scopes)
-        keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
-        prefixes = (
-            [f"k{chance.randrange(size)}" for _ in range(batch)] if chance.random() < 0.5 else ()
-        )
-        leases = [
-            lease for lease in reserve(service, keys, scope, one.now, prefixes).leases if lease
-        ]
-        if chance.random() < 0.8:
-            commit(service, leases, scope, one.now)
-        if chance.random() < 0.3:
-            part = p.DeleteScope(scope=scope, keys=keys[: batch // 2])
-            service.delete(p.Delete(scopes=[part]), one.now)
-        if chance.random() < 0.05:
-            service.clear(p.Clear(scopes=[scope]), one.now)
-        changes, compacted = service.take_changes(), None
-        if store.wants_compaction(idle=True) and chance.random() < 0.6:
-            compacted = store.collect(service.scope_of)
-        one.do(store.append(changes))
-        if compacted is not None and chance.random() < 0.8:
-            one.do(store.replace_blocks(compacted, one.now))
-        elif compacted is not None:
-            store.put_back(compacted)
+        service = one.service
+        random_changes(chance, service, chance.choice(scopes), one.now, size=size, batch=batch)
+        write_and_compact(chance, one.store, service, write=one.append, compact=one.replace)
         one.now += chance.choice((0.0, 1.0, 3.0))
         if chance.random() < 0.2:
             service.settle(one.now, 10**5)
             # A last write, so that the scope's time is that of this owner.
             for name in scopes:
-                if len(service.scopes[name].table):
-                    service.scopes[name].changed.append([0])
-                    service._changed[name] = service.scopes[name]
+                service.describe(p.Describe(scope=name, model=f"m{one.now}"), one.now)
             one.write()
             before = state(service, one.now)
             one = owner("another", ahead=chance.uniform(-1e6, 1e6))
             for name in scopes:
                 one.take(name)
             assert one.service.recovery_problems == []
-            for (name, slots, live), (again, restored, alive) in zip(
-                before, state(one.service, one.now), strict=True
-            ):
-                assert (name, live) == (again, alive)
-                owned = [slot for slot in slots if slot.state in ("live", "leased")]
-                there = [slot for slot in restored if slot.state in ("live", "leased")]
-                for slot, same in zip(owned, there, strict=True):
-                    assert slot.seconds_left == pytest.approx(same.seconds_left, abs=1e-3)
-                    assert (slot.slot, slot.key, slot.generation) == (
-                        same.slot,
-                        same.key,
-                        same.generation,
-                    )
-                assert [slot.generation for slot in slots] == [slot.generation for slot in restored]
-    with one.redis.client() as client:
-        assert isinstance(client, Redis)
-        assert client.xlen("hm:{0:kv}:log") < 100
+            check_restored(before, state(one.service, one.now), seconds=1e-3)
+    assert client.xlen("hm:{0:kv}:log") < 100
 
 
-def test_a_connection_is_kept_and_one_that_redis_has_closed_is_replaced(redis):
-    script = "return KEYS[1]"
+async def test_a_connection_is_kept_and_one_that_redis_has_closed_is_replaced(redis, client):
+    script, connection = "return KEYS[1]", RedisConnection(redis.url)
 
-    async def check(client):
-        def made():
-            return client.info("stats")["total_connections_received"] - before
+    def made():
+        return client.info("stats")["total_connections_received"]
 
-        async def ask(*keys):
-            asked = [connection.run([ScriptCall(script, (key,), ())]) for key in keys]
-            assert await asyncio.gather(*asked) == [[key] for key in keys]
+    async def ask(*keys):
+        asked = [connection.run([ScriptCall(script, (key,), ())]) for key in keys]
+        assert await asyncio.gather(*asked) == [[key] for key in keys]
 
-        connection, before = RedisConnection(redis.url), 0
-        before = made()
-        try:
-            await ask(b"a")
-            await ask(b"b")
-            assert made() == 1
-            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-            await asyncio.sleep(0.1)
-            await ask(b"c")
-            assert made() == 2
-            # Several at once have connections of their own, which stay open in the pool.
-            await ask(b"1", b"2", b"3")
-            assert made() == 4
-            await ask(b"4", b"5", b"6")
-            assert made() == 4
-        finally:
-            await connection.close()
-
-    with redis.client() as client:
-        asyncio.run(check(client))
+    before = made()
+    await ask(b"a")
+    await ask(b"b")
+    assert made() - before == 1
+    client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    await asyncio.sleep(0.1)
+    await ask(b"c")
+    assert made() - before == 2
+    # Several at once have connections of their own, which stay open in the pool.
+    for keys in ((b"1", b"2", b"3"), (b"4", b"5", b"6")):
+        await ask(*keys)
+        assert made() - before == 4
+    await connection.close()
 
 
 @pytest.mark.parametrize(("writes", "read"), [(offline.READS - 1, True), (offline.READS, False)])

@@ -1,0 +1,151 @@
+"""A service on a store, without a network: requests of its clients, and what they would see."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.storage.factory import open_store
+
+NOW = 1_700_000_000.0
+
+
+def restored(store, now=NOW, limits=DEFAULTS):
+    """A service with what its store has kept."""
+    service = MetadataService(limits, durability=store.durability)
+    service.restore(store.recover(now), store.rows, now)
+    return service
+
+
+def opened(directory, now=NOW, **options):
+    store = open_store(f"sqlite:///{directory}/m.db", **options)
+    return store, restored(store, now)
+
+
+def killed(store):
+    """Leave a store as kill -9 does, whose lock the kernel releases."""
+    store._lock.release()
+
+
+def compact_all(store, service):
+    while store.wants_compaction(idle=True):
+        store.compact(store.collect(service.scope_of), NOW)
+
+
+def state(service, now=NOW):
+    """State that clients can see."""
+    return [
+        (
+            name,
+            [scope.status(slot, now) for slot in range(len(scope.table))],
+            scope.lru.slots(["a", "b"]),
+        )
+        for name, scope in sorted(service.scopes.items())
+    ]
+
+
+def initialize(service, *names, slots=1000, now=NOW, **options):
+    parts = [p.ScopeGeometry(scope=name, slots=slots, identity="me") for name in names]
+    return service.initialize(p.Initialize(scopes=parts, **options), now).created
+
+
+def reserve(service, keys, scope="0:kv", now=NOW, prefixes=(), **options):
+    part = p.ReserveScope(scope=scope, keys=list(keys), prefixes=list(prefixes))
+    return service.reserve(p.Reserve(scopes=[part], owner="me", **options), now).scopes[0]
+
+
+def commit(service, leases, scope="0:kv", now=NOW):
+    part = p.CommitScope(
+        scope=scope,
+        leases=leases,
+        lengths=[7] * len(leases),
+        checksums=[2**64 - 1 - lease for lease in leases],
+    )
+    return service.commit(p.Commit(scopes=[part]), now).scopes[0].states
+
+
+def delete(service, keys, scope="0:kv", now=NOW):
+    part = p.DeleteScope(scope=scope, keys=list(keys))
+    return service.delete(p.Delete(scopes=[part]), now).scopes[0].done
+
+
+def pin(service, keys, scope="0:kv", now=NOW, seconds=9):
+    """Look keys up and pin their pages; returns the pin and the slots."""
+    part = p.LookupScope(scope=scope, keys=list(keys))
+    found = service.lookup(p.Lookup(scopes=[part], pin_seconds=seconds), now)
+    return found.pin, found.scopes[0].slots
+
+
+def clear(service, scope="0:kv", now=NOW):
+    service.clear(p.Clear(scopes=[scope]), now)
+
+
+def drop(service, scope="0:kv", now=NOW):
+    service.drop(p.Drop(scopes=[scope]), now)
+
+
+def slot_status(service, slot, scope="0:kv", now=NOW):
+    return service.inspect(p.Inspect(scope=scope, slots=[slot]), now).slots[0]
+
+
+class OneServer:
+    """A server alone; started again, it loses what its store does not keep."""
+
+    def __init__(self, address, limits=DEFAULTS, now=NOW):
+        self.address, self.limits, self.now, self.store = address, limits, now, None
+        self.start()
+
+    def start(self):
+        if self.store is not None:
+            self.store.close()
+        self.store = open_store(self.address)
+        self.service = restored(self.store, self.now, self.limits)
+
+    def ask(self, call, *arguments, **options):
+        """Make one of the calls above."""
+        self.service.settle(self.now, 10**6)
+        answer = call(self.service, *arguments, now=self.now, **options)
+        self.store.write(self.service.take_changes())
+        return answer
+
+
+def random_changes(chance, service, scope, now, *, size, batch):
+    """Reserve, and perhaps commit, delete and clear."""
+    keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
+    prefixes = [f"k{chance.randrange(size)}" for _ in range(batch)]
+    given = reserve(service, keys, scope, now, prefixes if chance.random() < 0.5 else ())
+    if chance.random() < 0.8:
+        commit(service, [lease for lease in given.leases if lease], scope, now)
+    if chance.random() < 0.3:
+        delete(service, keys[: batch // 2], scope, now)
+    if chance.random() < 0.05:
+        clear(service, scope, now)
+
+
+def write_and_compact(chance, store, service, now=NOW, *, write=None, compact=None):
+    """Write what has changed, and perhaps compact, or begin to."""
+    write = write or store.write
+    compact = compact or (lambda batch: store.compact(batch, now))
+    changes, batch = service.take_changes(), None
+    if store.wants_compaction(idle=True) and chance.random() < 0.6:
+        batch = store.collect(service.scope_of)
+    write(changes)
+    if batch is not None and chance.random() < 0.8:
+        compact(batch)
+    elif batch is not None:
+        store.put_back(batch)
+
+
+def check_restored(before, after, seconds=0.0):
+    """A state came back: all pages and leases, whose ends differ by so many seconds at most."""
+    for (name, slots, live), (again, restored, alive) in zip(before, after, strict=True):
+        assert (name, live) == (again, alive)
+        assert [slot.generation for slot in slots] == [slot.generation for slot in restored]
+        for slot, same in zip(slots, restored, strict=True):
+            if {slot.state, same.state} & {p.SlotState.LIVE, p.SlotState.LEASED}:
+                assert abs(slot.seconds_left - same.seconds_left) <= seconds
+                assert structs.replace(slot, seconds_left=0.0) == structs.replace(
+                    same, seconds_left=0.0
+                )
