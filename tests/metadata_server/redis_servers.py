@@ -10,18 +10,18 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 import redis
-from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import RedisError
 
 from hicache_conformance.harness.ports import free_ports
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 PATIENCE = 30.0
@@ -36,32 +36,23 @@ class Secured:
 
     @property
     def config(self) -> dict[str, object]:
-        return {
-            "tls-ca-cert-file": self.ca,
-            "tls-cert-file": self.certificate,
-            "tls-key-file": self.key,
-            "tls-auth-clients": "yes",
-            "tls-replication": "yes",
-            "tls-cluster": "yes",
-        }
+        files = {"ca-cert": self.ca, "cert": self.certificate, "key": self.key}
+        asked = {"auth-clients": "yes", "replication": "yes", "cluster": "yes"}
+        config = {f"tls-{name}-file": file for name, file in files.items()}
+        return config | {f"tls-{name}": word for name, word in asked.items()}
 
     @property
     def options(self) -> dict[str, Any]:
         """Options for redis-py."""
-        return {
-            "ssl": True,
-            "ssl_ca_certs": str(self.ca),
-            "ssl_certfile": str(self.certificate),
-            "ssl_keyfile": str(self.key),
-            "ssl_check_hostname": False,
-        }
+        files = {"ca_certs": self.ca, "certfile": self.certificate, "keyfile": self.key}
+        named = {f"ssl_{name}": str(file) for name, file in files.items()}
+        return {"ssl": True, "ssl_check_hostname": False, **named}
 
     @property
     def query(self) -> str:
         """Query of an address."""
-        return "?" + urlencode(
-            {"ca": self.ca, "certificate": self.certificate, "key": self.key}, safe="/"
-        )
+        files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
+        return "?" + urlencode(files, safe="/")
 
 
 class RedisServer:
@@ -134,7 +125,7 @@ class RedisServer:
         """Be a replica of another, and wait until it has what that one has."""
         with self.client() as client:
             client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
-            until(lambda: self._follows(client, primary), "the replica does not follow")
+            eventually(lambda: self._follows(client, primary), "the replica does not follow")
 
     def _follows(self, client: redis.Redis, primary: RedisServer) -> bool:
         """Both say so."""
@@ -142,10 +133,8 @@ class RedisServer:
             return False
         with primary.client() as other:
             told = other.info("replication").values()
-        return any(
-            isinstance(one, dict) and (one.get("port"), one.get("state")) == (self.port, "online")
-            for one in told
-        )
+        online = {"port": self.port, "state": "online"}.items()
+        return any(isinstance(one, dict) and online <= one.items() for one in told)
 
     def lead(self) -> None:
         """Be no replica any more."""
@@ -156,10 +145,7 @@ class RedisServer:
         """The same, with all that its primary has by now."""
         with self.client() as client, primary.client() as other:
             goal = other.info("replication")["master_repl_offset"]
-            until(
-                lambda: client.info("replication")["slave_repl_offset"] >= goal,
-                "the replica does not catch up",
-            )
+            eventually(lambda: client.info("replication")["slave_repl_offset"] >= goal)
         self.lead()
 
     def kill(self) -> None:
@@ -181,33 +167,22 @@ class RedisServer:
 
     def stop(self) -> None:
         """End it in good order, if it runs."""
-        if self.process is None:
-            return
-        self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
-        try:
-            self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process = None
+        if self.process is not None:
+            self.resume()
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE)
+            self.kill()
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        with self.client() as client:
-            while True:
-                try:
-                    client.ping()
-                except (RedisError, BusyLoadingError):
-                    assert self.process is not None
-                    log = (self.directory / "log").read_text()
-                    assert self.process.poll() is None, (
-                        f"it ended with {self.process.returncode}: {log}"
-                    )
-                    assert time.monotonic() < deadline, f"it does not serve: {log}"
-                    time.sleep(0.02)
-                else:
-                    return
+        def serves() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, (self.directory / "log").read_text()
+            with self.client() as client, suppress(RedisError):
+                return bool(client.ping())
+            return False
+
+        eventually(serves, f"{self.directory} does not serve")
 
 
 class Sentinel:
@@ -241,14 +216,12 @@ class Sentinel:
         return redis.Redis(port=self.port, socket_timeout=PATIENCE)
 
     def sees(self, replicas: int, sentinels: int) -> bool:
-        try:
-            with self.client() as client:
-                state = client.sentinel_master("cache")
-        except RedisError:
-            return False
-        return bool(
-            (state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1)
-        )
+        with self.client() as client, suppress(RedisError):
+            state = client.sentinel_master("cache")
+            return bool(
+                (state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1)
+            )
+        return False
 
     def stop(self) -> None:
         if self.process is not None:
@@ -280,48 +253,35 @@ class RedisCluster:
 
     def join(self) -> None:
         """Give each node its share of the hash slots, and wait until all know of all."""
-        share = -(-SLOTS // len(self.nodes))
-        first = self.nodes[0]
+        share, first = -(-SLOTS // len(self.nodes)), self.nodes[0]
         for number, node in enumerate([*self.nodes, *self.replicas]):
             with node.client() as client:
                 client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
                 if node in self.nodes:
-                    start = number * share
-                    client.execute_command(
-                        "CLUSTER ADDSLOTS", *range(start, min(start + share, SLOTS))
-                    )
+                    own = range(number * share, min((number + 1) * share, SLOTS))
+                    client.execute_command("CLUSTER ADDSLOTS", *own)
                 if node is not first:
-                    client.execute_command(
-                        "CLUSTER MEET", "127.0.0.1", first.port, first.config["cluster-port"]
-                    )
+                    address = "127.0.0.1", first.port, first.config["cluster-port"]
+                    client.execute_command("CLUSTER MEET", *address)
         self.wait()
         for node, replica in zip(self.nodes, self.replicas, strict=False):
             with node.client() as one, replica.client() as client:
-                client.execute_command(
-                    "CLUSTER REPLICATE", one.execute_command("CLUSTER MYID").decode()
-                )
-                until(
-                    lambda one=node, other=replica, client=client: other._follows(client, one),
-                    "a replica does not follow",
+                name = one.execute_command("CLUSTER MYID").decode()
+                client.execute_command("CLUSTER REPLICATE", name)
+                eventually(
+                    lambda node=node, replica=replica, client=client: replica._follows(client, node)
                 )
 
     def wait(self) -> None:
         """Wait until every node says that the cluster is whole."""
-        until(
-            lambda: all(map(self._is_whole, [*self.nodes, *self.replicas])),
-            "the cluster does not become whole",
-        )
+        every = [*self.nodes, *self.replicas]
+        eventually(lambda: all(map(self._is_whole, every)), "the cluster does not become whole")
 
     def _is_whole(self, node: RedisServer) -> bool:
         with node.client() as client:
-            info = client.execute_command("CLUSTER INFO")
-            fields = (
-                info
-                if isinstance(info, dict)
-                else dict(line.split(":", 1) for line in str(info).splitlines() if ":" in line)
-            )
-        known = int(fields["cluster_known_nodes"])
-        return fields["cluster_state"] == "ok" and known == len(self.nodes) + len(self.replicas)
+            fields = client.cluster("INFO")
+        known = len(self.nodes) + len(self.replicas)
+        return fields["cluster_state"] == "ok" and int(fields["cluster_known_nodes"]) == known
 
 
 @contextmanager
@@ -342,16 +302,10 @@ def redis_cluster(
     """A running cluster of its own."""
     with ExitStack() as stack:
         servers = []
-        for number in range(nodes + replicas):
-            more = {
-                "cluster_enabled": "yes",
-                "cluster_port": free_ports(1)[0],
-                "cluster_node_timeout": 2000,
-            }
-            server = RedisServer(directory / f"redis-{number}", **(more | config))
-            stack.callback(server.stop)
-            server.start()
-            servers.append(server)
+        for number, port in enumerate(free_ports(nodes + replicas)):
+            more = {"cluster_enabled": "yes", "cluster_port": port, "cluster_node_timeout": 2000}
+            server = redis_server(directory, f"redis-{number}", **(more | config))
+            servers.append(stack.enter_context(server))
         cluster = RedisCluster(servers[:nodes], servers[nodes:])
         cluster.join()
         yield cluster
@@ -377,32 +331,21 @@ def sentinels(
     directory: Path, primary: RedisServer, *, replicas: int, number: int = 3, **options: Any
 ) -> Iterator[str]:
     """Sentinels that know of all replicas and of each other; the address of what they watch."""
+    quorum = number // 2 + 1
     with ExitStack() as stack:
-        started = []
-        for each in range(number):
-            one = Sentinel(
-                directory / f"sentinel-{each}", primary, quorum=number // 2 + 1, **options
-            )
+        started = [
+            Sentinel(directory / f"sentinel-{each}", primary, quorum=quorum, **options)
+            for each in range(number)
+        ]
+        for one in started:
             stack.callback(one.stop)
             one.start()
-            started.append(one)
-        until(
-            lambda: all(one.sees(replicas, number) for one in started),
-            "the Sentinels do not find each other",
-        )
-        yield (
-            "redis+sentinel://" + ",".join(f"127.0.0.1:{one.port}" for one in started) + "/cache/0"
-        )
+        eventually(lambda: all(one.sees(replicas, number) for one in started))
+        hosts = ",".join(f"127.0.0.1:{one.port}" for one in started)
+        yield f"redis+sentinel://{hosts}/cache/0"
 
 
 def binary() -> str:
     name = os.environ.get("REDIS_SERVER", "redis-server")
     assert shutil.which(name), f"there is no {name}; scripts/setup.sh installs it"
     return name
-
-
-def until(condition: Callable[[], object], complaint: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.02)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from contextlib import ExitStack, closing, suppress
 
 import pytest
@@ -14,6 +13,7 @@ from tests.metadata_server.servers import SERVE, Served
 from tests.metadata_server.writers import SLOTS, Writer, check_kept
 from tests.support.commands import run_metadata
 from tests.support.metadata import HttpClient, Refused, V2Client, V2Scope
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=10)
 
@@ -41,7 +41,7 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
         writers = [SharedWriter(places[number % 2].url, number) for number in range(3)]
         for writer in writers:
             writer.start()
-        until(lambda: all(len(writer.live) > 200 for writer in writers))
+        eventually(lambda: all(len(writer.live) > 200 for writer in writers))
         if killed == "redis":
             redis.kill()
         else:
@@ -51,9 +51,9 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
             writer.join()
         if killed == "redis":
             redis.start()
-        until(lambda: scopes[1].client.http.get("/readyz").status == 200)
+        eventually(lambda: scopes[1].client.http.get("/readyz").status == 200)
         body = {"scopes": [{"scope": "0:kv", "keys": []}]}
-        until(lambda: is_served(scopes[1].client.http, body))
+        eventually(lambda: is_served(scopes[1].client.http, body))
         check_kept(scopes[1], writers)
 
 
@@ -61,9 +61,8 @@ def test_scopes_are_even_again_after_a_drain_and_no_client_sees_it(tmp_path):
     """With one scope in use all the time, the others go back to the server that had drained."""
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(tmp_path, appendonly="yes", appendfsync="no"))
-        places = [
-            stack.enter_context(Served(command=f"{SERVE} --store {redis.url}")) for _ in range(2)
-        ]
+        command = f"{SERVE} --store {redis.url}"
+        places = [stack.enter_context(Served(command=command)) for _ in range(2)]
         wires = [stack.enter_context(closing(HttpClient(place.url))) for place in places]
         scopes = [
             V2Scope(V2Client(wires[0]), f"{rank}:kv", SLOTS, 4096, random.Random(1))
@@ -80,9 +79,9 @@ def test_scopes_are_even_again_after_a_drain_and_no_client_sees_it(tmp_path):
             return [one["owner"] for one in json.loads(wires[0].get("/v2/scopes").body)["scopes"]]
 
         assert wires[1].post("/v2/drain", {"enabled": True}).status == 200
-        until(lambda: set(owners()) == {places[0].url})
+        eventually(lambda: set(owners()) == {places[0].url})
         assert wires[1].post("/v2/drain", {"enabled": False}).status == 200
-        until(lambda: sorted(map(owners().count, (place.url for place in places))) == [2, 2])
+        eventually(lambda: sorted(map(owners().count, (place.url for place in places))) == [2, 2])
         assert owners()[0] == places[0].url
         assert set(answers) == {200}
 
@@ -105,24 +104,17 @@ def test_status_lists_the_servers(tmp_path):
             assert mine["log_bytes"] > 0
             return servers == {other: {"url": other, "state": state, "scopes": 0, "log_bytes": 0}}
 
-        until(lambda: listed("serving"))
+        eventually(lambda: listed("serving"))
         done = run_metadata("status", "--url", one)
         assert f"{one}  serving, 1 scopes, logs of" in done.output
         assert f"{other}  serving, 0 scopes, logs of 0 bytes" in done.output
         assert wires[1].post("/v2/drain", {"enabled": True}).status == 200
-        until(lambda: listed("draining"))
+        eventually(lambda: listed("draining"))
         places[1].kill()
-        until(lambda: listed("silent"))
+        eventually(lambda: listed("silent"))
 
 
 def is_served(wire, body):
     with suppress(Refused):
         return wire.post("/v2/touch", body).status == 200
     return False
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

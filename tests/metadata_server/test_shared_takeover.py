@@ -8,6 +8,7 @@ nothing is lacking that was acknowledged.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from contextlib import asynccontextmanager, suppress
 
@@ -25,9 +26,10 @@ from hicache_metadata_server.shared.preflight import check_store
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward
 from tests.backends.hf3fs.harness import Rig, chain
-from tests.metadata_server.http_calls import running_shared
+from tests.metadata_server.http_calls import eventually, of_keys, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_replicas, sentinels
 from tests.support.metadata import Served
+from tests.support.waiting import eventually as wait
 
 pytestmark = [pytest.mark.slow(seconds=60), pytest.mark.long]
 
@@ -38,56 +40,52 @@ LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
 @asynccontextmanager
 async def server_on(url, *, replicas=0, slots=4000, **options):
     async with running_shared(url, LIMITS, replicas=replicas, **options) as caller:
-        scope = {"scopes": [{"scope": "0:kv", "slots": slots}]}
-        await served(lambda: caller.post("/v2/initialize", scope))
+        await served(lambda: caller.initialize("0:kv", slots=slots))
         yield caller
 
 
 async def served(ask):
     """The answer, once it is none of a server without its store or its scope, nor leads to a server
     that has ended."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while (reply := await ask()).status in (307, 503):
-        assert time.monotonic() < until, reply
-        await asyncio.sleep(0.05)
+
+    async def answer():
+        reply = await ask()
+        return reply.status not in (307, 503) and reply
+
+    reply = await eventually(answer, PATIENCE_SECONDS)
     assert reply.status == 200, reply
     return reply
 
 
-async def refused_once(ask):
+async def refused_once(caller):
     """Whether a change was refused before one was made."""
-    until, number = time.monotonic() + PATIENCE_SECONDS, 0
-    while True:
+    for number in itertools.count():
+        # A refusal of the reserve has no scopes.
         with suppress(KeyError):
-            # A refusal of the reserve has no scopes.
-            if (await ask(number)).status == 200:
-                return number > 0
-        assert time.monotonic() < until
-        number += 1
+            if (await caller.store("0:kv", [f"b{number}"])).status == 200:
+                break
+    return number > 0
 
 
 async def leased(caller, keys):
-    body = {"scopes": [{"scope": "0:kv", "keys": keys}]}
-    return (await served(lambda: caller.post("/v2/reserve", body))).json["scopes"][0]
+    return (await served(lambda: caller.reserve("0:kv", keys))).json["scopes"][0]
 
 
-async def commit(caller, leases):
-    zeros = [7] * len(leases)
-    part = {"scope": "0:kv", "leases": leases, "lengths": zeros, "checksums": zeros}
-    return await caller.post("/v2/commit", {"scopes": [part]})
+async def committed(caller, leases):
+    """States of leases, once they are answered."""
+    reply = await served(lambda: caller.commit("0:kv", leases))
+    return reply.json["scopes"][0]["states"]
 
 
 async def stored(caller, keys):
     found = await leased(caller, keys)
-    reply = await served(lambda: commit(caller, found["leases"]))
-    assert set(reply.json["scopes"][0]["states"]) == {"done"}
+    assert set(await committed(caller, found["leases"])) == {"done"}
     return found
 
 
 async def live(caller, keys):
-    body = {"scopes": [{"scope": "0:kv", "keys": keys}]}
-    found = (await served(lambda: caller.post("/v2/lookup", body))).json["scopes"][0]["slots"]
-    return [key for key, slot in zip(keys, found, strict=True) if slot >= 0]
+    await served(lambda: caller.post("/v2/lookup", of_keys("0:kv", keys)))
+    return await caller.live("0:kv", keys)
 
 
 async def whole(caller):
@@ -122,19 +120,17 @@ async def test_nothing_is_told_that_no_replica_has(pair):
         async with server_on(primary.url, replicas=1) as caller:
             first = await leased(caller, ["a", "b"])
             replica.suspend()
-            refused = await commit(caller, first["leases"])
+            refused = await caller.commit("0:kv", first["leases"])
             assert refused.status == 503
             assert "0 of 1 replicas have it" in refused.json["message"]
+
+            async def ended():
+                return (await caller.post("/v2/lookup", of_keys("0:kv", ["a"]))).status == 503
+
             # Heartbeats are not confirmed either: another server may own the scope by now.
-            until = time.monotonic() + PATIENCE_SECONDS
-            body = {"scopes": [{"scope": "0:kv", "keys": ["a"]}]}
-            while (reply := await caller.post("/v2/lookup", body)).status == 200:
-                assert time.monotonic() < until
-                await asyncio.sleep(0.05)
-            assert reply.status == 503
+            await eventually(ended, PATIENCE_SECONDS)
             replica.resume()
-            again = await served(lambda: commit(caller, first["leases"]))
-            assert again.json["scopes"][0]["states"] == ["done"] * 2
+            assert await committed(caller, first["leases"]) == ["done"] * 2
             assert await live(caller, ["a", "b"]) == ["a", "b"]
     finally:
         replica.resume()
@@ -163,8 +159,7 @@ async def test_a_change_that_a_replica_has_outlives_its_primary(pair, moving):
         moving.lead_to(replica.port)
     async with server_on(url_of(moving)) as caller:
         assert await live(caller, keys) == keys
-        reply = await served(lambda: commit(caller, late["leases"]))
-        assert reply.json["scopes"][0]["states"] == ["done"]
+        assert await committed(caller, late["leases"]) == ["done"]
         assert min((await leased(caller, ["new"]))["leases"]) > max(late["leases"])
         await whole(caller)
 
@@ -183,12 +178,13 @@ async def test_slots_that_were_leased_behind_a_replica_are_given_to_nobody(pair,
         late = await leased(caller, ["late"])
         moving.lead_to(replica.port)
         primary.kill()
-        until = time.monotonic() + PATIENCE_SECONDS
-        while (await leased(caller, ["x"]))["states"] != ["full"]:
-            assert time.monotonic() < until
+
+        async def full():
+            return (await leased(caller, ["x"]))["states"] == ["full"]
+
+        await eventually(full, PATIENCE_SECONDS)
         assert await live(caller, ["kept", "lost"]) == ["kept"]
-        reply = await served(lambda: commit(caller, late["leases"]))
-        assert reply.json["scopes"][0]["states"] == ["stale"]
+        assert await committed(caller, late["leases"]) == ["stale"]
         await whole(caller)
 
 
@@ -201,7 +197,7 @@ async def test_a_primary_that_is_none_any_more_is_left(pair, moving):
         moving.lead_to(replica.port)
         primary.follow(replica)
         # The first change meets the old connection, and may have been made.
-        assert await refused_once(lambda number: caller.store("0:kv", [f"b{number}"]))
+        assert await refused_once(caller)
         assert await live(caller, ["a"]) == ["a"]
         await whole(caller)
     with replica.client() as client:
@@ -230,10 +226,7 @@ def test_pages_whose_slots_were_given_away_behind_a_replica_are_misses(pair, mov
                 assert len(new) < 400
             moving.lead_to(replica.port)
             primary.kill()
-            until = time.monotonic() + PATIENCE_SECONDS
-            while rig.hits(old) != 4:
-                assert time.monotonic() < until
-                time.sleep(0.05)
+            wait(lambda: rig.hits(old) == 4)
             assert rig.get(old) == [None] * 4, "the map has them, and their slots hold others"
         finally:
             rig.storage.close()
@@ -247,10 +240,9 @@ async def work(caller, number, told, stop):
     count = 0
     while not stop.is_set():
         keys = [f"{number}-{count}-{each}" for each in range(8)]
-        body = {"scopes": [{"scope": "0:kv", "keys": keys}]}
-        reply = await caller.post("/v2/reserve", body)
+        reply = await caller.reserve("0:kv", keys)
         if reply.status == 200 and set(reply.json["scopes"][0]["states"]) == {"leased"}:
-            done = await commit(caller, reply.json["scopes"][0]["leases"])
+            done = await caller.commit("0:kv", reply.json["scopes"][0]["leases"])
             if done.status == 200 and done.json["scopes"][0]["states"] == ["done"] * 8:
                 told += keys
         count += 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import closing, suppress
 
-from hicache_metadata_server.protocol import Fsck, FsckReport, Reserved
+from hicache_metadata_server.protocol import Fsck, FsckReport
 from tests.support.metadata import HttpClient, Unanswered, V2Client, V2Scope
 
 # So many that nothing is evicted.
@@ -18,30 +19,19 @@ class Writer(threading.Thread):
 
     def __init__(self, url, number):
         super().__init__(daemon=True)
-        self.chance, self.wire, self.number = (
-            random.Random(number),
-            HttpClient(url, answer_seconds=60.0),
-            number,
-        )
+        self.chance, self.number = random.Random(number), number
+        self.wire = HttpClient(url, answer_seconds=60.0)
         self.live, self.gone, self.unsure = {}, [], set()
 
     def run(self):
         scope = V2Scope(V2Client(self.wire), "0:kv", SLOTS, 4096, self.chance)
-        try:
+        with closing(self.wire), suppress(Unanswered):
             for batch in range(10_000):
-                keys = [
-                    f"{self.number}-{batch}-{i}" for i in range(self.chance.choice((1, 16, 128)))
-                ]
+                count = self.chance.choice((1, 16, 128))
+                keys = [f"{self.number}-{batch}-{i}" for i in range(count)]
                 self.unsure = set(keys)
-                leased = scope.reserve(keys)
-                assert set(leased.states) == {Reserved.LEASED}
-                sums = [self.chance.getrandbits(64) for _ in keys]
-                done = scope.commit(leased.leases, [1] * len(keys), sums)
-                assert all(done)
-                self.live |= {
-                    key: (slot, total)
-                    for key, slot, total in zip(keys, leased.slots, sums, strict=True)
-                }
+                pages = scope.store(keys)
+                self.live |= {page.key: (page.slot, page.checksum) for page in pages}
                 self.unsure = set()
                 if self.chance.random() < 0.3:
                     gone = self.chance.sample(list(self.live), min(len(self.live), 20))
@@ -51,28 +41,21 @@ class Writer(threading.Thread):
                         del self.live[key]
                     self.gone += gone
                     self.unsure = set()
-        except Unanswered:
-            pass
-        finally:
-            self.wire.close()
 
 
 def check_kept(scope, writers):
     """All that was acknowledged is there, each page in a slot of its own, and the server finds
     nothing wrong."""
-    owners = {}
+    slots = []
     for writer in writers:
         keys = [key for key in writer.live if key not in writer.unsure]
         # A fast machine writes more in the time than one request may ask for.
         for start in range(0, len(keys), 10_000):
             some = keys[start : start + 10_000]
             found = scope.lookup(some)
-            assert list(zip(found.slots, found.checksums, strict=True)) == [
-                writer.live[key] for key in some
-            ]
-            owners |= {
-                slot: key for slot, key in zip(found.slots, some, strict=True) if slot not in owners
-            }
+            pages = list(zip(found.slots, found.checksums, strict=True))
+            assert pages == [writer.live[key] for key in some]
+            slots += found.slots
         assert not any(slot >= 0 for slot in scope.lookup(writer.gone[:10_000]).slots)
-    assert len(owners) == sum(len(set(writer.live) - writer.unsure) for writer in writers)
+    assert len(set(slots)) == len(slots)
     assert scope.client.call("/v2/fsck", Fsck(), FsckReport).problems == []

@@ -12,7 +12,8 @@ from pathlib import Path
 import redis
 
 from hicache_conformance.harness.ports import accepts, free_ports
-from tests.metadata_server.redis_servers import PATIENCE, until
+from tests.metadata_server.redis_servers import PATIENCE
+from tests.support.waiting import eventually
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def three_nodes(directory, ports):
     ]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[3], start_new_session=True)
     try:
-        until(lambda: accepts(ports[-1]), "the cluster does not come up")
+        eventually(lambda: accepts(ports[-1]), "the cluster does not come up")
         yield redis.RedisCluster(host="127.0.0.1", port=ports[0], socket_timeout=PATIENCE)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -41,7 +42,7 @@ def test_what_was_written_is_there_when_the_command_is_given_again(tmp_path):
         for key in keys:
             cluster.set(key, key)
         cluster.close()
-    until(lambda: not any(map(accepts, ports[:3])), "nodes are left behind")
+    eventually(lambda: not any(map(accepts, ports[:3])), "nodes are left behind")
     with three_nodes(tmp_path, ports) as cluster:
         assert [cluster.get(key) for key in keys] == [key.encode() for key in keys]
         cluster.close()
