@@ -118,7 +118,6 @@ soak: $(VENV)/.installed
 # 20,000 malformed and random requests to the metadata server; long random programs of the hybrid cache and its controller.
 fuzz: $(VENV)/.installed
 	$(PYTHON) -m pytest -m fuzz tests/metadata_server
-	HICACHE_SHARED_STEPS=2000 $(PYTHON) -m pytest tests/metadata_server/test_shared_histories.py
 	HICACHE_PROGRAMS=50 $(PYTHON) -m pytest -o faulthandler_timeout=0 -n 2 --dist load tests/hybrid/test_programs.py tests/hybrid/radix/test_programs.py
 
 # The 3FS driver's races and its killed server, ten seconds each, and Mooncake's outages; calls end within a second of their deadline.

@@ -9,31 +9,20 @@ class Authority:
     """Signs certificates; everything is in one directory."""
 
     def __init__(self, directory, name="authority"):
-        self.directory, self.file, self._key = (
-            directory,
-            directory / f"{name}.pem",
-            directory / f"{name}.key",
-        )
-        _make_certificate(
-            name,
-            self.file,
-            self._key,
-            "basicConstraints=critical,CA:TRUE",
-            "keyUsage=critical,keyCertSign",
-        )
+        self.directory = directory
+        self.file, self._key = self._files(name)
+        extensions = ("basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign")
+        _make_certificate(name, self.file, self._key, *extensions)
 
     def sign(self, name, hosts=("IP:127.0.0.1", "DNS:localhost")):
         """The files of a certificate and its key."""
-        certificate, key = self.directory / f"{name}.pem", self.directory / f"{name}.key"
-        _make_certificate(
-            name,
-            certificate,
-            key,
-            f"subjectAltName={','.join(hosts)}",
-            "basicConstraints=critical,CA:FALSE",
-            signed_by=("-CA", self.file, "-CAkey", self._key),
-        )
-        return certificate, key
+        files, signed_by = self._files(name), ("-CA", self.file, "-CAkey", self._key)
+        extensions = (f"subjectAltName={','.join(hosts)}", "basicConstraints=critical,CA:FALSE")
+        _make_certificate(name, *files, *extensions, signed_by=signed_by)
+        return files
+
+    def _files(self, name):
+        return self.directory / f"{name}.pem", self.directory / f"{name}.key"
 
 
 def _make_certificate(name, certificate, key, *extensions, signed_by=()):

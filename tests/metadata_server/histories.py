@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 QUARANTINE = 2.0
 MAX_LEASE = 8
+RESTING = (QUARANTINED, FREE)
+STEPS = ["reserve", "commit"] * 3 + ["wait"] * 2
+STEPS += ["abort", "release", "delete", "touch", "pin", "unpin", "renew", "clear", "crash"]
 
 
 def problems_of(scope: Scope) -> list[str]:
@@ -57,100 +60,86 @@ class History:
         return ScopeGeometry(scope="0:kv", slots=self.slots)
 
     def step(self) -> None:
-        chance = self.chance
-        live = {key: self.scope.lru.slot(key) for key in self.scope.lru}
         # A lease that ends by itself ends at its time, whenever that is seen.
         before = {
             slot: self.scope.table.until[slot] if state == LEASED else float("inf")
             for slot, state in enumerate(self.scope.table.states)
             if state in (LEASED, LIVE)
         }
-        match chance.choice(
-            ("reserve",) * 3
-            + ("commit",) * 3
-            + (
-                "abort",
-                "release",
-                "delete",
-                "touch",
-                "pin",
-                "unpin",
-                "renew",
-                "wait",
-                "wait",
-                "clear",
-                "crash",
-            )
-        ):
-            case "reserve":
-                self.reserve()
-            case "commit" if self.held:
-                leases = chance.sample(list(self.held), chance.randint(1, len(self.held)))
-                valid = [self.scope.leases.slot(lease) == self.held[lease][1] for lease in leases]
-                lengths, checksums = (
-                    [chance.randint(1, 9) for _ in leases],
-                    [chance.getrandbits(64) for _ in leases],
-                )
-                done = self.scope.commit(leases, lengths, checksums, self.now)
-                for lease, was_valid, did in zip(leases, valid, done, strict=True):
-                    key, slot, end = self.held.pop(lease)
-                    assert did == (was_valid and end > self.now)
-                    if did:
-                        assert self.scope.lru.slot(key) == slot
-            case "abort" if self.held:
-                lease = chance.choice(list(self.held))
-                self.scope.abort([lease, lease], self.now)
-                del self.held[lease]
-            case "release":
-                self.scope.release([chance.randrange(self.slots) for _ in range(2)], self.now)
-            case "delete":
-                self.delete()
-            case "touch":
-                self.scope.lru.touch([self.key() for _ in range(3)])
-            case "pin" if live:
-                slots = [
-                    live[key] for key in chance.sample(list(live), chance.randint(1, len(live)))
-                ]
-                until = self.now + chance.choice((1, 5))
-                self.scope.pin(self.next_pin, slots, until)
-                self.pins[self.next_pin] = slots, until
-                self.next_pin += 1
-            case "unpin" if self.pins:
-                self.unpin(chance.choice(list(self.pins)))
-            case "renew" if self.held:
-                lease, end = (
-                    chance.choice(list(self.held)),
-                    self.now + chance.choice((3, MAX_LEASE)),
-                )
-                if self.scope.renew([lease], self.now, end) == [True]:
-                    self.held[lease] = (*self.held[lease][:2], end)
-            case "wait":
-                self.now += chance.choice((0.5, 1, 3, 10))
-                for pin in [pin for pin, (_, until) in self.pins.items() if until <= self.now]:
-                    self.unpin(pin)
-                if chance.random() < 0.5:
-                    # Else the next that somebody asks for has to see to what is due.
-                    self.scope.settle(self.now)
-                    self.check_nothing_overdue()
-            case "clear" if chance.random() < 0.3:
-                self.scope.settle(self.now, 10**6)
-                self.written |= {slot: self.scope.table.until[slot] for slot in self.leased_slots()}
-                self.scope.clear(self.now)
-            case "crash" if chance.random() < 0.5:
-                self.crash()
-            case _:
-                pass
+        getattr(self, self.chance.choice(STEPS))()
         self.write()
         for slot, end in before.items():
-            if slot < len(self.scope.table) and self.scope.table.states[slot] in (
-                QUARANTINED,
-                FREE,
-            ):
+            if slot < len(self.scope.table) and self.scope.table.states[slot] in RESTING:
                 self.rested.setdefault(slot, min(self.now, end))
         self.see()
 
-    def leased_slots(self) -> list[int]:
-        return [slot for slot, state in enumerate(self.scope.table.states) if state == LEASED]
+    def commit(self) -> None:
+        chance = self.chance
+        leases = chance.sample(
+            list(self.held), chance.randint(min(1, len(self.held)), len(self.held))
+        )
+        valid = [self.scope.leases.slot(lease) == self.held[lease][1] for lease in leases]
+        lengths = [chance.randint(1, 9) for _ in leases]
+        checksums = [chance.getrandbits(64) for _ in leases]
+        done = self.scope.commit(leases, lengths, checksums, self.now)
+        for lease, was_valid, did in zip(leases, valid, done, strict=True):
+            key, slot, end = self.held.pop(lease)
+            assert did == (was_valid and end > self.now)
+            if did:
+                assert self.scope.lru.slot(key) == slot
+
+    def abort(self) -> None:
+        if self.held:
+            lease = self.chance.choice(list(self.held))
+            self.scope.abort([lease, lease], self.now)
+            del self.held[lease]
+
+    def release(self) -> None:
+        self.scope.release([self.chance.randrange(self.slots) for _ in range(2)], self.now)
+
+    def touch(self) -> None:
+        self.scope.lru.touch([self.key() for _ in range(3)])
+
+    def pin(self) -> None:
+        live = [self.scope.lru.slot(key) for key in self.scope.lru]
+        if live:
+            slots = self.chance.sample(live, self.chance.randint(1, len(live)))
+            until = self.now + self.chance.choice((1, 5))
+            self.scope.pin(self.next_pin, slots, until)
+            self.pins[self.next_pin] = slots, until
+            self.next_pin += 1
+
+    def unpin(self, pin: int = 0) -> None:
+        if pin or self.pins:
+            pin = pin or self.chance.choice(list(self.pins))
+            slots, _ = self.pins.pop(pin)
+            self.scope.unpin(pin, slots, self.now)
+
+    def renew(self) -> None:
+        if self.held:
+            lease = self.chance.choice(list(self.held))
+            end = self.now + self.chance.choice((3, MAX_LEASE))
+            if self.scope.renew([lease], self.now, end) == [True]:
+                self.held[lease] = (*self.held[lease][:2], end)
+
+    def wait(self) -> None:
+        self.now += self.chance.choice((0.5, 1, 3, 10))
+        for pin in [pin for pin, (_, until) in self.pins.items() if until <= self.now]:
+            self.unpin(pin)
+        if self.chance.random() < 0.5:
+            # Else the next that somebody asks for has to see to what is due.
+            self.scope.settle(self.now)
+            self.check_nothing_overdue()
+
+    def clear(self) -> None:
+        if self.chance.random() < 0.3:
+            self.scope.settle(self.now, 10**6)
+            self.written |= {slot: self.scope.table.until[slot] for slot in self.leased_slots()}
+            self.scope.clear(self.now)
+
+    def leased_slots(self, scope: Scope | None = None) -> list[int]:
+        states = (scope or self.scope).table.states
+        return [slot for slot, state in enumerate(states) if state == LEASED]
 
     def key(self) -> str:
         return f"k{self.chance.randrange(self.keys)}"
@@ -158,60 +147,47 @@ class History:
     def reserve(self) -> None:
         keys = [self.key() for _ in range(self.chance.randint(1, 4))]
         prefixes = [self.chance.choice(("", self.key())) for _ in keys]
-        for lease in [
-            lease
-            for lease, (_, _, end) in self.held.items()
-            if end <= self.now and self.chance.random() < 0.5
-        ]:
-            del self.held[lease]
+        for lease in [lease for lease, (_, _, end) in self.held.items() if end <= self.now]:
+            if self.chance.random() < 0.5:
+                del self.held[lease]
         pinned = self.pinned_pages()
         states, slots, leases = self.scope.reserve(
             keys, prefixes, "me", self.next_lease, self.now, self.now + 3
         )
         assert pinned <= self.pinned_pages(), "a pinned page was evicted"
         self.next_lease += len(keys)
-        assert len(states) == len(slots) == len(leases) == len(keys)
-        for i, (key, state, slot, lease) in enumerate(
-            zip(keys, states, slots, leases, strict=True)
-        ):
+        columns = zip(keys, states, slots, leases, strict=True)
+        for i, (key, state, slot, lease) in enumerate(columns):
             assert (slot >= 0) == (state in (Reserved.LEASED, Reserved.EXISTS))
             assert (lease > 0) == (state is Reserved.LEASED)
             if state is Reserved.LEASED:
                 assert key not in keys[:i], "the first of several gets the lease"
-                assert self.scope.table.generations[slot] > self.generations.get(slot, 0)
-                assert slot not in self.rested or self.rested[slot] + QUARANTINE <= self.now, (
-                    "a slot is given out that rests"
-                )
-                assert self.written.pop(slot, 0.0) <= self.now, (
-                    "a slot is given out that its writer may write into"
-                )
-                pinned = [
-                    pin
-                    for pin, (slots_, until) in self.pins.items()
-                    if slot in slots_ and until > self.now
-                ]
-                assert not pinned, "a slot is given out that is pinned"
+                self.check_given(slot)
                 self.generations[slot] = self.scope.table.generations[slot]
-                self.rested.pop(slot, None)
                 self.held[lease] = key, slot, self.now + 3
+
+    def check_given(self, slot: int) -> None:
+        """A slot may be given out now."""
+        assert self.scope.table.generations[slot] > self.generations.get(slot, 0)
+        rested = self.rested.pop(slot, 0.0) + QUARANTINE <= self.now
+        assert rested, "a slot is given out that rests"
+        written = self.written.pop(slot, 0.0)
+        assert written <= self.now, "a slot is given out that its writer may write into"
+        pinned = any(slot in slots and end > self.now for slots, end in self.pins.values())
+        assert not pinned, "a slot is given out that is pinned"
 
     def delete(self) -> None:
         keys, table = list({self.key(): None for _ in range(2)}), self.scope.table
         slots = self.scope.lru.slots(keys)
-        generations = [
-            table.generations[slot] + self.chance.randint(0, 1) if slot >= 0 else 1
-            for slot in slots
-        ]
-        meant = [
-            slot >= 0 and table.generations[slot] == one
-            for slot, one in zip(slots, generations, strict=True)
-        ]
+        generations, meant = [], [slot >= 0 for slot in slots]
         if self.chance.random() < 0.5:
-            generations, meant = [], [slot >= 0 for slot in slots]
+            right = [self.chance.random() < 0.5 for _ in keys]
+            own = [table.generations[slot] if slot >= 0 else 1 for slot in slots]
+            generations = [one + (not ok) for one, ok in zip(own, right, strict=True)]
+            meant = [there and ok for there, ok in zip(meant, right, strict=True)]
         assert self.scope.delete(keys, generations, self.now) == meant
-        assert [self.scope.lru.slot(key) >= 0 for key in keys] == [
-            slot >= 0 and not goes for slot, goes in zip(slots, meant, strict=True)
-        ]
+        left = [slot >= 0 and not goes for slot, goes in zip(slots, meant, strict=True)]
+        assert [self.scope.lru.slot(key) >= 0 for key in keys] == left
 
     def pinned_pages(self) -> set[tuple[str, int]]:
         live = [(key, self.scope.lru.slot(key)) for key in self.scope.lru]
@@ -220,10 +196,6 @@ class History:
             for key, slot in live
             if any(slot in slots and end > self.now for slots, end in self.pins.values())
         }
-
-    def unpin(self, pin: int) -> None:
-        slots, _ = self.pins.pop(pin)
-        self.scope.unpin(pin, slots, self.now)
 
     def write(self) -> None:
         """Write changes into blocks, as a store does."""
@@ -245,6 +217,8 @@ class History:
 
     def crash(self) -> None:
         """Go on with what was written."""
+        if self.chance.random() < 0.5:
+            return
         old = self.scope
         old.settle(self.now, 10**6)
         scope = self.scope = Scope(self.geometry, QUARANTINE)
@@ -259,38 +233,25 @@ class History:
             assert scope.status(slot, self.now) == old.status(slot, self.now)
         assert scope.table.by_key == old.table.by_key
         assert len(scope.leases) == len(old.leases)
-        held = [
-            old.table.leases[slot] for slot, state in enumerate(old.table.states) if state == LEASED
-        ]
+        held = [old.table.leases[slot] for slot in self.leased_slots(old)]
         assert list(scope.leases.slots(held)) == list(old.leases.slots(held))
-        assert all(
-            until <= max(self.now + QUARANTINE, self.written.get(slot, 0.0))
-            for slot, until in enumerate(scope.table.until)
-            if scope.table.states[slot] == QUARANTINED
-        )
+        for slot, until in enumerate(scope.table.until):
+            if scope.table.states[slot] == QUARANTINED:
+                assert until <= max(self.now + QUARANTINE, self.written.get(slot, 0.0))
 
     def see(self) -> None:
         assert problems_of(self.scope) == []
-        leased = [lease for lease in self.held if self.scope.leases.slot(lease) >= 0]
-        owned = [
-            *map(self.scope.lru.slot, self.scope.lru),
-            *map(self.scope.leases.slot, leased),
-        ]
+        owned = [self.scope.lru.slot(key) for key in self.scope.lru]
+        owned += [slot for lease in self.held if (slot := self.scope.leases.slot(lease)) >= 0]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"
 
     def check_nothing_overdue(self) -> None:
         """Leases and quarantines have ended that were to end by now."""
         table = self.scope.table
-        overdue = [
-            slot
-            for slot, state in enumerate(table.states)
-            if state in (LEASED, QUARANTINED) and table.until[slot] <= self.now
-        ]
-        assert [
-            slot
-            for slot in overdue
-            if table.states[slot] == LEASED or not self.scope.is_pinned(slot, self.now)
-        ] == []
+        for slot, state in enumerate(table.states):
+            held = state == QUARANTINED and self.scope.is_pinned(slot, self.now)
+            if state in (LEASED, QUARANTINED) and not held:
+                assert table.until[slot] > self.now
 
     def check_nothing_lost(self) -> None:
         """Once nothing holds them, all slots can be leased."""

@@ -195,3 +195,10 @@ async def test_what_is_refused_for_its_size_is_not_read_for_the_slow_log():
         assert (await caller.post("/v2/lookup", {"scopes": [], "keys": keys})).status == 413
         [call] = (await caller.send("GET", "/v2/history")).json["slowest"]
         assert (call["status"], call["entries"], call["scopes"]) == (413, 0, 0)
+
+
+def test_other_content_types_carry_nothing():
+    with pytest.raises(ValueError, match="text/plain"):
+        p.encode(p.Clear(scopes=[]), "text/plain")
+    with pytest.raises(ValueError, match="text/plain"):
+        p.decode(b"{}", p.Clear, "text/plain")

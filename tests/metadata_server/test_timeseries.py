@@ -204,14 +204,6 @@ async def test_a_time_that_is_none_is_refused(query):
         assert (reply.status, reply.json["field"]) == (422, "after")
 
 
-async def test_the_clock_ticks_while_the_server_runs():
-    import asyncio
-
-    async with running() as caller:
-        while not (await fetch_history(caller)).seconds.times:
-            await asyncio.sleep(0.05)
-
-
 async def test_the_page_is_for_everybody_and_holds_nothing():
     """The same bytes with tokens and without, before and after there is data."""
     paths, pages = ("/", "/page/main.js", "/page/style.css", "/page/icon.svg"), []

@@ -6,9 +6,8 @@ import os
 import signal
 import socket
 import ssl
-import subprocess
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -24,7 +23,8 @@ from hicache_metadata_server.settings import ServerSettings
 from hicache_storage.objects import Call
 from tests.metadata_server.certificates import Authority, openssl
 from tests.metadata_server.servers import SERVE, Served
-from tests.support.commands import run_metadata
+from tests.support.commands import run_metadata, run_program
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=25)
 
@@ -71,10 +71,7 @@ def check_alive(connection):
 
 
 def until_shown(place, context, name):
-    until = time.monotonic() + 30
-    while shown(place, context)[0] != name:
-        assert time.monotonic() < until, f"the certificate of {name} is not shown"
-        time.sleep(0.05)
+    eventually(lambda: shown(place, context)[0] == name, f"{name} is not shown")
 
 
 def test_handshakes(tmp_path, authority, others):
@@ -99,55 +96,48 @@ def test_handshakes(tmp_path, authority, others):
 
 
 def test_the_command_line_and_the_driver_speak_tls(tmp_path, authority, others):
+    trusted, other = str(authority.file), str(others.file)
     with started(tmp_path, authority) as place:
-        trusted, other = str(authority.file), str(others.file)
-        for arguments, code in (
-            ((), 2),
-            (("--ca", other), 2),
-            (("--ca", trusted), 0),
-            (("--ca", "/nonexistent"), 2),
+        for options, environment, code in (
+            ((), {}, 2),
+            (("--ca", other), {}, 2),
+            (("--ca", trusted), {}, 0),
+            (("--ca", "/nonexistent"), {}, 2),
+            ((), {"HICACHE_METADATA_CA": trusted}, 0),
         ):
-            done = run_metadata("status", "--url", place.url, *arguments)
+            done = run_metadata("status", "--url", place.url, *options, env=environment)
             assert done.exit_code == code, done.output
-        assert (
-            run_metadata(
-                "status", "--url", place.url, env={"HICACHE_METADATA_CA": trusted}
-            ).exit_code
-            == 0
-        )
-        with closing(HttpMetadataClient(place.url, tls=client_context(ca=trusted))) as client:
-            assert client.refresh(Call(10)).protocol == "2"
+        assert answers(place, client_context(ca=trusted))
         for tls in (client_context(ca=other), None):
-            with (
-                closing(HttpMetadataClient(place.url, tls=tls)) as client,
-                pytest.raises(MetadataError, match="certificate"),
-            ):
-                client.refresh(Call(10))
+            with pytest.raises(MetadataError, match="certificate"):
+                answers(place, tls)
+
+
+def answers(place, tls):
+    with closing(HttpMetadataClient(place.url, tls=tls)) as client:
+        return client.refresh(Call(10)).protocol == "2"
 
 
 def test_clients_show_certificates(tmp_path, authority, others):
     certificate, key = authority.sign("client")
     foreign, foreign_key = others.sign("foreign")
-    both = tmp_path / "both.pem"
+    both, ca = tmp_path / "both.pem", str(authority.file)
     both.write_bytes(certificate.read_bytes() + key.read_bytes())
-    with started(tmp_path, authority, f"--tls-client-ca {authority.file}") as place:
-        for files, answers in (
-            ({}, False),
-            ({"certificate": foreign, "key": foreign_key}, False),
-            ({"certificate": certificate, "key": key}, True),
-            ({"certificate": both}, True),
+    with started(tmp_path, authority, f"--tls-client-ca {ca}") as place:
+        for files in ({}, {"certificate": str(foreign), "key": str(foreign_key)}):
+            with pytest.raises(MetadataError):
+                answers(place, client_context(ca=ca, **files))
+        for files in (
+            {"certificate": str(certificate), "key": str(key)},
+            {"certificate": str(both)},
         ):
-            tls = client_context(
-                ca=str(authority.file), **{name: str(file) for name, file in files.items()}
-            )
-            with closing(HttpMetadataClient(place.url, tls=tls)) as client:
-                if answers:
-                    assert client.refresh(Call(10)).protocol == "2"
-                else:
-                    with pytest.raises(MetadataError):
-                        client.refresh(Call(10))
-        with_certificate = ("--ca", str(authority.file), "--certificate", str(both))
-        assert run_metadata("status", "--url", place.url, *with_certificate).exit_code == 0
+            assert answers(place, client_context(ca=ca, **files))
+        where = ("status", "--url", place.url, "--ca", ca)
+        assert run_metadata(*where, "--certificate", both).exit_code == 0
+        told = run_metadata(*where)
+        option = "--certificate FILE, or HICACHE_METADATA_CERTIFICATE"
+        assert told.exit_code == 2
+        assert f"if the server asks for a client certificate: {option}" in told.stderr
 
 
 def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
@@ -159,18 +149,14 @@ def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
             assert shown(place, trusting)[0] == "first"
             installed(tmp_path, *authority.sign("second"))
             until_shown(place, trusting, "second")
-            assert shown(place, trusting, "127.0.0.1")[0] == "second", (
-                "also for a client that names no host"
-            )
+            # Also for a client that names no host.
+            assert shown(place, trusting, "127.0.0.1")[0] == "second"
             # Connections that are open go on.
             check_alive(open_before)
         # A key that does not belong to its certificate, then one that does.
         (tmp_path / "server.key").write_bytes(authority.sign("third")[1].read_bytes())
         os.kill(place.process.pid, signal.SIGHUP)
-        until = time.monotonic() + 30
-        while "reload_failed" not in place.log():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        eventually(lambda: "reload_failed" in place.log())
         assert shown(place, trusting)[0] == "second"
         installed(tmp_path, *authority.sign("fourth"))
         until_shown(place, trusting, "fourth")
@@ -179,74 +165,62 @@ def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
 def test_authorities_of_clients_are_changed_without_a_restart(tmp_path, authority, others):
     accepted = tmp_path / "clients.pem"
     accepted.write_bytes(authority.file.read_bytes())
-    contexts = {}
+    contexts = []
     for name, who in (("ours", authority), ("theirs", others)):
-        certificate, key = who.sign(f"client-{name}")
-        contexts[name] = client_context(
-            ca=str(authority.file), certificate=str(certificate), key=str(key)
-        )
+        certificate, key = map(str, who.sign(f"client-{name}"))
+        contexts.append(client_context(ca=str(authority.file), certificate=certificate, key=key))
 
-    def may(name):
-        try:
-            shown(place, contexts[name])
-        except (OSError, AssertionError):
-            return False
-        return True
+    def allowed():
+        found = []
+        for context in contexts:
+            with suppress(OSError, AssertionError):
+                shown(place, context)
+                found.append(context)
+        return found
 
     with started(tmp_path, authority, f"--tls-client-ca {accepted}") as place:
-        assert (may("ours"), may("theirs")) == (True, False)
+        assert allowed() == contexts[:1]
         (tmp_path / "new").write_bytes(others.file.read_bytes())
         (tmp_path / "new").replace(accepted)
-        until = time.monotonic() + 30
-        while (may("ours"), may("theirs")) != (False, True):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        eventually(lambda: allowed() == contexts[1:])
 
 
 def test_settings_and_options_that_cannot_be(tmp_path, authority, others):
     certificate, key = authority.sign("settings")
-    with pytest.raises(ValueError, match="tls_client_ca needs tls_certificate"):
-        ServerSettings(tls_client_ca=authority.file)
-    with pytest.raises(ValueError, match=r"settings\.pem cannot be used"):
-        ServerTls(certificate, others.sign("mismatch")[1])
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("nonsense")
-    with pytest.raises(ValueError, match=r"nonsense\.pem cannot be used"):
-        ServerTls(certificate, key, nonsense)
-    for options, said in (
-        ({"ca": str(nonsense)}, "nonsense.pem"),
-        ({"ca": "/nonexistent"}, "/nonexistent"),
-        ({"key": str(key)}, "needs its certificate"),
-        ({"certificate": str(certificate)}, "settings.pem"),
+    http = {"path": "/x", "metadata_url": "http://x"}
+    for said, make, arguments in (
+        ("needs tls_certificate", ServerSettings, {"tls_client_ca": authority.file}),
+        (r"nonsense\.pem", client_context, {"ca": str(nonsense)}),
+        ("/nonexistent", client_context, {"ca": "/nonexistent"}),
+        ("needs its certificate", client_context, {"key": str(key)}),
+        (r"settings\.pem", client_context, {"certificate": str(certificate)}),
+        ("metadata_certificate", Hf3fsConfig, {**http, "metadata_key": "k"}),
+        ("https", Hf3fsConfig, {**http, "metadata_ca": "c"}),
     ):
         with pytest.raises(ValueError, match=said):
-            client_context(**options)
-    for options, said in (
-        ({"metadata_key": "k"}, "metadata_certificate"),
-        ({"metadata_ca": "c"}, "https"),
+            make(**arguments)
+    for said, files in (
+        (r"settings\.pem cannot be used", (certificate, others.sign("mismatch")[1])),
+        (r"nonsense\.pem cannot be used", (certificate, key, nonsense)),
     ):
         with pytest.raises(ValueError, match=said):
-            Hf3fsConfig(path="/x", metadata_url="http://x", **options)
+            ServerTls(*files)
 
 
 @pytest.mark.parametrize("option", ["--tls-certificate", "--tls-key", "--tls-client-ca"])
 def test_a_file_that_is_not_there_is_named_with_its_option(tmp_path, authority, option):
     certificate, key = installed(tmp_path, *authority.sign("first"))
-    files = {
-        "--tls-certificate": certificate,
-        "--tls-key": key,
-        "--tls-client-ca": authority.file,
-        option: tmp_path / "nope.pem",
-    }
-    arguments = [str(argument) for pair in files.items() for argument in pair]
-    with pytest.raises(
-        ValueError, match=f"{option}: {tmp_path}/nope.pem cannot be read: No such file or directory"
-    ):
+    files = {"--tls-certificate": certificate, "--tls-key": key, "--tls-client-ca": authority.file}
+    files[option] = tmp_path / "nope.pem"
+    said = f"{option}: {tmp_path}/nope.pem cannot be read: No such file or directory"
+    with pytest.raises(ValueError, match=said):
         ServerTls(*files.values())
+    arguments = [argument for pair in files.items() for argument in pair]
     told = run_metadata("serve", "--port", "0", "--store", f"sqlite:///{tmp_path}/m.db", *arguments)
-    assert told.exit_code == 2
-    assert f"{option}: {tmp_path}/nope.pem" in told.stderr
-    assert len(told.stderr.strip().splitlines()) == 1
+    assert (told.exit_code, told.stderr.count("\n")) == (2, 1)
+    assert said in told.stderr
 
 
 def test_the_expiry_of_certificates_is_told(tmp_path, authority):
@@ -255,28 +229,16 @@ def test_the_expiry_of_certificates_is_told(tmp_path, authority):
     assert list(tls.expiries) == [str(certificate), str(authority.file)]
     for expiry in tls.expiries.values():
         assert expiry - time.time() == pytest.approx(2 * 86_400, abs=600)
-    text = openssl_end(certificate)
-    assert tls.expiries[str(certificate)] == text
-    chain = tmp_path / "chain.pem"
-    openssl(
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "9999",
-        "-subj",
-        "/CN=far",
-        "-keyout",
-        tmp_path / "far.key",
-        "-out",
-        chain,
+    end = openssl_end(certificate)
+    assert tls.expiries[str(certificate)] == end
+    # In the other form of dates, after 2049.
+    far, new_key = (
+        tmp_path / "far.pem",
+        ("-newkey", "rsa:2048", "-nodes", "-keyout", tmp_path / "k"),
     )
-    assert first_expiry(chain.read_text()) == openssl_end(chain) > 2_500_000_000, (
-        "in the other form of dates, after 2049"
-    )
-    assert first_expiry(chain.read_text() + certificate.read_text()) == text, "the first of several"
+    openssl("req", "-x509", *new_key, "-days", "9999", "-subj", "/CN=far", "-out", far)
+    assert first_expiry(far.read_text()) == openssl_end(far) > 2_500_000_000
+    assert first_expiry(far.read_text() + certificate.read_text()) == end, "the first of several"
 
 
 @pytest.mark.parametrize(
@@ -288,20 +250,5 @@ def test_what_is_no_certificate_has_no_expiry(pem):
 
 
 def openssl_end(file):
-    told = subprocess.run(
-        ["openssl", "x509", "-enddate", "-noout", "-in", file],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    told = run_program("openssl", "x509", "-enddate", "-noout", "-in", file).stdout
     return ssl.cert_time_to_seconds(told.strip().removeprefix("notAfter="))
-
-
-def test_a_client_without_a_certificate_is_told_of_the_option(tmp_path, authority):
-    with started(tmp_path, authority, f"--tls-client-ca {authority.file}") as place:
-        told = run_metadata("status", "--url", place.url, "--ca", str(authority.file))
-        assert told.exit_code == 2
-        assert (
-            "if the server asks for a client certificate: --certificate FILE, or "
-            "HICACHE_METADATA_CERTIFICATE" in told.stderr
-        )

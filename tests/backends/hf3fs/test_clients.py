@@ -24,6 +24,7 @@ from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.listening import listening, reply
 from tests.metadata_server.redis_servers import redis_server
 from tests.support.metadata import Served
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=100)
 
@@ -99,10 +100,7 @@ def test_leases_are_kept_given_back_and_lost(client):
     asked = p.LeaseScope(scope=SCOPE, leases=part.leases)
     assert client.renew([asked], Call(10), lease_seconds=LEASE_SECONDS) == [[True, True]]
     client.abort([asked])
-    until = time.monotonic() + PATIENCE_SECONDS
-    while reserve(client, ["a"]).states == [p.Reserved.BUSY]:
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    eventually(lambda: reserve(client, ["a"]).states != [p.Reserved.BUSY])
     late = p.CommitScope(scope=SCOPE, leases=part.leases, lengths=[1, 1], checksums=[1, 1])
     assert client.commit([late], Call(10)) == [[False, False]]
 
@@ -133,10 +131,7 @@ def test_the_server_is_told_the_model_of_each_scope(client):
     client.declare(geometry("0:mamba-test", slots=4))
     store(client, ["a"])
     store(client, ["a"], "0:mamba-test")
-    until = time.monotonic() + PATIENCE_SECONDS
-    while models(client) != {SCOPE: "org/model", "0:mamba-test": ""}:
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    eventually(lambda: models(client) == {SCOPE: "org/model", "0:mamba-test": ""})
 
 
 def test_another_geometry_is_refused(client):

@@ -36,6 +36,7 @@ from hicache_storage.spec import (
 from tests.backends.file.harness import COMPONENTS, ScratchPool, identity
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=115)
 
@@ -234,9 +235,7 @@ def test_a_write_that_comes_too_late_is_not_published(mine):
     assert one.put(keys, seconds=0.3) == [False, False]
     assert one.hits(keys) == 0
     one.store.engine.write = real
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not all(one.put(keys)):
-        assert time.monotonic() < until
+    eventually(lambda: all(one.put(keys)))
     one.expect(keys)
 
 
@@ -252,9 +251,7 @@ def test_a_lost_lease_publishes_nothing(mine):
     answers = []
     writing = threading.Thread(target=lambda: answers.append(one.put(keys)))
     writing.start()
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not all(other.put(keys, version=1)):
-        assert time.monotonic() < until
+    eventually(lambda: all(other.put(keys, version=1)))
     goes_on.set()
     writing.join()
     # Told by the directory that somebody else has stored the page meanwhile, or that it was not
@@ -635,10 +632,7 @@ def test_a_server_that_does_not_know_describe_is_no_fault(rig, server, monkeypat
     )
     keys = chain("a", 8)
     assert all(one.put(keys))
-    until = time.monotonic() + PATIENCE_SECONDS
-    while b'route="other",status="404"' not in metrics(server):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    eventually(lambda: b'route="other",status="404"' in metrics(server))
     one.expect(keys)
     stats = one.storage.get_stats()
     assert (stats.failovers, stats.faults) == (0, 0)
