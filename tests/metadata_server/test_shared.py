@@ -201,6 +201,8 @@ async def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(t
             assert await made(caller)
             assert (await caller.store("0:kv", ["a"])).status == 200
             redis.kill()
+            await eventually(lambda: is_status(caller, "/readyz", 503))
+            assert "hicache_metadata_store_failing 1.0" in await caller.metrics()
             await asyncio.to_thread(redis.start)
             # It serves from memory what Redis has lost, until its next heartbeat.
             reply = await eventually(lambda: looked_up(caller, "0:kv", 404))
