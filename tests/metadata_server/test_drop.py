@@ -99,15 +99,15 @@ async def test_no_heartbeat_takes_a_scope_that_is_being_dropped(tmp_path, monkey
     with redis_server(tmp_path) as redis:
         async with running_shared(redis.url, LIMITS) as caller:
             await caller.initialize("0:kv")
-            owner = caller.app.server.handlers.owner
-            forget, beats = owner.forget, []
+            owner, beats = caller.app.server.handlers.owner, []
+            publish = owner.publish
 
-            async def beat_and_forget(names):
+            async def beat_and_publish(entries):
                 await owner.beat()
                 beats.append(sorted(caller.service.scopes))
-                await forget(names)
+                await publish(entries)
 
-            monkeypatch.setattr(owner, "forget", beat_and_forget)
+            monkeypatch.setattr(owner, "publish", beat_and_publish)
             assert (await drop(caller, "0:kv")).status == 200
             await owner.beat()
             assert beats == [[]]
