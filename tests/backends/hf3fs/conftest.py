@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 
 from tests.backends.hf3fs.harness import Rig
+from tests.metadata_server import servers
 from tests.support.metadata import Served
 
 SERVE = (
-    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '
-    f"--port {{port}}"
-    " --store sqlite:///{tmp}/m.db --quarantine-seconds 0.05 --lease-seconds 1"
+    f"{servers.SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.05 --lease-seconds 1"
 )
 
 

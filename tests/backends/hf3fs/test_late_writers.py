@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -16,11 +15,12 @@ from hicache_metadata_server.client.embedded import EmbeddedMetadata
 from hicache_metadata_server.client.errors import UnknownScopeError
 from hicache_storage.objects import Call
 from tests.backends.hf3fs.harness import chain
+from tests.metadata_server import servers
 from tests.support.metadata import Served
 
 SLOTS, SLOT_BYTES = 4, 4608
 PATIENCE_SECONDS = 60.0
-MEMORY = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --quarantine-seconds 0.05'
+MEMORY = f"{servers.SERVE} --quarantine-seconds 0.05"
 SCOPE = "0:kv-test"
 
 
