@@ -30,6 +30,8 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared import ownership, scope_log, scope_owner
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
+    Incarnation,
+    Observer,
     ScopeEntry,
     ServerRecord,
     placement,
@@ -262,18 +264,27 @@ def test_scopes_that_are_given_back_are_taken_with_the_next_heartbeat(world, two
     assert serving(two, "0:kv") == [1], "there is nobody else"
 
 
-def test_the_heap_is_trimmed_once_after_scopes_were_taken(world, two, monkeypatch):
+@pytest.mark.parametrize("unread", ["", "0:mamba"], ids=["all are read", "one is not"])
+def test_the_heap_is_trimmed_once_after_scopes_were_taken(world, two, monkeypatch, unread):
     """A takeover needs as much memory beyond the pages as the pages."""
     one, other = two
-    made = []
+    made, read = [], scope_owner.load
+
+    async def failing(connection, name, token):
+        if name == unread:
+            raise StoreError("Redis has not answered")
+        return await read(connection, name, token)
+
+    monkeypatch.setattr(scope_owner, "load", failing)
     monkeypatch.setattr(scope_owner, "trim_heap", lambda: made.append(owned([other])[0]))
     one.make("0:kv", "0:mamba")
     pass_time(world, two, 1.0)
     assert made == []
     one.service.draining = True
     one.give_back()
-    pass_time(world, two, 1.0)
-    assert made == [["0:kv", "0:mamba"]]
+    with pytest.raises(StoreError) if unread else contextlib.nullcontext():
+        pass_time(world, two, 1.0)
+    assert made == [[name for name in ("0:kv", "0:mamba") if name != unread]]
 
 
 def test_a_server_takes_scopes_of_its_own_ended_life_at_once(world, two):
@@ -470,6 +481,60 @@ def test_a_request_waits_for_no_owner_for_ever(world, two):
     with pytest.raises(RequestError) as refused:
         world.do(meanwhile(time_goes_on, one.owner.admit(["0:kv"])))
     assert (refused.value.status, refused.value.problem.code) == (503, "moving")
+
+
+def test_a_late_confirmation_renews_nothing():
+    one = Incarnation(LEASE)
+    assert not one.holds(0.0)
+    assert one.renew(0.0, 0.1)
+    assert one.holds(2.6)
+    assert one.renew(2.0, 2.6)
+    assert one.holds(4.6)
+    assert not one.renew(4.5, 4.8)
+    assert one.has_ended(4.8)
+    assert not one.holds(4.8)
+
+
+def test_scopes_that_another_server_cannot_read_are_not_offered_again_and_again(
+    world, two, monkeypatch
+):
+    one, other = two
+    one.make("0:kv")
+    one.beat()
+    one.make("1:kv")
+    refused = list[str]()
+
+    async def refuse(name):
+        refused.append(name)
+
+    monkeypatch.setattr(other.owner, "_take", refuse)
+    pass_time(world, two, scope_owner.OFFER_SECONDS)
+    assert set(refused) == {"0:kv", "1:kv"}
+    assert owned(two) == [["0:kv", "1:kv"], []]
+    refused.clear()
+    pass_time(world, two, 2.0)
+    assert len(set(refused)) <= 1
+
+
+def test_another_primary_begins_all_observations_anew():
+    def record(beat):
+        return bytes([0x95]) + b"\xa0" + bytes([beat]) + b"\xcb@\x08" + bytes(6) + b"\x00\xc2"
+
+    observer = Observer(LEASE)
+    observer.observe({"a": record(1)}, b"x", 0.0, 0.1)
+    assert not observer.is_gone("a")
+    observer.observe({"a": record(1)}, b"x", 3.0, 3.1)
+    assert not observer.is_gone("a"), "from the answer to the next question"
+    observer.observe({"a": record(1)}, b"x", 3.1, 3.2)
+    assert observer.is_gone("a")
+    assert not observer.is_gone("never seen")
+    observer.observe({"a": record(1)}, b"y", 3.3, 3.4)
+    assert not observer.is_gone("a")
+    observer.observe({}, b"y", 6.4, 6.5)
+    assert not observer.is_gone("a"), "a record that is missing now was there just before"
+    observer.observe({}, b"y", 9.5, 9.6)
+    assert observer.is_gone("a")
+    assert observer.is_gone("never seen") is False
 
 
 def test_scopes_of_a_process_that_was_killed_here_are_taken_at_once(world, two):
