@@ -37,7 +37,6 @@ from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.transfer import (
     CudaDevice,
     Indices,
-    LayerMap,
     PageTransfers,
     PoolPair,
     StreamSimulator,
@@ -169,7 +168,7 @@ class Case:
 
     def ours(self, way: Way | None) -> tuple[PageTransfers, dict[str, Copy]]:
         """Our copies in both directions; checked."""
-        pair = PoolPair(self.device_pool, self.host_pool, LayerMap(range(self.layers)))
+        pair = PoolPair(self.device_pool, self.host_pool, range(self.layers))
         engine = PageTransfers(self.device, self.compute, {"kv": pair}, way=way)
         self._check(engine)
         last: list[Any] = []

@@ -25,7 +25,7 @@ from interleaved import machine, table
 from stubbed_cuda import StubbedDevice, stubbed
 
 from hicache_storage.pools import DevicePages, MHAHostPool, host_tensor
-from hicache_storage.transfer import Indices, LayerMap, PageTransfers, PoolPair, Way
+from hicache_storage.transfer import Indices, PageTransfers, PoolPair, Way
 
 HEAD_DIM, DTYPE, LAYERS = 128, torch.bfloat16, 32
 HEADS, POOL_BYTES = (8, 4, 2, 1), 8 << 30
@@ -60,7 +60,7 @@ def engine(layout: str, page_size: int, pages: int, way: Way | None) -> PageTran
     )
     device_pages = DevicePages([layer.unbind() for layer in layers], page_size)
     device = StubbedDevice()
-    pair = PoolPair(device_pages, host_pool, LayerMap(range(LAYERS)))
+    pair = PoolPair(device_pages, host_pool, range(LAYERS))
     return PageTransfers(device, device.stream("compute"), {"kv": pair}, way=way)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.transfer.engine import PageTransfers, TransferEngine
 from hicache_storage.transfer.host_slots import HostSlots
-from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
+from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 from hicache_storage.transfer.plan import Way
 from hicache_storage.transfer.pool_copies import Indices, PoolPair
 from hicache_storage.transfer.simulator import StreamSimulator
@@ -30,7 +30,6 @@ __all__ = [
     "HostSlots",
     "Indices",
     "LayerCounter",
-    "LayerMap",
     "PageTransfers",
     "PoolPair",
     "Stream",

@@ -1,39 +1,13 @@
-"""Layers: the progress of a load, and the layers of a model that a pool holds."""
+"""Progress of copies: the layers of a load, and the end of a write-back."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_storage.spec import InvalidPoolError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.transfer.streams import Event, Stream
-
-
-class LayerMap:
-    """Layers of a model that a pool holds.
-
-    In a hybrid model, attention and Mamba pools have some each.
-
-    Args:
-        layers: for each layer of the pool its number in the model, counted from the rank's first
-            layer on, ascending.
-
-    Raises:
-        InvalidPoolError: they are not ascending numbers from 0 on.
-    """
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = tuple(layers)
-        if list(self.layers) != sorted(set(self.layers)) or any(layer < 0 for layer in self.layers):
-            raise InvalidPoolError(f"layers must be ascending numbers from 0 on, got {self.layers}")
-        self._own = {layer: own for own, layer in enumerate(self.layers)}
-
-    def __call__(self, layer: int) -> int | None:
-        """The pool's own number of a model's layer; None where it has no share in that."""
-        return self._own.get(layer)
 
 
 class LayerCounter:

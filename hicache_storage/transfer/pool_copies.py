@@ -15,12 +15,11 @@ from hicache_storage.transfer.plan import describe, make_plan
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from hicache_storage.pools import DevicePages, HostPoolBase
-    from hicache_storage.transfer.layers import LayerMap
     from hicache_storage.transfer.plan import Way
     from hicache_storage.transfer.streams import Device, Event, Stream
 
@@ -41,7 +40,11 @@ class PoolPair(NamedTuple):
     device_pool: DevicePages
     """A device pool, or other pages of the same layers, page size and rows as the host pool's."""
     host_pool: HostPoolBase
-    layers: LayerMap
+    layers: Sequence[int]
+    """For each layer of the pools its number in the model, counted from the rank's first layer on.
+
+    In a hybrid model, attention and Mamba pools have some each.
+    """
 
 
 class Indices(NamedTuple):
@@ -73,10 +76,10 @@ class PoolCopies:
 
         device_pool, host_pool, layers = pair
         device_pool.check_host_pool(host_pool)
-        if host_pool.layer_num != len(layers.layers):
+        if [*layers] != sorted({*layers}) or len(layers) != host_pool.layer_num or layers[0] < 0:
             raise InvalidPoolError(
-                f"pool {name!r} has {host_pool.layer_num} layers, its LayerMap "
-                f"{len(layers.layers)}; make them equal"
+                f"layers of pool {name!r} must be {host_pool.layer_num} ascending numbers from 0 "
+                f"on, got {[*layers]}"
             )
         self.host_slots = HostSlots(host_pool)
         self._device = device

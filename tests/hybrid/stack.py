@@ -18,12 +18,12 @@ from hicache_storage.hybrid import (
     PrefetchRules,
 )
 from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
-from hicache_storage.transfer import LayerMap, PageTransfers, PoolPair, StreamSimulator
+from hicache_storage.transfer import PageTransfers, PoolPair, StreamSimulator
 from tests.support.pools import pool_pair
 
 PAGE = 4
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
-ATTENTION, MAMBA_LAYERS = LayerMap([0, 2]), LayerMap([1, 3])
+ATTENTION, MAMBA_LAYERS = [0, 2], [1, 3]
 
 
 def kv_pools(slots):

@@ -31,7 +31,6 @@ from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.pools.cuda_runtime import cuda_runtime
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import CudaDevice, CudaStream, recorded
-from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.plan import WAYS
 
 pytestmark = [
@@ -165,21 +164,6 @@ def test_many_small_transfers_do_not_fill_a_queue(cuda, way):
     assert counter.arrived() == 0
     cuda.release()
     engine.close()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_no_transfer_locks_memory_or_makes_events(cuda, monkeypatch, way):
-    """`cudaHostAlloc` in flight is an implicit synchronization."""
-    engine, device, host = many_pages(cuda.device, way, "page_first_direct", pages=64)
-    # Fences keep the last events.
-    for _ in range(300):
-        run_alone(engine, device, host)
-    made, pinned, event = [], cuda_module._pinned, torch.cuda.Event
-    monkeypatch.setattr(cuda_module, "_pinned", lambda rows: made.append(rows) or pinned(rows))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: made.append("event") or event())
-    for _ in range(50):
-        run_alone(engine, device, host)
-    assert not made
 
 
 def test_copies_stay_out_of_a_graph(cuda):
@@ -322,25 +306,3 @@ def test_no_memory_for_staging_is_said_when_the_engine_is_made():
     with pytest.raises(InvalidPoolError, match="staging on cuda:0"):
         CudaDevice("cuda:0").scratch(1 << 50, [])
     assert launches()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("way", WAYS)
-def test_pools_of_a_device_that_is_not_the_current_one(way):
-    """Memory is locked while the first device is current, and copied to and from the second."""
-    place = Cuda("cuda")
-    place.where, place.device = "cuda:1", CudaDevice("cuda:1")
-    bench = Bench(place, "mha", "page_first_direct", way)
-    content = bench.content(0)
-    torch.cuda.synchronize(1)
-    host = bench.alloc()
-    bench.run_kernel(0, content, at_once=True)
-    bench.write_back(bench.slots(0), host).wait()
-    counter = bench.load(host, bench.slots(3))
-    counter.synchronize()
-    seen = [
-        [part[3] for part in bench.device_pool.layer(layer)]
-        for layer in range(bench.device_pool.layer_num)
-    ]
-    bench.finish()
-    assert same(seen, content)

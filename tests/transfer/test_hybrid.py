@@ -7,11 +7,11 @@ import torch
 from transfer_bench import KINDS, PAGES, Rig, poison, random_bytes, same
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer import Indices, LayerMap, PageTransfers, PoolPair
+from hicache_storage.transfer import Indices, PageTransfers, PoolPair
 from hicache_storage.transfer.plan import WAYS
 from hicache_storage.transfer.pool_copies import IN, OUT
 
-ATTENTION, MAMBA = LayerMap([1, 4, 5]), LayerMap([0, 2, 3])
+ATTENTION, MAMBA = [1, 4, 5], [0, 2, 3]
 
 
 class Model(Rig):
@@ -82,14 +82,14 @@ class Model(Rig):
     def _parts(self, pools=None):
         for layer in range(self.transfers.layer_num):
             for name, (_, layers) in self.maps.items():
-                own = layers(layer)
-                if own is not None and (pools is None or name in pools):
+                if layer in layers and (pools is None or name in pools):
+                    own = layers.index(layer)
                     yield from ((layer, part) for part in self.device[name].layer(own))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "maps", [None, {"kv": ("mla", LayerMap(range(3))), "indexer": ("indexer", LayerMap(range(3)))}]
+    "maps", [None, {"kv": ("mla", range(3)), "indexer": ("indexer", range(3))}]
 )
 def test_pools_move_together(place, way, maps):
     move_together(Model(place, way, maps))
@@ -192,11 +192,9 @@ def test_pools_without_pages_are_left_out(simulated):
     model.transfers.load(
         {"mamba": Indices(model.slots("mamba", 2), model.slots("mamba", 1))}
     ).synchronize()
-    states = [part for layer, part in model._parts() if MAMBA(layer) is not None]
+    states = [part for layer, part in model._parts() if layer in MAMBA]
     written = [
-        part
-        for (layer, _), (part,) in zip(model._parts(), content, strict=True)
-        if MAMBA(layer) is not None
+        part for (layer, _), (part,) in zip(model._parts(), content, strict=True) if layer in MAMBA
     ]
     assert same([[state[2] for state in states]], [written])
 
@@ -251,17 +249,12 @@ def test_what_was_enqueued_before_a_failure_is_fenced(simulated, way):
     simulated.check()
 
 
-def test_layer_maps():
-    assert [MAMBA(layer) for layer in range(7)] == [0, None, 1, 2, None, None, None]
-    for wrong in ([1, 0], [0, 0], [-1, 0]):
-        with pytest.raises(InvalidPoolError, match="ascending numbers from 0 on"):
-            LayerMap(wrong)
+@pytest.mark.parametrize("layers", [[1, 0, 2], [0, 0, 1], [-1, 0, 1], [0, 1]])
+def test_a_pool_has_as_many_layers_as_it_says(simulated, layers):
+    with pytest.raises(InvalidPoolError, match="layers of pool 'kv' must be 3 ascending numbers"):
+        Model(simulated, None, {"kv": ("mha", layers)})
 
 
-def test_a_pool_has_as_many_layers_as_its_map(simulated):
-    with pytest.raises(
-        InvalidPoolError, match="pool 'kv' has 3 layers, its LayerMap 2; make them equal"
-    ):
-        Model(simulated, None, {"kv": ("mha", LayerMap([0, 1]))})
+def test_an_engine_has_a_pool(simulated):
     with pytest.raises(InvalidPoolError, match="at least one pool"):
         PageTransfers(simulated.device, simulated.device.stream("compute"), {})

@@ -96,7 +96,7 @@ def write_back_behind_load(bench):
     bench.finish()
 
 
-def load_of_a_page_in_write_back(bench):
+def load_in_write_back(bench):
     """A host page is loaded elsewhere before its write-back is acknowledged."""
     content, host = bench.content(0), bench.alloc()
     bench.run_kernel(2, content)
@@ -108,7 +108,7 @@ def load_of_a_page_in_write_back(bench):
     assert same(seen, content)
 
 
-def write_back_over_a_load(bench):
+def write_back_over(bench):
     """A host page is written back to while it is being loaded elsewhere."""
     old, new = bench.content(0), bench.content(1)
     host = bench.filled_host(old)
@@ -227,8 +227,8 @@ ANY = [
     load_behind_kernels,
     load_behind_write_back,
     write_back_behind_load,
-    load_of_a_page_in_write_back,
-    write_back_over_a_load,
+    load_in_write_back,
+    write_back_over,
     layers_behind_their_events,
     host_pages_of_a_load_stay,
     host_pages_of_a_write_back_stay,
@@ -257,8 +257,9 @@ def test_every_event_is_there(bench, program, way, kind, layout):
 # --------------------------------------------------------------------------------------------------------------
 
 
-def nothing(*arguments):
-    pass
+def left_out(owner, step):
+    """A step that keeps a rule: of the engine, or of the allocator of host pages."""
+    return lambda bench: setattr(getattr(bench, owner), step, lambda *arguments: None)
 
 
 def without_compute(direction):
@@ -271,11 +272,7 @@ def without_compute(direction):
     return break_it
 
 
-def without_step(owner, step):
-    return lambda bench: setattr(getattr(bench, owner), step, nothing)
-
-
-def without_fence(direction, step, side):
+def unfenced(direction, step, side):
     """The fences of a direction's copies leave out the pages of one side: they are not noted, or
     the other direction does not wait."""
 
@@ -298,9 +295,9 @@ def without_fence(direction, step, side):
     return break_it
 
 
-def without_staging_step(direction, step):
-    """One of the stagings leaves out a wait."""
-    return lambda bench: setattr(bench.staging(direction), step, nothing)
+def unstaged(direction, step):
+    """The staging buffers of a direction leave out a wait."""
+    return lambda bench: setattr(bench.staging(direction), step, lambda *arguments: None)
 
 
 def acknowledged_early(bench):
@@ -336,91 +333,36 @@ def signalled_when_begun(bench):
     bench.engine.load = too_early
 
 
-MUTANTS = (
-    {
-        "write-backs do not wait for kernels": (without_compute(OUT), write_back_behind_kernels),
-        "loads do not wait for kernels": (without_compute(IN), load_behind_kernels),
-        "a write-back is acknowledged when it begins": (
-            acknowledged_early,
-            write_back_behind_kernels,
-        ),
-        "layers are signalled before their copy": (
-            signalled_when_begun,
-            layers_behind_their_events,
-        ),
-    }
-    | {
-        name: (without_step(owner, step), program)
-        for name, owner, step, program in [
-            (
-                "kernels do not wait for write-backs",
-                "engine",
-                "before_overwrite",
-                overwrite_behind_write_back,
-            ),
-            ("kernels do not wait for loads", "engine", "before_overwrite", overwrite_behind_load),
-            (
-                "host pages in load are not held",
-                "host_slots",
-                "hold_pages",
-                host_pages_of_a_load_stay,
-            ),
-            (
-                "host pages in write-back are not held",
-                "host_slots",
-                "hold_pages",
-                host_pages_of_a_write_back_stay,
-            ),
-        ]
-    }
-    | {
-        name: (without_fence(direction, step, side), program)
-        for name, direction, step, side, program in [
-            ("loads do not wait for write-backs", OUT, "wait", DEVICE, load_behind_write_back),
-            ("write-backs do not wait for loads", IN, "wait", DEVICE, write_back_behind_load),
-            (
-                "device pages in write-back are not noted",
-                OUT,
-                "note",
-                DEVICE,
-                load_behind_write_back,
-            ),
-            ("device pages in load are not noted", IN, "note", DEVICE, write_back_behind_load),
-            (
-                "loads do not wait for their host pages",
-                OUT,
-                "wait",
-                HOST,
-                load_of_a_page_in_write_back,
-            ),
-            (
-                "write-backs do not wait for their host pages",
-                IN,
-                "wait",
-                HOST,
-                write_back_over_a_load,
-            ),
-            (
-                "host pages in write-back are not noted",
-                OUT,
-                "note",
-                HOST,
-                load_of_a_page_in_write_back,
-            ),
-            ("host pages in load are not noted", IN, "note", HOST, write_back_over_a_load),
-        ]
-    }
+NO_OVERWRITE_FENCE, NO_HOLD = (
+    left_out("engine", "before_overwrite"),
+    left_out("host_slots", "hold_pages"),
 )
+MUTANTS = {
+    "write-backs do not wait for kernels": (without_compute(OUT), write_back_behind_kernels),
+    "loads do not wait for kernels": (without_compute(IN), load_behind_kernels),
+    "a write-back is acknowledged when it begins": (acknowledged_early, write_back_behind_kernels),
+    "layers are signalled before their copy": (signalled_when_begun, layers_behind_their_events),
+    "kernels do not wait for write-backs": (NO_OVERWRITE_FENCE, overwrite_behind_write_back),
+    "kernels do not wait for loads": (NO_OVERWRITE_FENCE, overwrite_behind_load),
+    "host pages in load are not held": (NO_HOLD, host_pages_of_a_load_stay),
+    "host pages in write-back are not held": (NO_HOLD, host_pages_of_a_write_back_stay),
+    "loads do not wait for write-backs": (unfenced(OUT, "wait", DEVICE), load_behind_write_back),
+    "write-backs do not wait for loads": (unfenced(IN, "wait", DEVICE), write_back_behind_load),
+    "device pages in write-back are not noted": (
+        unfenced(OUT, "note", DEVICE),
+        load_behind_write_back,
+    ),
+    "device pages in load are not noted": (unfenced(IN, "note", DEVICE), write_back_behind_load),
+    "loads do not wait for their host pages": (unfenced(OUT, "wait", HOST), load_in_write_back),
+    "write-backs do not wait for their host pages": (unfenced(IN, "wait", HOST), write_back_over),
+    "host pages in write-back are not noted": (unfenced(OUT, "note", HOST), load_in_write_back),
+    "host pages in load are not noted": (unfenced(IN, "note", HOST), write_back_over),
+}
 STAGING_MUTANTS = {
-    name: (without_staging_step(direction, step), program)
+    name: (unstaged(direction, step), program)
     for name, direction, step, program in [
         ("gathering does not wait for kernels", OUT, "_before_staging", write_back_behind_kernels),
-        (
-            "staging does not wait for host pages",
-            IN,
-            "_before_staging",
-            load_of_a_page_in_write_back,
-        ),
+        ("staging does not wait for host pages", IN, "_before_staging", load_in_write_back),
         ("gathering overruns a buffer", OUT, "_before_fill", staged_out_behind_a_slow_bus),
         (
             "copies leave before they are gathered",

@@ -14,7 +14,6 @@ from hicache_storage.pools import host_tensor
 from hicache_storage.transfer import (
     CudaDevice,
     Indices,
-    LayerMap,
     PageTransfers,
     PoolPair,
     StreamSimulator,
@@ -322,7 +321,7 @@ class Bench(Rig):
 
 def one_pool(device, compute, device_pool, host_pool, **options):
     """An engine for one pair of pools."""
-    pair = PoolPair(device_pool, host_pool, LayerMap(range(host_pool.layer_num)))
+    pair = PoolPair(device_pool, host_pool, range(host_pool.layer_num))
     return PageTransfers(device, compute, {"pool": pair}, **options)
 
 

@@ -22,7 +22,6 @@ from hicache_storage.spec import ConfigError, PoolHitPolicy, PoolName
 from hicache_storage.transfer import (
     CudaDevice,
     CudaStream,
-    LayerMap,
     PageTransfers,
     PoolPair,
     StreamSimulator,
@@ -312,7 +311,7 @@ def build_pools(
         host_pools[name] = geometry.host_pool(
             host_slots[name], page_size, config.layout_of(name), pin_memory=config.pin_memory
         )
-        pairs[name] = PoolPair(device_pools[name], host_pools[name], LayerMap(geometry.layers))
+        pairs[name] = PoolPair(device_pools[name], host_pools[name], geometry.layers)
     transfers = PageTransfers(device, compute, pairs)
     group = HostPoolGroup(
         _make_entry(name, device_pools[name], host_pools[name], transfers) for name in config.pools

@@ -24,7 +24,6 @@ from hicache_storage.pools.arguments import (
     index_page_bytes,
 )
 from hicache_storage.spec import InvalidPoolError
-from hicache_storage.transfer import LayerMap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -308,10 +307,12 @@ class IndexerGeometry:
 
 def _checked_layers(layers: Sequence[int]) -> tuple[int, ...]:
     """Return a pool's layers; at least one, as no pool is empty."""
-    # `LayerMap` refuses duplicates and wrong order, before a pool takes memory.
-    found = LayerMap(layers).layers
+    # Here as well as by the copies: before a pool takes memory.
+    found = tuple(layers)
     if not found:
         raise InvalidPoolError("layers must name at least one layer")
+    if list(found) != sorted(set(found)) or found[0] < 0:
+        raise InvalidPoolError(f"layers must be ascending numbers from 0 on, got {found}")
     return found
 
 

@@ -20,8 +20,8 @@ class MambaDevicePool(DevicePoolBase):
 
     With S slots and L layers with such a state, `temporal_buffer` and each of `conv_buffers` have
     the shape (L, S, *state), and layer l of the pool is their l-th step along the first axis.
-    Layers are counted in the pool: a hybrid model's own numbers are translated by a `LayerMap` of
-    `hicache_storage.transfer`. A model without a temporal state has one with a 0 in its shape; it
+    Layers are counted in the pool: a `PoolPair` of `hicache_storage.transfer` has a
+    hybrid model's own numbers. A model without a temporal state has one with a 0 in its shape; it
     is never copied.
     """
 

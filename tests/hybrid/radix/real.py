@@ -17,12 +17,12 @@ from hicache_storage.hybrid import (
 )
 from hicache_storage.spec import PoolHitPolicy, PoolName, PoolTransfer, StorageIdentity
 from hicache_storage.testing import MemoryStorage
-from hicache_storage.transfer import LayerMap, PageTransfers, PoolPair, StreamSimulator
+from hicache_storage.transfer import PageTransfers, PoolPair, StreamSimulator
 from tests.support.pools import pool_pair
 
 KV, MAMBA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.INDEXER
 LAYERS = 2
-ATTENTION = LayerMap([0, 2])
+ATTENTION = [0, 2]
 
 
 class Rows:
@@ -162,7 +162,7 @@ class RealController:
         )
         return {
             KV: PoolPair(device, host, ATTENTION),
-            INDEXER: PoolPair(index, host_index, LayerMap([0])),
+            INDEXER: PoolPair(index, host_index, [0]),
         }
 
     def _mamba(self, sizes):
@@ -181,7 +181,7 @@ class RealController:
             [on_device[buffer][layer, :, 0] for buffer, layer in parts]
         )
         self.host_memory[MAMBA] = Rows([on_host[buffer][:, layer, 0, 0] for buffer, layer in parts])
-        return {MAMBA: PoolPair(device, host, LayerMap([1, 3]))}
+        return {MAMBA: PoolPair(device, host, [1, 3])}
 
     def close(self):
         self.controller.close()
