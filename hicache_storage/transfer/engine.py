@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.copies import STAGING_BYTES
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
-from hicache_storage.transfer.pool_copies import IN, OUT, PoolCopies
+from hicache_storage.transfer.pool_copies import IN, OUT, PoolCopies, moved_pages
 from hicache_storage.transfer.streams import StreamFailedError, recorded
 
 if TYPE_CHECKING:
@@ -191,7 +191,15 @@ class PageTransfers:
         # All pools are checked before anything is enqueued: a transfer is made as a whole or not at
         # all.
         pools = {name: self._pool(name) for name in indices}
-        pages = {name: pool.checked(direction, *indices[name]) for name, pool in pools.items()}
+        numbers = dict[tuple[int, int, int], "torch.Tensor"]()
+        pages = dict[str, "torch.Tensor"]()
+        for name, pool in pools.items():
+            (device, host), page_size = indices[name], pool.page_size
+            # Pools that follow another one are given the same indices, which are checked once.
+            key = id(device), id(host), page_size
+            numbers[key] = numbers[key] if key in numbers else moved_pages(device, host, page_size)
+            pool.check(direction, numbers[key])
+            pages[name] = numbers[key]
         stream = self.streams[direction]
         events: list[Event] = []
         with self.device.current():

@@ -85,6 +85,7 @@ class PoolCopies:
         self._device = device
         self._streams = streams
         self._pair = pair
+        self.page_size = host_pool.page_size
         self._page_nums = device_pool.page_num, host_pool.page_num
         self.plan = make_plan(device_pool, host_pool, way)
         """How each part is copied."""
@@ -107,16 +108,8 @@ class PoolCopies:
         self._numbers = torch.arange(pages)
         logger.info("copies of %s, %s: %s", name, type(host_pool).__name__, describe(self.plan))
 
-    def checked(
-        self, direction: str, device_indices: torch.Tensor, host_indices: torch.Tensor
-    ) -> torch.Tensor:
-        """The page numbers of a transfer that can be begun, in two rows: `DEVICE` and `HOST`."""
-        counts = device_indices.numel(), host_indices.numel()
-        if counts[0] != counts[1] or not counts[0]:
-            raise InvalidTransferError(
-                f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}"
-            )
-        pages = page_numbers([device_indices, host_indices], self._pair.host_pool.page_size)
+    def check(self, direction: str, pages: torch.Tensor) -> None:
+        """Refuse page numbers of another pool, or a written page that occurs twice."""
         self._check_range(pages)
         # What is only read may occur twice.
         if self._has_repeated(pages[WRITTEN[direction]]):
@@ -124,7 +117,6 @@ class PoolCopies:
                 f"{NAMES[WRITTEN[direction]]} hold a page twice; what it would hold then is "
                 "undefined"
             )
-        return pages
 
     def begin(self, direction: str, pages: torch.Tensor) -> None:
         """Get ready for the copies of a transfer."""
@@ -159,7 +151,7 @@ class PoolCopies:
 
     def before_overwrite(self, compute: Stream, device_indices: torch.Tensor) -> None:
         """Let `compute` wait for the copies that use device pages."""
-        pages = page_numbers([device_indices], self._pair.host_pool.page_size)
+        pages = page_numbers([device_indices], self.page_size)
         if pages.numel():
             self._check_range(pages)
             for fences in self._fences.values():
@@ -176,7 +168,7 @@ class PoolCopies:
         for name, count, first, last in zip(NAMES, self._page_nums, low, high, strict=False):
             if first < 0 or last >= count:
                 raise InvalidTransferError(
-                    f"{name} must be slots in [0, {count * self._pair.host_pool.page_size}), got "
+                    f"{name} must be slots in [0, {count * self.page_size}), got "
                     "pages that are not there"
                 )
 
@@ -187,6 +179,22 @@ class PoolCopies:
         numbers = self._numbers[: pages.numel()]
         self._marks.scatter_(0, pages, numbers)
         return not self._marks.gather(0, pages).equal(numbers)
+
+
+def moved_pages(
+    device_indices: torch.Tensor, host_indices: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """The page numbers of a transfer in two rows, `DEVICE` and `HOST`.
+
+    Raises:
+        InvalidTransferError: the indices are not whole pages, as many each.
+    """
+    counts = device_indices.numel(), host_indices.numel()
+    if counts[0] != counts[1] or not counts[0]:
+        raise InvalidTransferError(
+            f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}"
+        )
+    return page_numbers([device_indices, host_indices], page_size)
 
 
 class Never:

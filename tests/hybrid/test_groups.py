@@ -170,9 +170,9 @@ def side(slots, ends, name=MAMBA):
 @pytest.mark.parametrize(
     ("span", "message"),
     [
-        (HybridIndices(torch.arange(PAGE + 1)), "anchor: slots must be whole pages"),
-        (HybridIndices(torch.arange(1, PAGE + 1)), "anchor: slots must be whole pages"),
-        (HybridIndices(torch.tensor([0, 1, 3, 2])), "anchor: slots must be whole pages"),
+        (HybridIndices(torch.arange(PAGE + 1)), "anchor: indices must be whole pages"),
+        (HybridIndices(torch.arange(1, PAGE + 1)), "anchor: indices must be whole pages"),
+        (HybridIndices(torch.tensor([0, 1, 3, 2])), "anchor: indices must be whole pages"),
         (side([0, 1, 2, 3], (1,), INDEXER), "'indexer' is no pool with slots of its own"),
         (side([0, 1], (1,)), "'mamba' must have 1 slots for each of 1 endpoints"),
         (side([0], (3,)), "'mamba' has an endpoint at page 3 of 2"),

@@ -15,7 +15,7 @@ from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, Bench, Simulated, 
 from hicache_storage.pools import DevicePages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.plan import WAYS
-from hicache_storage.transfer.pool_copies import IN, OUT
+from hicache_storage.transfer.pool_copies import IN, OUT, moved_pages
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
@@ -174,7 +174,7 @@ def test_repeated_pages_are_found(simulated):
                 if len(set(pages)) < len(pages)
                 else nullcontext()
             ):
-                bench.pool.checked(direction, *indices)
+                bench.pool.check(direction, moved_pages(*indices, PAGE))
 
 
 def test_pools_that_do_not_fit_are_refused(simulated):

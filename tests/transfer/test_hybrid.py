@@ -8,6 +8,7 @@ from transfer_bench import KINDS, PAGES, Rig, poison, random_bytes, same
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import Indices, PageTransfers, PoolPair
+from hicache_storage.transfer import engine as engine_module
 from hicache_storage.transfer.plan import WAYS
 from hicache_storage.transfer.pool_copies import IN, OUT
 
@@ -211,6 +212,20 @@ def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
     with pytest.raises(InvalidTransferError, match="no such pool: swa"):
         model.transfers.before_overwrite({"kv": good.device, "swa": good.device})
     assert not any(fences._count for fences in model.transfers.pools["kv"]._fences.values())
+
+
+def test_indices_that_several_pools_share_are_checked_once(simulated, monkeypatch):
+    maps = {"kv": ("mla", range(3)), "indexer": ("indexer", range(3))}
+    model, asked = Model(simulated, None, maps), []
+    check = engine_module.moved_pages
+    monkeypatch.setattr(
+        engine_module, "moved_pages", lambda *given: asked.append(given) or check(*given)
+    )
+    shared = Indices(model.slots("kv", 4), model.slots("kv", 1))
+    model.transfers.write_back({"kv": shared, "indexer": shared}).wait()
+    assert len(asked) == 1
+    model.transfers.write_back(model.indices((4,), (1,))).wait()
+    assert len(asked) == 3
 
 
 class Refused(Exception):

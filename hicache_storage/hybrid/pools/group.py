@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from hicache_storage.hybrid.pools.indices import HybridIndices
 from hicache_storage.hybrid.pools.tiers import PoolTier
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName
+from hicache_storage.transfer.pages import page_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    import torch
 
     from hicache_storage.hybrid.pools.tiers import Slots
     from hicache_storage.transfer import HostSlots
@@ -220,13 +221,10 @@ def _owns(entry: PoolEntry) -> bool:
 
 
 def _check_pages(name: str, slots: torch.Tensor, page_size: int) -> None:
-    whole = slots[: slots.numel() // page_size * page_size].view(-1, page_size)
-    ordered = whole[:, :1] // page_size * page_size + torch.arange(page_size, device=slots.device)
-    if slots.numel() % page_size or not torch.equal(whole, ordered):
-        raise InvalidTransferError(
-            f"{name}: slots must be whole pages of {page_size} consecutive ones, got "
-            f"{slots.tolist()[:8]}..."
-        )
+    try:
+        page_numbers([slots], page_size)
+    except InvalidTransferError as error:
+        raise InvalidTransferError(f"{name}: {error}") from None
 
 
 def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
