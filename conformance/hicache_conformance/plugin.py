@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicache_conformance.model import PLUGINS, RUN_VARIABLE
+from hicache_conformance.model import OUTCOME_PROPERTY, PLUGINS, RUN_VARIABLE
 from hicache_conformance.model.pytest_keys import (
     CASE_MARK,
-    CASE_PROPERTY,
     DRAWN_INPUT,
     STARTING_SECONDS,
     drawn_seed,
@@ -114,16 +113,18 @@ class _Hooks:
         if any(_is_case(item) for item in items):
             self._begin().select(items, [item for item in items if _is_case(item)])
 
-    @pytest.hookimpl(wrapper=True)
+    # Outside of pytest's own, which decides on expected failures.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        if self._session is not None and call.excinfo is not None and _is_case(item):
-            self._session.note_violation(item, call.excinfo.value)
-        return (yield)
+        report = yield
+        if self._session is not None and _is_case(item):
+            self._session.take_phase(item, call.excinfo.value if call.excinfo else None, report)
+        return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if any(name == CASE_PROPERTY for name, _ in report.user_properties):
+        if any(name == OUTCOME_PROPERTY for name, _ in report.user_properties):
             self._begin().reported(report)
 
     @pytest.hookimpl(trylast=True)

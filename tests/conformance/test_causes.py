@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import socket
 import threading
 import weakref
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_conformance.harness.log_records import MAX_CAUSES, cause_log
+from hicache_conformance.injectors.active_faults import ActiveFaults
 from hicache_conformance.model.cause import (
     Cause,
     cause_of,
@@ -19,12 +19,12 @@ from hicache_conformance.model.cause import (
     places_in_driver,
     stacks_in_driver,
 )
+from hicache_conformance.model.fault_plan import Fault, FaultKind
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, RunRecord
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import judge
 from hicache_conformance.model.violation import Violation
-from hicache_conformance.processes.channel import Channel
-from hicache_conformance.runner.violations import describe_violation
+from hicache_conformance.runner.case_reports import violation_finding
 from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 
@@ -166,15 +166,15 @@ class TestReports:
         storage, pool = broken(kit)
         with cause_log() as log:
             refused(storage, pool)
-        record = describe_violation(Violation("SET-1", "page 0 was refused"), log)
-        assert record["message"].startswith(
+        record = violation_finding(Violation("SET-1", "page 0 was refused"), log)
+        assert record.reason.startswith(
             "SET-1: page 0 was refused; answered as a miss: KeyError: 'gone' (test_causes.py:"
         )
-        assert "in put\n    raise self.error" in record["detail"]
-        assert record["log"].startswith(
+        assert "in put\n    raise self.error" in record.detail
+        assert record.log.startswith(
             "WARNING hicache_storage.objects.storage: memory: answering misses: 'gone'"
         )
-        assert record["causes"][0]["error"] == "KeyError: 'gone'"
+        assert record.causes[0].error == "KeyError: 'gone'"
 
     def test_an_exception_that_reached_the_caller_is_the_cause_before_all_others(self, kit):
         storage, pool = broken(kit)
@@ -183,9 +183,9 @@ class TestReports:
         error = StorageRefusedError("no")
         violation = Violation("", "clear raised StorageRefusedError: no")
         violation.__cause__ = error
-        record = describe_violation(violation, log)
-        assert [cause["error"] for cause in record["causes"]] == ["StorageRefusedError: no"]
-        assert record["message"] == "clear raised StorageRefusedError: no"
+        record = violation_finding(violation, log)
+        assert [cause.error for cause in record.causes] == ["StorageRefusedError: no"]
+        assert record.reason == "clear raised StorageRefusedError: no"
 
     def test_where_the_suite_makes_the_store_fail_only_a_bug_explains_anything(self, kit):
         storage, pool = broken(kit, OSError(5, "Input/output error"))
@@ -195,23 +195,20 @@ class TestReports:
             refused(storage, pool)
         violation = Violation("FT-1", "a set answers False")
         assert [
-            cause["error"] for cause in describe_violation(violation, log, injects=True)["causes"]
+            cause.error for cause in violation_finding(violation, log, injects=True).causes
         ] == ["AttributeError: typo"]
-        assert [cause["error"] for cause in describe_violation(violation, log)["causes"]] == [
+        assert [cause.error for cause in violation_finding(violation, log).causes] == [
             "OSError: [Errno 5] Input/output error",
             "AttributeError: typo",
         ]
 
     def test_an_exception_that_the_suite_raised_explains_nothing(self, kit):
         storage, pool = broken(kit)
-        mine, peer = socket.socketpair()
-        channel = Channel(mine, str)
-        storage.put = lambda write: channel.receive(0)
-        with cause_log() as log, peer:
+        storage.put = lambda write: ActiveFaults().apply([Fault(kind=FaultKind.ERROR, error="EIO")])
+        with cause_log() as log:
             refused(storage, pool)
-            channel.close()
         assert [cause.injected for cause in log.causes] == [True]
-        assert describe_violation(Violation("SET-1", "refused"), log)["causes"] == []
+        assert violation_finding(Violation("SET-1", "refused"), log).causes == []
 
 
 def test_a_violation_carries_the_stack_of_a_thread_that_hangs_in_the_driver(kit):
@@ -230,12 +227,12 @@ def test_a_violation_carries_the_stack_of_a_thread_that_hangs_in_the_driver(kit)
     thread.start()
     try:
         assert entered.wait(30)
-        record = describe_violation(Violation("FT-3", "did not come back"))
+        record = violation_finding(Violation("FT-3", "did not come back"))
     finally:
         release.set()
         thread.join(30)
-    assert "Meanwhile inside the driver:\nthread 'asks':" in record["detail"]
-    assert "in objects_exist\n    release.wait(30)" in record["detail"]
+    assert "Meanwhile inside the driver:\nthread 'asks':" in record.detail
+    assert "in objects_exist\n    release.wait(30)" in record.detail
     assert stacks_in_driver() == ""
 
 
@@ -342,13 +339,12 @@ def test_a_cause_of_few_of_a_rule_s_cases_does_not_explain_it():
 
 def test_a_worker_process_s_exceptions_reach_the_case(monkeypatch):
     from hicache_conformance.harness.log_records import CauseLog
-    from hicache_conformance.processes.messages import Swallowed
     from hicache_conformance.processes.worker import WorkerProcess
+    from hicache_conformance.processes.worker_main import Done
 
     log = CauseLog()
     worker = SimpleNamespace(_log=log, busy=True, swallowed=0)
-    WorkerProcess.note(worker, Swallowed(causes=[bug()]))
+    WorkerProcess._note(worker, Done(causes=[bug()]))
     assert log.causes == [bug()]
     assert worker.swallowed == 1
-    # It is no answer: the request is still being worked on.
-    assert worker.busy
+    assert not worker.busy

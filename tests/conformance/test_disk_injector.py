@@ -18,7 +18,7 @@ import pytest
 from hicache_conformance.injectors import disk as disk_module
 from hicache_conformance.injectors.disk import DiskInjector, missing_for_disk
 from hicache_conformance.injectors.fuse_fs import load_mfusepy
-from hicache_conformance.injectors.random_plan import MENU
+from hicache_conformance.injectors.named_faults import MENU
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive
 from tests.conformance.fault_helpers import (

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import threading
 import time
-from random import Random
 
 import pytest
+from hypothesis import given, settings
 
+from hicache_conformance.cases.plans import RandomRun, fault_plans
 from hicache_conformance.fixtures.context import CaseContext
-from hicache_conformance.fixtures.random_run import (
-    BEGIN_FAULTS,
-    END_FAULTS,
-    RandomRun,
-    random_steps,
-    shrink,
-)
 from hicache_conformance.history.events import Call
 from hicache_conformance.injectors.active_faults import ActiveFaults
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
-from hicache_conformance.injectors.named_faults import HUNG, NAMED_FAULTS, UNAVAILABLE
-from hicache_conformance.injectors.random_plan import KILLED_ENGINE, MENU, generate_plan
+from hicache_conformance.injectors.named_faults import (
+    HUNG,
+    KILLED_ENGINE,
+    MENU,
+    NAMED_FAULTS,
+    UNAVAILABLE,
+)
 from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
 from hicache_conformance.model.profiles import PROFILES
 from hicache_storage.spec import Capabilities, Sharing
@@ -56,27 +55,27 @@ def test_every_trouble_can_also_be_drawn(injector):
 
 
 @pytest.mark.parametrize("injector", MENU)
-def test_a_plan_depends_on_its_seed_alone(injector):
-    plans = [generate_plan(injector, Random(seed), engines=True) for seed in range(300)]
-    assert plans == [generate_plan(injector, Random(seed), engines=True) for seed in range(300)]
-    assert {fault.kind for plan in plans for fault in plan.faults} == {
-        fault.kind for fault in (*MENU[injector], KILLED_ENGINE)
-    }
-    assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4}
-    assert all(FaultPlan.from_json(plan.as_json()) == plan for plan in plans)
-    # What is done at once is done once.
-    assert all(
-        len(once) == len(set(once))
-        for plan in plans
-        for once in [[f.kind for f in plan.faults if f.kind in UNTIMED]]
-    )
+def test_every_fault_of_a_menu_is_drawn_and_states_once(injector):
+    drawn = set()
+
+    @settings(max_examples=1000, database=None, derandomize=True, deadline=None)
+    @given(fault_plans(injector, hangs=True, engines=True))
+    def draw(plan):
+        kinds = [fault.kind for fault in plan.faults]
+        assert 1 <= len(kinds) <= 4
+        # What is done at once is done once.
+        once = [kind for kind in kinds if kind in UNTIMED]
+        assert len(once) == len(set(once))
+        drawn.update(kinds)
+
+    draw()
+    assert drawn == {fault.kind for fault in (*MENU[injector], KILLED_ENGINE)}
 
 
-def test_hangs_and_killed_engines_are_drawn_only_where_they_may():
-    plans = [generate_plan("disk", Random(seed), hangs=False) for seed in range(300)]
-    assert not any(
-        plan.hangs or KILLED_ENGINE.kind in {fault.kind for fault in plan.faults} for plan in plans
-    )
+@settings(database=None)
+@given(fault_plans("disk", hangs=False, engines=False))
+def test_hangs_and_killed_engines_are_drawn_only_where_they_may(plan):
+    assert not {FaultKind.HANG, KILLED_ENGINE.kind} & {fault.kind for fault in plan.faults}
 
 
 def test_a_plan_says_what_happens_where():
@@ -100,7 +99,7 @@ def test_a_plan_says_what_happens_where():
         "read at any operation from "
         "number 5 on; killed engine"
     )
-    assert str(plan.only(())) == "disk: no fault"
+    assert str(FaultPlan("disk", ())) == "disk: no fault"
 
 
 def test_a_strike_counts_the_operations_of_each_fault():
@@ -120,35 +119,6 @@ def test_a_strike_counts_the_operations_of_each_fault():
     assert active.injected_count == 4
     active.heal()
     assert active.at("read") == []
-
-
-def test_shrinking_keeps_only_what_is_needed():
-    tried = []
-
-    def fails(items):
-        tried.append(items)
-        return {3, 17} <= set(items)
-
-    assert shrink(range(30), fails) == [3, 17]
-    assert len(tried) < 60
-    assert shrink([1, 2], lambda items: True) == []
-
-
-def test_shrinking_that_runs_out_of_tries_answers_something_that_fails():
-    found = shrink(range(100), lambda items: {5, 50, 95} <= set(items), tries=6)
-    assert {5, 50, 95} <= set(found)
-    assert len(found) < 100
-
-
-def test_shrinking_ends_with_its_time():
-    tried = []
-
-    def fails(items):
-        tried.append(items)
-        return 3 in items
-
-    assert 3 in shrink(range(30), fails, seconds=0.0)
-    assert len(tried) == 1
 
 
 # Each kind around an object store
@@ -364,7 +334,6 @@ def context(tmp_path):
 
 def test_another_engine_is_killed_and_this_one_goes_on(context, monkeypatch):
     random_run = RandomRun(context, context.injector)
-    assert random_run.has_others()
     killed = []
     real = context.worker
     monkeypatch.setattr(
@@ -377,14 +346,9 @@ def test_another_engine_is_killed_and_this_one_goes_on(context, monkeypatch):
             Fault(kind=FaultKind.ERROR, error="EIO", count=2),
         ),
     )
-    assert random_run.run(plan, random_steps(Random(1), 10)) is None
+    calls = [("set", (11, 12)), ("get", (0, 11)), ("exists", (0, 1)), ("set", (13, 3))]
+    assert random_run.run(plan, calls) is None
     (engine,) = killed
     assert engine.ended
     assert {event.call for event in engine.events} == {Call.SET}
     assert context.injector.plans == [plan]
-
-
-def test_steps_begin_with_pages_and_the_faults_end(context):
-    steps = random_steps(Random(3), 12)
-    assert [steps[0].what, steps[3].what, steps[-1].what] == ["set", BEGIN_FAULTS, END_FAULTS]
-    assert steps == random_steps(Random(3), 12)

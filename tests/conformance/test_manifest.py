@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.fixtures.open_context import (
+from hicache_conformance.fixtures.target import (
     CAPACITY,
     DIRECTORY,
     ON_INJECTOR,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hicache_conformance.fixtures.environment import commands_of, members_of, outages_of
+from hicache_conformance.fixtures.environment import DriverSetup
 from hicache_conformance.injectors.members import MemberInjector
 from hicache_conformance.model.fault_plan import FaultKind
 from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault
@@ -73,17 +73,17 @@ def test_stores_are_gone_when_closed(members):
 
 
 def test_stores_that_no_option_names_are_started_for_cases_about_several():
-    assert members_of("mooncake", {}, None) == (MOONCAKE, ())
-    assert outages_of("mooncake", {}, None) == ["killed", "stopped"]
-    assert len(commands_of("mooncake", {}, None)) == 2
+    assert DriverSetup("mooncake", {}, None).members() == (MOONCAKE, ())
+    assert DriverSetup("mooncake", {}, None).outages() == ["killed", "stopped"]
+    assert len(DriverSetup("mooncake", {}, None).commands()) == 2
 
 
 def test_stores_that_an_option_names_are_always_started_and_can_be_cut_off():
     options = {"local_hostname": "{port:store},{port:store2}"}
     stores = MOONCAKE[:2]
-    assert members_of("mooncake", options, BESIDE) == (stores, stores)
-    assert outages_of("mooncake", options, BESIDE) == ["killed", "stopped", "cut-off"]
-    assert len(commands_of("mooncake", options, BESIDE)) == 2
+    assert DriverSetup("mooncake", options, BESIDE).members() == (stores, stores)
+    assert DriverSetup("mooncake", options, BESIDE).outages() == ["killed", "stopped", "cut-off"]
+    assert len(DriverSetup("mooncake", options, BESIDE).commands()) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_stores_that_an_option_names_are_always_started_and_can_be_cut_off():
     ],
 )
 def test_fewer_than_two_stores_are_not_several(driver, options, services):
-    assert outages_of(driver, options, services) == []
+    assert DriverSetup(driver, options, services).outages() == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hicache_conformance.fixtures.context import CaseContext
-from hicache_conformance.fixtures.open_context import filled_config
+from hicache_conformance.fixtures.environment import DriverSetup
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.settings import unique_name
 from hicache_storage.tools.options import TMP
@@ -15,7 +15,7 @@ def context_of(tmp_path, run, case):
     unique = unique_name(run, case)
     return CaseContext(
         driver="file",
-        config=filled_config("file", OPTIONS, tmp_path, {"a": 80}, unique),
+        config=DriverSetup("file", OPTIONS).filled(tmp_path, {"a": 80}, unique),
         case=case,
         seed=1,
         run=run,
@@ -28,7 +28,7 @@ def context_of(tmp_path, run, case):
 
 
 def test_reports_keep_what_differs_from_run_to_run():
-    assert filled_config("file", OPTIONS, TMP) == OPTIONS
+    assert DriverSetup("file", OPTIONS).filled(TMP) == OPTIONS
 
 
 def test_each_case_and_each_store_apart_has_names_of_its_own(tmp_path):

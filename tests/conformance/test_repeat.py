@@ -7,19 +7,19 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from random import Random
 
 import msgspec
 import pytest
 
-from hicache_conformance.injectors.random_plan import generate_plan
-from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
+from hicache_conformance.model.fault_plan import FaultPlan
 from hicache_conformance.report.results import store_is_fresh
 
 pytestmark = pytest.mark.slow(seconds=90)
 
 RUN = ("conformance", "run")
 CASE = "test_random_faults[objects]"
+SEED = 1
+"""Of a run of which a plan lets writes fail."""
 SERVER = Path(__file__).with_name("mutants") / "drivers_server.py"
 
 # Acknowledges pages that could not be written. A driver of the same name without the fault is
@@ -51,27 +51,6 @@ def hicache_register_drivers():
 """
 
 
-def _seed():
-    """The first seed with a plan in which no write succeeds.
-
-    Some set is refused then while the faults last.
-    """
-    for seed in range(1000):
-        for number in range(3):
-            plan = generate_plan(
-                "objects", Random(f"{seed}/{CASE}/plan {number}"), hangs=False, engines=True
-            )
-            if any(
-                fault.kind is FaultKind.ERROR
-                and not fault.first
-                and not fault.count
-                and not plan.destroys
-                for fault in plan.faults
-            ):
-                return seed
-    raise AssertionError("no such seed")
-
-
 @pytest.fixture(scope="module")
 def flawed(site, tmp_path_factory):
     """A directory with a driver that has a fault, and the report of a run that has found it."""
@@ -91,7 +70,7 @@ def flawed(site, tmp_path_factory):
         "faults",
         *("--case", CASE[:-1]),
         *("--profile", "smoke"),
-        *("--seed", str(_seed())),
+        *("--seed", str(SEED)),
         "--report",
         str(home / "report"),
     )
@@ -119,9 +98,8 @@ def test_the_faults_of_a_case_are_in_the_results(failure):
     _, case = failure
     plans = msgspec.convert(case["plans"], list[FaultPlan])
     assert {plan.injector for plan in plans} == {"objects"}
-    # The last one is the one it has failed with, and what is left of it stands in the detail.
-    shortest = FaultPlan.from_json(re.search(r"Plan: (\{.*\})", case["detail"])[1])
-    assert set(shortest.faults) <= set(plans[-1].faults)
+    # The last one is the one it has failed with.
+    assert str(plans[-1]) in case["detail"] or repr(plans[-1]) in case["detail"]
 
 
 def test_each_failure_is_shown_with_what_repeats_it(flawed, failure, results):
@@ -146,7 +124,7 @@ def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, 
     ran = hicache(site, home, *shlex.split(case["reproduce"])[1:], cwd=tmp_path)
     assert ran.status == 1, ran.output
     assert f"fail {rule}: page" in ran.output
-    assert "Faults (made as short as it could be)" in ran.output
+    assert "Falsifying example: check(" in ran.output
     calls, log = ran.output.split("Last calls:\n")[1].split("Last log lines:\n")
     # Above the blank line that ends them stands what was found.
     assert re.search(
@@ -154,7 +132,8 @@ def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, 
     )
     assert re.search(r"^  INFO +flawed:.* acknowledges whatever comes$", log, re.MULTILINE)
     # Little is left beside a set of one page after the faults have begun.
-    assert len(re.findall(r"^  \d+\. ", ran.output, re.MULTILINE)) <= 4
+    shown = ran.output.partition("Falsifying example: check(")[2].partition("\n\n")[0]
+    assert len(re.findall(r"'(set|get|exists)'", shown)) <= 4
     assert not list(tmp_path.iterdir())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.fixtures.environment import commands_of
+from hicache_conformance.fixtures.environment import DriverSetup
 from hicache_conformance.harness.ports import accepts
 from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import ServerInjector, Servers
@@ -198,10 +198,9 @@ def test_servers_go_with_a_suite_that_is_killed(command):
 
 
 def test_servers_that_the_options_do_not_name_are_not_started():
-    assert len(commands_of("hf3fs", {}, None)) == 1
-    assert len(commands_of("hf3fs", {"file_size": "32MiB"}, None)) == 1
-    assert commands_of("hf3fs", {"metadata_url": ""}, None) == ()
-    assert commands_of("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, None) == ()
-    assert commands_of(
-        "hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, ["serve --port {port:mine}"]
-    ) == (("serve", "--port", "{port:mine}"),)
+    assert len(DriverSetup("hf3fs", {}, None).commands()) == 1
+    assert len(DriverSetup("hf3fs", {"file_size": "32MiB"}, None).commands()) == 1
+    assert DriverSetup("hf3fs", {"metadata_url": ""}, None).commands() == ()
+    assert DriverSetup("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, None).commands() == ()
+    own = DriverSetup("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, ["serve {port:mine}"])
+    assert own.commands() == (("serve", "{port:mine}"),)

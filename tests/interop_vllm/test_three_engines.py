@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_conformance.history.anomalies import AnomalyKind
-from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.checker import AnomalyKind, HistoryChecker
 from hicache_storage.observability import metric_defs
 from tests.interop import engine_server as sglang
 from tests.interop.tiny_model import write_model

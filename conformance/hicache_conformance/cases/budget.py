@@ -7,7 +7,6 @@ import time
 from statistics import linear_regression
 from typing import TYPE_CHECKING, Final, cast
 
-from hicache_conformance.fixtures.environment import injector_names
 from hicache_conformance.fixtures.large_batches import BATCH
 from hicache_conformance.harness.driver_calls import counted, has_steps
 from hicache_conformance.harness.pools import GuardedPool
@@ -87,12 +86,12 @@ class BudgetCases:
         necessary, and one request for each page of a pool.
         """
         owner = cast("DriverTarget", self)
-        if TcpProxyInjector.name not in injector_names(owner.driver, owner.config, owner.services):
+        if TcpProxyInjector.name not in owner.driver_setup().injectors():
             raise Inconclusive(
                 "the suite cannot count round trips: it starts no server of this driver "
                 "(trial_services, {port:NAME})"
             )
-        if injector.name != TcpProxyInjector.name:
+        if not isinstance(injector, TcpProxyInjector):
             raise NotPromised("round trips are counted on the injector network alone")
         sut, keys = _three_pools(context), context.keys(BATCH)
         _store_chain(sut, keys[:40])
@@ -169,7 +168,7 @@ def _check_answer(answer: PoolTransferResult, count: int) -> None:
         )
 
 
-def _check_waits(sut: StorageUnderTest, keys: Sequence[str], injector: FaultInjector) -> None:
+def _check_waits(sut: StorageUnderTest, keys: Sequence[str], injector: TcpProxyInjector) -> None:
     lookups = 3 * len(keys)
     in_flight = sut.storage.capabilities.requests_in_flight
     allowed = 1 if in_flight is None else -(-lookups // max(in_flight, MIN_IN_FLIGHT))

@@ -11,12 +11,11 @@ from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
-from hicache_conformance.history.checker import HistoryChecker
-from hicache_conformance.history.counterexample import Counterexample
+from hicache_conformance.history.counterexample import judge
 from hicache_conformance.history.events import Call, Recorder
 from hicache_conformance.history.workload import Client, Workload
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import check, checked
+from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolName, Sharing
 
 if TYPE_CHECKING:
@@ -248,13 +247,9 @@ class _SharedHistory:
         Raises:
             Violation: something that was answered cannot be.
         """
-        checked("CC-1")
         events = [event for recorder in self._recorders for event in recorder.events()]
-        anomalies = HistoryChecker(events, keeps=not self._context.capabilities.evicts).check()
-        if anomalies:
-            raise Counterexample(self._identity, self._context.patterns, events).violation(
-                anomalies, "CC-1"
-            )
+        keeps = not self._context.capabilities.evicts
+        judge(events, self._identity, self._context.patterns, "CC-1", keeps=keeps)
 
 
 def _check_whole(context: CaseContext, client: StorageUnderTest, key: str) -> None:
@@ -266,7 +261,7 @@ def _check_whole(context: CaseContext, client: StorageUnderTest, key: str) -> No
     faults = client.storage.fault_count()
     there = client.has(key)
     [content] = client.get([key])
-    wrong = client.explain(key, content) if content is not None else ""
+    wrong = client.explain(key, content)
     check(not wrong, "GET-1", f"page key {short(key)}, read while it was set, {wrong}")
     # Other interfaces do not promise it of a page whose set has not answered.
     if context.interface_profile.is_native and not context.capabilities.evicts:

@@ -19,7 +19,7 @@ from hicache_conformance.injectors.driver_methods import DriverMethodInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
+from hicache_conformance.model.violation import Inconclusive, Violation, check
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -49,13 +49,12 @@ class CorruptObjectCases:
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
         content = sut.get([key])[0]
-        checked("GET-5")
-        if content is not None:
-            raise Violation(
-                "GET-5",
-                f"page 0 key {short(key)} is damaged ({damage}), and a get delivers it: "
-                f"{sut.explain(key, content)}",
-            )
+        check(
+            content is None,
+            "GET-5",
+            f"page 0 key {short(key)} is damaged ({damage}), and a get delivers it: "
+            f"{sut.explain(key, content)}",
+        )
 
     @covers("GET-5", "GET-1", levels=[Level.POOLS], corrupts=True)
     def test_damaged_pages_of_a_side_pool(self, context: CaseContext) -> None:
@@ -68,13 +67,12 @@ class CorruptObjectCases:
         for pool in pools:
             _plant(context, sut, key, ObjectCorruption.FLIPPED_BIT, pool)
         for pool, found in sut.get_many([PageGroup([key], pool) for pool in pools]).items():
-            checked("GET-5")
-            if found[0] is not None:
-                raise Violation(
-                    "GET-5",
-                    f"page 0 key {short(key)} of pool {pool!r} is damaged, and a get delivers it: "
-                    f"{sut.explain(key, found[0], pool)}",
-                )
+            check(
+                found[0] is None,
+                "GET-5",
+                f"page 0 key {short(key)} of pool {pool!r} is damaged, and a get delivers it: "
+                f"{sut.explain(key, found[0], pool)}",
+            )
 
     @covers("GET-5", "GET-1", corrupts=True)
     @pytest.mark.parametrize("place", [0, 3, 6])
@@ -84,13 +82,12 @@ class CorruptObjectCases:
         sut.store(keys[:place] + keys[place + 1 :])
         _plant(context, sut, keys[place], ObjectCorruption.FLIPPED_BIT)
         content = sut.get(keys)[place]
-        checked("GET-5")
-        if content is not None:
-            raise Violation(
-                "GET-5",
-                f"page {place} of 7 key {short(keys[place])} is damaged, and a get delivers it: "
-                f"{sut.explain(keys[place], content)}",
-            )
+        check(
+            content is None,
+            "GET-5",
+            f"page {place} of 7 key {short(keys[place])} is damaged, and a get delivers it: "
+            f"{sut.explain(keys[place], content)}",
+        )
 
     @covers("GET-3", "SET-6", corrupts=True)
     def test_damage_in_the_middle_of_a_batch(self, context: CaseContext) -> None:
@@ -101,13 +98,12 @@ class CorruptObjectCases:
         sut.store(keys[:3] + keys[4:])
         _plant(context, sut, keys[3], ObjectCorruption.FLIPPED_BIT)
         found = sut.get(keys)
-        checked("GET-5")
-        if found[3] is not None:
-            raise Violation(
-                "GET-5",
-                f"page 3 key {short(keys[3])} is damaged, and a get delivers it: "
-                f"{sut.explain(keys[3], found[3])}",
-            )
+        check(
+            found[3] is None,
+            "GET-5",
+            f"page 3 key {short(keys[3])} is damaged, and a get delivers it: "
+            f"{sut.explain(keys[3], found[3])}",
+        )
         sut.compare(keys[:3] + keys[4:], found[:3] + found[4:], rule="GET-3")
         for index, ok in enumerate(sut.set(keys)):
             if not ok:
@@ -236,9 +232,11 @@ class CorruptObjectCases:
         stopped.heal()
         for call in (reading, repairing):
             check(call.comes_back(PATIENCE_SECONDS), "FT-3", "two reads of a damaged page hang")
-        checked("SET-3")
-        if (repaired := repairing.answer()) != [None, True]:
-            raise Violation("SET-3", f"a get and a set of a damaged page answered {repaired}")
+        check(
+            (repaired := repairing.answer()) == [None, True],
+            "SET-3",
+            f"a get and a set of a damaged page answered {repaired}",
+        )
         for reader in (two, context.storage(replace(one.identity))):
             reader.expect([key])
 

@@ -226,9 +226,7 @@ class DeadlineCases:
         # Given up by the caller, so that the destination is the caller's again. A driver that
         # declares waiting reads is healed first, since its get still owns the pages.
         if not reading.comes_back(IN_TIME):
-            checked("FT-3")
-            if not may_wait(sut):
-                raise Violation("FT-3", _late("batch_get_v2", plan))
+            check(may_wait(sut), "FT-3", _late("batch_get_v2", plan))
             injector.heal()
             _come_back(context, reading, "batch_get_v2", plan)
         blank = canary(1, memory.page_bytes)
@@ -279,7 +277,7 @@ class DeadlineCases:
             for index, (key, content) in enumerate(
                 zip(refused, sut.get(refused) if refused else [], strict=True)
             ):
-                wrong = sut.explain(key, content) if content is not None else ""
+                wrong = sut.explain(key, content)
                 check(
                     not wrong,
                     "SET-8",
@@ -445,7 +443,7 @@ class _Unusual:
             Violation: SET-8.
         """
         for key, content in zip(self._new, self._sut.get(self._new), strict=True):
-            wrong = self._sut.explain(key, content) if content is not None else ""
+            wrong = self._sut.explain(key, content)
             check(
                 not wrong,
                 "SET-8",
@@ -532,9 +530,7 @@ def _check_time(
 ) -> AnswerT:
     """The answer of a call that has to end in time; FT-3 if it does not."""
     checked("FT-1")
-    checked("FT-3")
-    if not call.ended(within):
-        raise Violation("FT-3", _late(name, plan, within))
+    check(call.ended(within), "FT-3", _late(name, plan, within))
     return call.answer()
 
 

@@ -7,10 +7,9 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.fixtures import small_store
-from hicache_conformance.fixtures.fault_calls import UNGUARDED, check_hits
-from hicache_conformance.fixtures.open_context import DIRECTORY
-from hicache_conformance.fixtures.small_store import BATCH, capacity_of
+from hicache_conformance.fixtures.fault_calls import check_hits
+from hicache_conformance.fixtures.small_store import BATCH, capacity_of, open_long_pages
+from hicache_conformance.fixtures.target import DIRECTORY
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level, declares
 from hicache_conformance.model.violation import Violation, checked
@@ -42,7 +41,7 @@ class DirectoryCases:
         What sets acknowledge after a while is there again.
         """
         config, home = context.apart()
-        sut, keys = _joined(context, config), context.keys(3)
+        sut, keys = open_long_pages(context, config), context.keys(3)
         sut.store(keys)
         for number in range(DELETIONS):
             _empty(home)
@@ -57,10 +56,10 @@ class DirectoryCases:
         Neither loses a page to the other; of the other's they find the right ones or none.
         """
         config, home = context.apart()
-        early = _joined(context, config)
+        early = open_long_pages(context, config)
         early.store(context.keys(3))
         _empty(home)
-        both = early, _joined(context, config, early.identity)
+        both = early, open_long_pages(context, config, early.identity)
         until, missed = time.monotonic() + context.profile.recovery_seconds, True
         # Until they share a store again; a storage may look only now and then for what it has open.
         while missed and time.monotonic() < until:
@@ -86,7 +85,7 @@ class DirectoryCases:
         config, home = context.apart()
         if option:
             config = {**config, option: f"{capacity_of(STORE_PAGES) // 1024}KiB"}
-        early = _joined(context, config)
+        early = open_long_pages(context, config)
         keys = context.keys(2 * BATCH)
         for start in range(0, len(keys), BATCH):
             early.store(keys[start : start + BATCH])
@@ -109,19 +108,13 @@ def _empty(home: Path) -> None:
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def _joined(
-    context: CaseContext, config: Mapping[str, object], identity: StorageIdentity | None = None
-) -> StorageUnderTest:
-    return context.storage(identity, pools=small_store.pool(), config=config, options=UNGUARDED)
-
-
 def _shared(
     context: CaseContext, config: Mapping[str, object], identity: StorageIdentity
 ) -> list[StorageUnderTest]:
     """A storage that opens later, where it sees what others have set."""
     if not declares(context.capabilities, "sharing>=process"):
         return []
-    return [_joined(context, config, identity)]
+    return [open_long_pages(context, config, identity)]
 
 
 def _make_again(

@@ -8,18 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures.context import NO_LAYERS
-from hicache_conformance.fixtures.open_context import CAPACITY
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, capacity_of, pool
+from hicache_conformance.fixtures.target import CAPACITY
 from hicache_conformance.harness.disk_usage import DiskUsage
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.history.anomalies import AnomalyKind
+from hicache_conformance.harness.pools import PoolShape
+from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level, declares
 from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
-from hicache_conformance.processes.messages import PoolShape
-from hicache_conformance.processes.supervisor import KillSchedule
+from hicache_conformance.processes.worker import KillSchedule
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:

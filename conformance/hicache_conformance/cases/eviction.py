@@ -53,7 +53,7 @@ class EvictionCases:
         pages = 40
         config = context.capped(capacity_of(pages))
         sut, stored, occupied = open_capped(context, config), list[str](), 0
-        for turn in range(context.profile.store_fills):
+        for _ in range(context.profile.store_fills):
             stored += fill_store(
                 context, sut, pages * 3 // 2, batch=context.random.choice((1, BATCH, 2 * BATCH))
             )
@@ -66,21 +66,16 @@ class EvictionCases:
                 f"evicts everything",
             )
             footprint = DiskUsage.of(config, context.tmp)
+            taken = footprint.bytes if footprint else 0
             # What a store takes for itself is there after the first turn; from then on it does not
             # grow.
-            checked("EV-1")
-            if (
-                turn
-                and footprint
-                and footprint.bytes > max(occupied, capacity_of(pages)) + 2 * BATCH * PAGE_BYTES
-            ):
-                raise Violation(
-                    "EV-1",
-                    f"{footprint.bytes} bytes lie on the disk after more writing, and {occupied} "
-                    f"before; {_limit(pages)}",
-                )
-            if not turn and footprint:
-                occupied = footprint.bytes
+            occupied = occupied or taken
+            check(
+                taken <= max(occupied, capacity_of(pages)) + 2 * BATCH * PAGE_BYTES,
+                "EV-1",
+                f"{taken} bytes lie on the disk after more writing, and {occupied} before; "
+                f"{_limit(pages)}",
+            )
         _check_counted(sut, stored)
 
     @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=process"])
@@ -208,15 +203,14 @@ class EvictionCases:
             fill_store(context, sut, pressure, batch=1)
             left = readable(sut, chain, rule="EV-3")
             usable = left.index(False) if False in left else CHAIN
-            checked("EV-3")
-            if any(left[usable:]):
-                raise Violation(
-                    "EV-3",
-                    f"a chain of {CHAIN} pages, written in {manner}, and {pressure} other pages "
-                    f"after it, in a store of {pages}: a page of the chain was evicted before the "
-                    f"pages behind it; left is {drawn(left)}, head first, so that only {usable} of "
-                    f"the {sum(left)} pages left can be used",
-                )
+            check(
+                not any(left[usable:]),
+                "EV-3",
+                f"a chain of {CHAIN} pages, written in {manner}, and {pressure} other pages "
+                f"after it, in a store of {pages}: a page of the chain was evicted before the "
+                f"pages behind it; left is {drawn(left)}, head first, so that only {usable} of "
+                f"the {sum(left)} pages left can be used",
+            )
             # Closed here, because the case opens a store for each pressure, and each would keep its
             # threads and files until the end.
             sut.call("close", sut.storage.close)
@@ -273,13 +267,12 @@ def _limit(pages: int) -> str:
 
 
 def _within(there: int, pages: int, batch: int) -> None:
-    checked("EV-1")
-    if there * PAGE_BYTES > capacity_of(pages) + batch * PAGE_BYTES:
-        raise Violation(
-            "EV-1",
-            f"{there} pages of {PAGE_BYTES} bytes can be read; {_limit(pages)}, and a batch is "
-            f"{batch} pages",
-        )
+    check(
+        there * PAGE_BYTES <= capacity_of(pages) + batch * PAGE_BYTES,
+        "EV-1",
+        f"{there} pages of {PAGE_BYTES} bytes can be read; {_limit(pages)}, and a batch is "
+        f"{batch} pages",
+    )
 
 
 def _check_counted(sut: StorageUnderTest, stored: Sequence[str]) -> None:

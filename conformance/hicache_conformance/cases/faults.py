@@ -94,18 +94,17 @@ class FaultCases:
             stored, missed, calls = _use(context, injector, sut, keys, plan)
         injector.heal()
         set_deadline(sut, None)
-        checked("FT-1")
-        if (
-            missed
-            and injector.injected_count()
-            and not _silent(plan)
-            and count_faults(sut) == before
-        ):
-            raise Violation(
-                "FT-1",
-                f"calls were answered with misses because of {plan}, and get_stats() counts no "
-                f"fault{_swallowed(sut)}",
-            )
+        check(
+            not (
+                missed
+                and injector.injected_count()
+                and (not _silent(plan))
+                and (count_faults(sut) == before)
+            ),
+            "FT-1",
+            f"calls were answered with misses because of {plan}, and get_stats() counts no "
+            f"fault{_swallowed(sut)}",
+        )
         # A fault that destroys pages is one episode for each damaged page, and each may have its
         # line (GET-7).
         _check_lines(records, calls if plan.destroys else LINES, plan)
@@ -129,20 +128,18 @@ class FaultCases:
             _, missed, calls = _use(context, injector, sut, keys, plan, rounds=2 * ROUNDS)
         injector.heal()
         set_deadline(sut, None)
-        checked("FT-1")
-        if missed and count_faults(sut) == before:
-            raise Violation(
-                "FT-1",
-                f"calls were answered with misses because of {plan}, and get_stats() counts no "
-                f"fault{_swallowed(sut)}",
-            )
-        checked("FT-1")
-        if missed and not records:
-            raise Violation(
-                "FT-1",
-                f"{calls} calls were answered with misses because of {plan}, and nothing was "
-                f"logged{_swallowed(sut)}",
-            )
+        check(
+            not (missed and count_faults(sut) == before),
+            "FT-1",
+            f"calls were answered with misses because of {plan}, and get_stats() counts no "
+            f"fault{_swallowed(sut)}",
+        )
+        check(
+            not (missed and (not records)),
+            "FT-1",
+            f"{calls} calls were answered with misses because of {plan}, and nothing was "
+            f"logged{_swallowed(sut)}",
+        )
         _check_lines(records, LINES, plan)
 
     @covers("FT-1", "FT-4", "LC-1", levels=FAULTS)
@@ -225,9 +222,8 @@ class FaultCases:
                     call_bounded(here, plan, "open", late.storage.open)
                 _use(context, here, late, keys, plan, rounds=1)
                 call_bounded(here, plan, "close", late.storage.close)
-        checked("FT-6")
-        if left := OpenResources.now().beyond(before):
-            raise Violation("FT-6", f"storages that were opened and closed ({plan}) left {left}")
+        left = OpenResources.now().beyond(before)
+        check(not left, "FT-6", f"storages that were opened and closed ({plan}) left {left}")
         set_deadline(sut, None)
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
@@ -268,9 +264,11 @@ class FaultCases:
             )
             injector.heal()
             wait_until_serving(context, sut, plan)
-            checked("FT-7")
-            if not (health := sut.call("health", sut.storage.health)).writable:
-                raise Violation("FT-7", f"a set was done after {plan}, and {health}")
+            check(
+                (health := sut.call("health", sut.storage.health)).writable,
+                "FT-7",
+                f"a set was done after {plan}, and {health}",
+            )
 
     @covers("FT-6", "SET-5", levels=FAULTS)
     def test_failing_sets_leave_nothing(
@@ -424,13 +422,12 @@ def _check_counted(
         ("an exists", hit < len(keys), looked_up - before),
         ("a get", None in found, count_faults(sut) - looked_up),
     ):
-        checked("FT-1")
-        if missed and not counted:
-            raise Violation(
-                "FT-1",
-                f"{what} of stored pages was answered with misses because of {plan}, and "
-                f"get_stats() counts no fault{_swallowed(sut)}",
-            )
+        check(
+            not (missed and (not counted)),
+            "FT-1",
+            f"{what} of stored pages was answered with misses because of {plan}, and "
+            f"get_stats() counts no fault{_swallowed(sut)}",
+        )
 
 
 def _silent(plan: FaultPlan) -> bool:

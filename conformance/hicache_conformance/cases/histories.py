@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from hicache_conformance.fixtures.state_machine import check_histories
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky, FlakyFailure
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from hicache_conformance.fixtures.process_group import STORE_ATTEMPTS, STORE_PAUSE_SECONDS
+from hicache_conformance.harness.oracle import PoolQuery, check_exists
+from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.rules import Level
+from hicache_conformance.model.rules import Level, declares
+from hicache_conformance.model.violation import Violation, check, checked
+from hicache_storage.plugins import registry
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
+    from hicache_storage.spec import PoolTransfer
+
+KEYS = 6
+PLACES = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=10)
+POOLS = st.integers(0, 2)
+SPEAKERS = st.integers(0, 1)
+GENERATIONS = st.integers(0, 3)
+WINDOWS = st.integers(0, 4)
 
 
 class HistoryCases:
@@ -25,3 +50,196 @@ class HistoryCases:
     def test_histories_of_several_pools(self, context: CaseContext) -> None:
         """The same over three pools with hit policies."""
         check_histories(context, [PoolName.KV, PoolName.MAMBA, PoolName.INDEXER])
+
+
+def check_histories(context: CaseContext, pools: Sequence[str]) -> None:
+    """Run as many random histories as the profile says.
+
+    Raises:
+        Violation: the first rule found broken, with the shortest history found that breaks it as a
+            note.
+    """
+
+    def machine() -> _StateMachine:
+        return _StateMachine(context, pools)
+
+    try:
+        seeded: Any = hypothesis.seed(context.number("histories"))(machine)
+        settings = search_settings(
+            context, context.profile.histories, stateful_step_count=context.profile.steps
+        )
+        run_state_machine_as_test(seeded, settings=settings)
+    except Flaky as flaky:
+        # The same calls failed once and passed once. What failed is still a failure.
+        errors = flaky.exceptions if isinstance(flaky, FlakyFailure) else [flaky.__context__]
+        violation = next((error for error in errors if isinstance(error, Violation)), None)
+        if violation is None:
+            raise
+        violation.add_note("The same history passed when it was tried again.")
+        raise violation from flaky
+
+
+def search_settings(context: CaseContext, examples: int, **more: Any) -> hypothesis.settings:
+    """Settings of a search for an example that breaks a rule, and for a short one."""
+    return hypothesis.settings(
+        max_examples=examples,
+        # Times say nothing here: a driver on a busy disk is not wrong.
+        deadline=None,
+        # Examples of one driver are of no use to another, and a run must not depend on those before
+        # it.
+        database=None,
+        phases=[Phase.generate, *([Phase.shrink] if context.profile.shrinks else [])],
+        print_blob=False,
+        suppress_health_check=(
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ),
+        **more,
+    )
+
+
+class _StateMachine(RuleBasedStateMachine):
+    """Two storages of one identity, and what they must hold.
+
+    One storage where the driver does not share pages.
+    """
+
+    def __init__(self, context: CaseContext, pools: Sequence[str]) -> None:
+        super().__init__()
+        self.context = context
+        self.pools = list(pools)
+        self.identity = context.identity()
+        self.stored = dict[tuple[str, str], int]()
+        """Generation by pool and key."""
+        self.keys = context.keys(KEYS)
+        # Dozens of storages are opened in a history. A directory of its own spares each of them
+        # from looking through what the writers of all histories before have left; a server's is
+        # larger than that is worth.
+        self.config = (
+            context.config if registry().get(context.driver).trial_services else context.apart()[0]
+        )
+        self.suts: list[StorageUnderTest] = []
+        self._open()
+
+    @rule(pool=POOLS, places=PLACES, generation=GENERATIONS, speaker=SPEAKERS)
+    def set(self, pool: int, places: list[int], generation: int, speaker: int) -> None:
+        name, chain, sut = self._pool(pool), self._chain(places), self._speaker(speaker)
+        for attempt in range(STORE_ATTEMPTS):
+            faults = sut.storage.fault_count()
+            try:
+                sut.store(chain, name, generation=generation)
+                break
+            except Violation:
+                # As in `ProcessGroup.expect`: what met a fault was rightly refused, once or twice.
+                if attempt == STORE_ATTEMPTS - 1 or sut.storage.fault_count() == faults:
+                    raise
+            time.sleep(STORE_PAUSE_SECONDS)
+        for key in chain:
+            # The first generation stays: a set of what exists writes nothing (SET-3).
+            self.stored.setdefault((name, key), generation)
+
+    @rule(pool=POOLS, places=PLACES, speaker=SPEAKERS)
+    def get(self, pool: int, places: list[int], speaker: int) -> None:
+        name, chain, sut = self._pool(pool), self._chain(places), self._speaker(speaker)
+        for index, (key, content) in enumerate(zip(chain, sut.get(chain, name), strict=True)):
+            generation = self.stored.get((name, key))
+            checked("GET-1")
+            if generation is not None:
+                sut.compare([key], [content], name, generation=generation)
+            elif content is not None:
+                held = sut.explain(key, content, name) or "holds its own bytes"
+                raise Violation(
+                    "GET-1",
+                    f"page {index} key {short(key)} of pool {name!r} is not there, and a get "
+                    f"delivers it: {held}",
+                )
+
+    @rule(places=PLACES, windows=st.tuples(WINDOWS, WINDOWS), speaker=SPEAKERS)
+    def exists(self, places: list[int], windows: tuple[int, int], speaker: int) -> None:
+        chain = self._chain(places)
+        if not self.context.interface_profile.is_native:
+            windows = (windows[0] % 4, windows[1] % 4)
+        transfers = [
+            _policy(pool, window) for pool, window in zip(self.pools[1:], windows, strict=False)
+        ]
+        present = {pool: [(pool, key) in self.stored for key in chain] for pool in self.pools}
+        answer = self._speaker(speaker).exists(chain, *transfers)
+        asked = [PoolQuery(transfer, present[transfer.name]) for transfer in transfers]
+        check_exists(
+            answer,
+            present[PoolName.KV],
+            asked,
+            verdicts=self.context.interface_profile.is_native,
+        )
+
+    @precondition(lambda self: self.context.capabilities.deletes)
+    @rule(pool=POOLS, places=PLACES, speaker=SPEAKERS)
+    def delete(self, pool: int, places: list[int], speaker: int) -> None:
+        name, doomed, sut = (
+            self._pool(pool),
+            list(dict.fromkeys(self._chain(places))),
+            self._speaker(speaker),
+        )
+        removed = sut.delete(doomed, name)
+        wanted = [self.stored.pop((name, key), None) is not None for key in doomed]
+        check(
+            removed == wanted,
+            "SET-1",
+            f"deleting {[short(key) for key in doomed]} from {name!r} answered {removed}, must "
+            f"be {wanted}",
+        )
+
+    @precondition(
+        lambda self: (
+            self.context.capabilities.clears and self.context.interface_profile.setup.clears_at_once
+        )
+    )
+    @rule(speaker=SPEAKERS)
+    def clear(self, speaker: int) -> None:
+        sut = self._speaker(speaker)
+        sut.call("clear", sut.storage.clear)
+        self.stored.clear()
+
+    @rule()
+    def reopen(self) -> None:
+        self._close()
+        if not declares(self.context.capabilities, "durability>=reopen"):
+            # Pages may be gone and may be there; a new identity has none for certain.
+            self.identity = replace(self.identity, salt=f"{self.identity.salt}+")
+            self.stored.clear()
+        self._open()
+
+    def teardown(self) -> None:
+        self._close()
+
+    def _open(self) -> None:
+        count = 2 if declares(self.context.capabilities, "sharing>=process") else 1
+        self.suts = [
+            self.context.storage(
+                self.identity,
+                pools={pool: GuardedPool(pages=16, components=(40, 24)) for pool in self.pools},
+                config=self.config,
+            )
+            for _ in range(count)
+        ]
+
+    def _close(self) -> None:
+        for sut in self.suts:
+            sut.call("close", sut.storage.close)
+
+    def _speaker(self, number: int) -> StorageUnderTest:
+        return self.suts[number % len(self.suts)]
+
+    def _pool(self, number: int) -> str:
+        return self.pools[number % len(self.pools)]
+
+    def _chain(self, places: Sequence[int]) -> list[str]:
+        chain = [self.keys[place] for place in places]
+        return chain if self.context.interface_profile.is_native else list(dict.fromkeys(chain))
+
+
+def _policy(pool: str, window: int) -> PoolTransfer:
+    if window == 0:
+        return all_pages(pool)
+    return block_groups(pool, 2, 1) if window == 4 else trailing(pool, window)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicache_conformance.harness.edge_case_pools import (
-    POOLS,
+    SDK_POOLS,
     FailingPool,
     ReadOnlyPool,
     StridedPool,
     WrongLengthPool,
+    sdk_pool,
 )
 from hicache_conformance.harness.pools import EngineHostPool, GuardedPool, LentMemory
 from hicache_conformance.harness.storage_under_test import PageGroup
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.pools import PoolMemory
-    from hicache_storage.spec import HostPool, StorageIdentity
+    from hicache_storage.spec import StorageIdentity
 
 
 class HostPoolCases:
     """GET-8, and GET-2 of a pool that fails."""
 
     @covers("GET-8")
-    @pytest.mark.parametrize("make", POOLS.values(), ids=POOLS.keys())
-    def test_the_sdk_s_pools(self, context: CaseContext, make: Callable[[], HostPool]) -> None:
+    @pytest.mark.parametrize(("kind", "layout"), SDK_POOLS)
+    def test_the_sdk_s_pools(self, context: CaseContext, kind: str, layout: str) -> None:
         """MHA, MLA, Mamba and indexer pools in each of their layouts."""
-        _serve(context, LentMemory(make()))
+        _serve(context, LentMemory(sdk_pool(kind, layout)))
 
     @covers("GET-8")
     @pytest.mark.parametrize("skew", [1, 3, 7, 63])

@@ -70,9 +70,11 @@ class LifecycleCases:
         for _ in range(2):
             sut.call("open", sut.storage.open)
         sut.expect(keys)
-        checked("LC-1")
-        if not sut.call("health", sut.storage.health).ok:
-            raise Violation("LC-1", f"the storage serves, and health() says {sut.storage.health()}")
+        check(
+            sut.call("health", sut.storage.health).ok,
+            "LC-1",
+            f"the storage serves, and health() says {sut.storage.health()}",
+        )
 
     @covers("LC-1", needs=["sharing>=process"])
     @pytest.mark.parametrize("call", ["batch_exists_v2", "batch_get_v2"])

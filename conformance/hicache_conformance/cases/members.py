@@ -20,7 +20,7 @@ from hicache_conformance.fixtures.fault_calls import (
     may_wait,
     serving_storage,
 )
-from hicache_conformance.fixtures.open_context import SEVERAL_STORES
+from hicache_conformance.fixtures.target import SEVERAL_STORES
 from hicache_conformance.harness.concurrency import Pending
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.injectors.members import OUTAGES

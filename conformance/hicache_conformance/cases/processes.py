@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.harness.disk_usage import DiskUsage
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.history.anomalies import AnomalyKind
+from hicache_conformance.harness.pools import PoolShape
+from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import check
-from hicache_conformance.processes.messages import PoolShape
-from hicache_conformance.processes.supervisor import KillSchedule
+from hicache_conformance.processes.worker import KillSchedule
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool, PoolShape
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, check
-from hicache_conformance.processes.messages import PoolShape
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -56,10 +56,7 @@ class SharingCases:
             group.expect(reader, later, value, "ID-2")
         own = context.storage(
             group.identity,
-            pools={
-                pool: GuardedPool(**_arguments(shape))  # type: ignore[arg-type]
-                for pool, shape in SHAPES.items()
-            },
+            pools={pool: GuardedPool(**asdict(shape)) for pool, shape in SHAPES.items()},
         )
         for pool, value in values.items():
             own.expect(keys, pool, generation=value, rule="ID-2")
@@ -169,7 +166,3 @@ def _expect_missing(group: ProcessGroup, worker: WorkerProcess, keys: list[str])
         "EX-9",
         f"process {worker.name} has found {len(keys)} pages damaged, and says that they exist",
     )
-
-
-def _arguments(shape: PoolShape) -> dict[str, object]:
-    return {"pages": shape.pages, "page_size": shape.page_size, "components": shape.components}

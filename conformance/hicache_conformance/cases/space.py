@@ -24,7 +24,7 @@ from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
+from hicache_conformance.model.violation import Inconclusive, check
 from hicache_storage.layers import innermost
 from hicache_storage.objects import ObjectStorage, WriteBatch
 from hicache_storage.spec import PoolName
@@ -80,14 +80,13 @@ class SpaceCases:
         for turn in range(2 * context.profile.store_fills):
             keys = context.keys(2, "long")
             answered = _set_counted(wide, keys, "draft")
-            checked("SET-5")
-            if not sut.storage.capabilities.evicts and any(answered):
-                raise Violation(
-                    "SET-5",
-                    f"a page of {length} bytes was accepted; the capacity is {capacity_of(PAGES)}",
-                )
+            check(
+                not (not sut.storage.capabilities.evicts and any(answered)),
+                "SET-5",
+                f"a page of {length} bytes was accepted; the capacity is {capacity_of(PAGES)}",
+            )
             for key, content in zip(keys, wide.get(keys, "draft"), strict=True):
-                wrong = wide.explain(key, content, "draft") if content is not None else ""
+                wrong = wide.explain(key, content, "draft")
                 check(not wrong, "GET-1", f"page key {short(key)}, longer than the store, {wrong}")
             if _free(sut, small):
                 small = _check_usable(

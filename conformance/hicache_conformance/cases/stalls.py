@@ -6,9 +6,13 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.fixtures import small_store
-from hicache_conformance.fixtures.fault_calls import PATIENCE_SECONDS, UNGUARDED, check_hits
-from hicache_conformance.fixtures.small_store import BATCH, capacity_of, shares_in_process
+from hicache_conformance.fixtures.fault_calls import PATIENCE_SECONDS, check_hits
+from hicache_conformance.fixtures.small_store import (
+    BATCH,
+    capacity_of,
+    open_long_pages,
+    shares_in_process,
+)
 from hicache_conformance.harness.concurrency import Pending
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.model.case import covers
@@ -24,7 +28,6 @@ if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
-    from hicache_storage.spec import StorageIdentity
 
 FAULTS: Final = (Level.FAULTS,)
 STALLS: Final[Mapping[str, Sequence[tuple[tuple[str, ...], int]]]] = {
@@ -144,10 +147,10 @@ def _meet(
     Returns:
         Whether a set was held up.
     """
-    writer = _joined(context, config)
+    writer = open_long_pages(context, config)
     if shares_in_process(context):
         # In a set_deadline, because it may be held up, too; then nothing is learnt.
-        other = _joined(context, config, writer.identity, options=HURRIED)
+        other = open_long_pages(context, config, writer.identity, options=HURRIED)
     else:
         # What two storages of one driver do to each other is nothing then.
         other = writer.client(1, 2, context.chance("places of the other"))
@@ -177,7 +180,7 @@ def _meet(
     setting.answer()
     strict = config is context.config
     for reader in (
-        (writer, _joined(context, config, writer.identity))
+        (writer, open_long_pages(context, config, writer.identity))
         if shares_in_process(context)
         else (other,)
     ):
@@ -217,16 +220,6 @@ def _check_right(
         f"a page of {len(stored)} {scenario}, and when that has gone on {damaged} of them are "
         f"damaged",
     )
-
-
-def _joined(
-    context: CaseContext,
-    config: Mapping[str, object],
-    identity: StorageIdentity | None = None,
-    *,
-    options: StorageOptions = UNGUARDED,
-) -> StorageUnderTest:
-    return context.storage(identity, pools=small_store.pool(), config=config, options=options)
 
 
 def _delete(context: CaseContext, other: StorageUnderTest, keys: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import Violation, check, checked
+from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolName
 from hicache_storage.spec.stats import OPERATIONS
 
@@ -117,8 +117,8 @@ class StatsCases:
 def _check(sut: StorageUnderTest, pool: str = PoolName.KV, **wanted: int) -> None:
     stats = sut.stats(pool)
     for name, count in wanted.items():
-        checked("OB-1")
-        if getattr(stats, name) != count:
-            raise Violation(
-                "OB-1", f"{name} of pool {str(pool)!r} is {getattr(stats, name)}, must be {count}"
-            )
+        check(
+            getattr(stats, name) == count,
+            "OB-1",
+            f"{name} of pool {str(pool)!r} is {getattr(stats, name)}, must be {count}",
+        )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.harness.pools import EngineHostPool, GuardedPool
 from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -70,75 +69,45 @@ class FailingPool(EngineHostPool):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def _mha(layout: str) -> HostPool:
+def sdk_pool(kind: str, layout: str) -> HostPool:
+    """A pool of the SDK, by the names in `SDK_POOLS`."""
     import torch
 
-    return MHAHostPool(
-        size=PAGES * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        layer_num=3,
-        head_num=2,
-        head_dim=8,
-        dtype=torch.bfloat16,
-        layout=layout,
-        pin_memory=False,
-    )
+    common: Any = {"layout": layout, "pin_memory": False}
+    paged: Any = {"size": PAGES * PAGE_SIZE, "page_size": PAGE_SIZE, **common}
+    heads: Any = {"layer_num": 3, "head_num": 2, "head_dim": 8}
+    match kind:
+        case "mha":
+            return MHAHostPool(**paged, **heads, dtype=torch.bfloat16)
+        case "mha-uneven-heads":
+            return MHAHostPool(**paged, **heads, v_head_dim=5, dtype=torch.uint8)
+        case "mla":
+            return MLAHostPool(**paged, layer_num=3, kv_cache_dim=36, dtype=torch.bfloat16)
+        case "mamba":
+            return MambaHostPool(
+                **common,
+                size=PAGES,
+                layer_num=2,
+                temporal_shape=(3, 4),
+                conv_shapes=((5, 3), (7,)),
+                temporal_dtype=torch.float32,
+                conv_dtype=torch.bfloat16,
+            )
+        case _:
+            return IndexerHostPool(**paged, layer_num=2)
 
 
-def _uneven_mha() -> HostPool:
-    import torch
-
-    return MHAHostPool(
-        size=PAGES * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        layer_num=3,
-        head_num=2,
-        head_dim=8,
-        v_head_dim=5,
-        dtype=torch.uint8,
-        pin_memory=False,
-    )
-
-
-def _mla(layout: str) -> HostPool:
-    import torch
-
-    return MLAHostPool(
-        size=PAGES * PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        layer_num=3,
-        kv_cache_dim=36,
-        dtype=torch.bfloat16,
-        layout=layout,
-        pin_memory=False,
-    )
-
-
-def _mamba(layout: str) -> HostPool:
-    import torch
-
-    return MambaHostPool(
-        size=PAGES,
-        layer_num=2,
-        temporal_shape=(3, 4),
-        conv_shapes=((5, 3), (7,)),
-        temporal_dtype=torch.float32,
-        conv_dtype=torch.bfloat16,
-        layout=layout,
-        pin_memory=False,
-    )
-
-
-def _indexer(layout: str) -> HostPool:
-    return IndexerHostPool(
-        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=2, layout=layout, pin_memory=False
-    )
-
-
-POOLS: dict[str, Callable[[], HostPool]] = {
-    **{f"mha-{layout}": partial(_mha, layout) for layout in MHAHostPool.LAYOUTS},
-    "mha-uneven-heads": _uneven_mha,
-    **{f"mla-{layout}": partial(_mla, layout) for layout in MLAHostPool.LAYOUTS},
-    **{f"mamba-{layout}": partial(_mamba, layout) for layout in MambaHostPool.LAYOUTS},
-    **{f"indexer-{layout}": partial(_indexer, layout) for layout in IndexerHostPool.LAYOUTS},
-}
+SDK_POOLS: Final = [
+    ("mha-uneven-heads", MHAHostPool.LAYOUTS[0]),
+    *(
+        (kind, layout)
+        for kind, pool in (
+            ("mha", MHAHostPool),
+            ("mla", MLAHostPool),
+            ("mamba", MambaHostPool),
+            ("indexer", IndexerHostPool),
+        )
+        for layout in pool.LAYOUTS
+    ),
+]
+"""Kinds and layouts."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.violation import Violation, check, checked
+from hicache_conformance.model.violation import check, checked
 from hicache_storage.spec import PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
@@ -101,13 +101,12 @@ def check_exists(
     )
     # The endpoint of all pools, whichever rule a wrong one breaks.
     checked("EX-1")
-    checked("EX-5")
-    if list(answer.restorable_prefix_pages) != legal:
-        raise Violation(
-            "EX-5",
-            f"{scene}: restorable_prefix_pages is {_shown(answer.restorable_prefix_pages)}, must be "
-            f"{_shown(legal)}",
-        )
+    check(
+        list(answer.restorable_prefix_pages) == legal,
+        "EX-5",
+        f"{scene}: restorable_prefix_pages is {_shown(answer.restorable_prefix_pages)}, must be "
+        f"{_shown(legal)}",
+    )
     if not verdicts:
         return
     kv_verdict = next((page for page, there in enumerate(kv) if not there), len(kv))

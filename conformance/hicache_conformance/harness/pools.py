@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from hicache_conformance.harness.page_patterns import CELL_BYTES
@@ -91,6 +91,15 @@ class PoolMemory(ABC):
     def changed(self, pages: Iterable[int], content: bytes) -> list[int]:
         """Return the pages whose bytes differ from `content`."""
         return [page for page in pages if self.read(page) != content]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolShape:
+    """Arguments of a `GuardedPool` that another process makes for itself."""
+
+    pages: int = 64
+    page_size: int = 2
+    components: tuple[int, ...] = (96, 160)
 
 
 class GuardedPool(PoolMemory):

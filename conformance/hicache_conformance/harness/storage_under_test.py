@@ -6,6 +6,7 @@ Verifies the form of every answer and the neighbours of every destination.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from hicache_conformance.harness.call_log import CallLog
@@ -88,6 +89,15 @@ class StorageUnderTest:
     def identity(self) -> StorageIdentity:
         """Identity of the pages that it reads and writes."""
         return self.storage.identity
+
+    def register_pools(self) -> None:
+        """Register its pools, as an engine does before it opens a storage."""
+        for name, memory in self.memories.items():
+            self.call(
+                "register_mem_host_pool_v2",
+                partial(self.storage.register_mem_host_pool_v2, memory.host_pool, name),
+            )
+        self.call("on_host_pools_registered", self.storage.on_host_pools_registered)
 
     def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
         """The same storage, restricted to a share of each pool's pages, for one thread."""
@@ -412,9 +422,11 @@ class StorageUnderTest:
         )
 
     def explain(
-        self, key: str, content: bytes, pool: str = PoolName.KV, generation: int = 0
+        self, key: str, content: bytes | None, pool: str = PoolName.KV, generation: int = 0
     ) -> str:
-        """Describe the content of a page that should hold something else."""
+        """Describe what is wrong with a page; empty where nothing is, or nothing was delivered."""
+        if content is None:
+            return ""
         return self._patterns.explain(content, self._owners([key], pool, generation)[0])
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:

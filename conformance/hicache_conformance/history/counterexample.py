@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.page_patterns import Page, PagePatterns, short
-from hicache_conformance.history.anomalies import Anomaly, AnomalyKind
+from hicache_conformance.history.checker import Anomaly, AnomalyKind, HistoryChecker
 from hicache_conformance.history.events import Call
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +39,34 @@ _REASONS: Final = {
     AnomalyKind.DENIED: "was stored (True) and removed by nobody, and exists does not find it",
     AnomalyKind.CLAIMED: "is said to exist, and nobody had begun to set it",
 }
+
+
+def judge(
+    events: Sequence[Event],
+    identity: StorageIdentity,
+    patterns: PagePatterns,
+    rule: str,
+    *,
+    keeps: bool,
+    rules: Mapping[AnomalyKind, str] = RULES,
+) -> None:
+    """Check the history of one identity.
+
+    Args:
+        events: in any order.
+        identity: of the pages.
+        patterns: know what was written.
+        rule: broken by an anomaly that `rules` gives no other one.
+        keeps: whether pages stay until somebody removes them; not so where they may be evicted.
+        rules: by kind of anomaly.
+
+    Raises:
+        Violation: something that was answered cannot be.
+    """
+    checked(rule, *rules.values())
+    anomalies = HistoryChecker(events, keeps=keeps).check()
+    if anomalies:
+        raise Counterexample(identity, patterns, events).violation(anomalies, rule, rules)
 
 
 class Counterexample:

@@ -28,7 +28,7 @@ class Call(StrEnum):
     CLEAR = "clear"
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
     """A call is about to be made."""
 
     number: int
@@ -44,7 +44,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     repeats a refused set."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """A call has returned."""
 
     number: int

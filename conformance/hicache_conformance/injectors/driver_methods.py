@@ -67,6 +67,7 @@ class DriverMethodInjector(FaultInjector):
         self._active.heal()
 
     def requests(self) -> int:
+        """Count the calls so far."""
         return self._seen
 
     def injected_count(self) -> int:

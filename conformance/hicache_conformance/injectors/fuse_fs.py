@@ -1,9 +1,7 @@
 """The process of the injector `disk`: a FUSE pass-through file system with fault injection.
 
-`python -m hicache_conformance.injectors.fuse_fs HOME` makes `HOME/backing`, mounts it on
-`HOME/disk`, and answers commands: one line of JSON on its standard input for each, one on its
-standard output. It ends with its standard input, and takes the mount and HOME away then; so nothing
-stays behind of a suite that was killed.
+It mounts `HOME/backing` on `HOME/disk`, and obeys the injector. It ends with its connection, and
+takes the mount and HOME away then; so nothing stays behind of a suite that was killed.
 """
 
 from __future__ import annotations
@@ -16,22 +14,21 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections import deque
 from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
-from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
+from hicache_conformance.injectors.injector import obey
+from hicache_conformance.model.fault_plan import FaultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator
+    from multiprocessing.connection import Connection
 
-    from hicache_conformance.model.fault_plan import Fault
+    from hicache_conformance.model.fault_plan import Fault, FaultPlan
 
 LAST_FILES_SECONDS: Final = 2.0
 STAT_FIELDS: Final = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
@@ -49,7 +46,7 @@ STATVFS_FIELDS: Final = (
 
 
 class Control:
-    """State shared by the file system's threads and the one that reads commands."""
+    """State shared by the file system's threads and the one that obeys the injector."""
 
     def __init__(self) -> None:
         self.active = ActiveFaults()
@@ -58,34 +55,36 @@ class Control:
         self.open = dict[int, str]()
         """Paths by handle."""
         self._requests = itertools.count()
-        self.requests = 0
+        self._seen = 0
 
-    def execute(self, command: str, content: str) -> object:
-        """Execute a command; the answer."""
-        match command:
-            case "inject":
-                plan = FaultPlan.from_json(content)
-                if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
-                    self.lost |= frozenset(self.open)
-                self.active = ActiveFaults(plan.faults)
-            case "heal":
-                self.active.heal()
-            case "open":
-                return list(set(self.open.values()))
-            case "requests":
-                return self.requests
-            case "injected_count":
-                return self.active.injected_count
-            case _:
-                raise ValueError(f"unknown command {command!r}")
-        return None
+    def apply(self, plan: FaultPlan) -> None:
+        """Activate a plan."""
+        if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
+            self.lost |= frozenset(self.open)
+        self.active = ActiveFaults(plan.faults)
+
+    def heal(self) -> None:
+        """End all faults, and release what hangs."""
+        self.active.heal()
+
+    def paths(self) -> list[str]:
+        """Paths of the files that are open."""
+        return list(set(self.open.values()))
+
+    def count_requests(self) -> int:
+        """Count the requests so far."""
+        return self._seen
+
+    def count_injected(self) -> int:
+        """Count the requests that a fault of the present plan has hit."""
+        return self.active.injected_count
 
     def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
         """Count a request, apply delays and errors.
 
         Return the faults, for those that the operation itself has to apply.
         """
-        self.requests = next(self._requests) + 1
+        self._seen = next(self._requests) + 1
         # Read once: `inject` may replace it in the other thread while this operation is delayed.
         active = self.active
         faults = active.at(operation)
@@ -294,13 +293,10 @@ class Passthrough:
         return content
 
 
-def _listen(control: Control, home: Path, unmounted: threading.Event) -> None:
-    """Obey commands until there are no more, then take everything away and end the process."""
+def _listen(control: Control, pipe: Connection, home: Path, unmounted: threading.Event) -> None:
+    """Obey until the connection ends, then take everything away and end the process."""
     try:
-        for line in sys.stdin.buffer:
-            answer = control.execute(*msgspec.json.decode(line, type=tuple[str, str]))
-            sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-            sys.stdout.buffer.flush()
+        obey(pipe, control)
     finally:
         control.active.heal()
         unmount(home / "disk")
@@ -333,8 +329,11 @@ def load_mfusepy() -> Any:
     return mfusepy
 
 
-def _serve(arguments: Sequence[str]) -> None:
-    home = Path(arguments[0])
+def serve(pipe: Connection, home: Path) -> None:
+    """Mount the file system, and serve it until the connection ends."""
+    # What libfuse says of a mount that fails.
+    with (home / "log").open("w") as log:
+        os.dup2(log.fileno(), 2)
     backing, point = home / "backing", home / "disk"
     for directory in (backing, point):
         directory.mkdir(parents=True, exist_ok=True)
@@ -347,7 +346,7 @@ def _serve(arguments: Sequence[str]) -> None:
         str(backing), control
     )
     unmounted = threading.Event()
-    listener = threading.Thread(target=_listen, args=(control, home, unmounted), daemon=True)
+    listener = threading.Thread(target=_listen, args=(control, pipe, home, unmounted), daemon=True)
     listener.start()
     # Nothing is remembered by the kernel but file contents while a file is open: faults must be
     # seen by who asks next.
@@ -363,7 +362,3 @@ def _serve(arguments: Sequence[str]) -> None:
     # The listener takes the directory away, and ends the process.
     unmounted.set()
     listener.join()
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1:])

@@ -1,16 +1,24 @@
-"""The interface of fault injectors."""
+"""The interface of fault injectors, and those whose work another process does."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from multiprocessing.connection import Connection
     from pathlib import Path
 
     from hicache_conformance.model.fault_plan import FaultPlan
     from hicache_storage.spec import HiCacheStorage
+
+PATIENCE_SECONDS: Final = 30.0
+"""How long a process may take to answer, or to end."""
 
 
 class FaultInjector(ABC):
@@ -64,23 +72,87 @@ class FaultInjector(ABC):
         """End all faults, and release what hangs. Idempotent."""
 
     @abstractmethod
-    def requests(self) -> int:
-        """Count the requests that have reached the injector so far."""
-
-    def hold_replies(self, quiet_seconds: float) -> None:  # noqa: B027 - of one injector alone
-        """Hold replies back until nothing was sent for this time, so that waits can be counted.
-
-        Only the injector `network` does; it ends with `waits()`.
-        """
-
-    def waits(self) -> int:
-        """Let replies through again, and count how often the driver has waited for some."""
-        return 0
-
-    @abstractmethod
     def injected_count(self) -> int:
         """Count the requests of the present or last plan that a fault has hit."""
 
     def close(self) -> None:
         """Heal, and leave nothing behind."""
         self.heal()
+
+
+class ProcessInjector(FaultInjector):
+    """An injector whose process executes the calls, one after the other.
+
+    The process ends with its connection to this one, and so with the suite.
+
+    Args:
+        main: runs there, with its end of the connection and the arguments; it obeys with `obey`.
+    """
+
+    def __init__(self, main: Callable[..., object], *arguments: object) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._pipe, theirs = multiprocessing.Pipe()
+        # A new interpreter: forks of a process with threads may hang.
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_begin, args=(main, theirs, *arguments), daemon=True
+        )
+        with theirs:
+            self._process.start()
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the process runs."""
+        return self._process.is_alive()
+
+    def apply(self, plan: FaultPlan) -> None:
+        self.ask("apply", plan)
+
+    def heal(self) -> None:
+        self.ask("heal")
+
+    def requests(self) -> int:
+        """Count the requests that have reached the injector so far."""
+        return int(self.ask("count_requests"))
+
+    def injected_count(self) -> int:
+        return int(self.ask("count_injected"))
+
+    def ask(self, name: str, *arguments: object) -> Any:
+        """Call a method there; the answer.
+
+        Raises:
+            RuntimeError: the process has ended, or hangs.
+        """
+        # Calls come from several threads of a case, and an answer belongs to the call before it.
+        with self._lock, contextlib.suppress(EOFError, OSError):
+            self._pipe.send((name, arguments))
+            if self._pipe.poll(PATIENCE_SECONDS):
+                return self._pipe.recv()
+        self._process.join(1.0)
+        raise RuntimeError(
+            f"the process of the injector {self.name!r} does not answer {name!r}; it ended with "
+            f"{self._process.exitcode}"
+        )
+
+    def close(self) -> None:
+        """Let the process end, which heals; idempotent."""
+        self._pipe.close()
+        self._process.join(PATIENCE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(PATIENCE_SECONDS)
+
+
+def obey(pipe: Connection, target: object) -> None:
+    """Execute calls on an object until the other side has gone."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send(getattr(target, name)(*arguments))
+
+
+def _begin(main: Callable[..., object], pipe: Connection, *arguments: object) -> None:
+    # Neither a Ctrl-C at the terminal nor the end of a run's session is for it: it ends by itself.
+    os.setsid()
+    main(pipe, *arguments)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from hicache_conformance.injectors.injector import FaultInjector
-from hicache_conformance.injectors.servers import Servers
-from hicache_conformance.injectors.tcp_proxy_process import TcpProxyProcess
+from hicache_conformance.injectors.active_faults import find_fault
+from hicache_conformance.injectors.servers import ServerInjector, Servers
+from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
 from hicache_conformance.model.fault_plan import FaultKind
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ OUTAGES: Final = {
 """What a store can come to; it is cut off by a proxy, where an option has its port."""
 
 
-class MemberInjector(FaultInjector):
+class MemberInjector(ServerInjector):
     """A store of several at a time, each a server; `Fault.member` names it.
 
     All servers are its own: a store that was killed may be known to the others for a while, which
@@ -42,52 +42,37 @@ class MemberInjector(FaultInjector):
     def __init__(
         self, commands: Sequence[Sequence[str]], members: Sequence[str], proxied: Sequence[str]
     ) -> None:
-        super().__init__()
+        super().__init__(Servers(commands))
         self.members = tuple(members)
-        self._struck = 0
-        self._network: TcpProxyProcess | None = None
-        self._servers = Servers(commands)
+        self._network: TcpProxyInjector | None = None
         try:
-            self._servers.start()
+            self._services.start()
             if proxied:
-                servers = {name: self._servers.ports[name] for name in proxied}
-                self._network = TcpProxyProcess(servers)
+                servers = {name: self._services.ports[name] for name in proxied}
+                self._network = TcpProxyInjector(servers)
         except BaseException:
-            self._servers.close()
+            self.close()
             raise
 
     @property
     def ports(self) -> Mapping[str, int]:
-        return {**self._servers.ports, **(self._network.ports if self._network else {})}
+        return {**self._services.ports, **(self._network.ports if self._network else {})}
 
     def apply(self, plan: FaultPlan) -> None:
-        self._struck = len(plan.faults)
-        for fault in plan.faults:
-            match fault.kind:
-                case FaultKind.KILL:
-                    self._servers.kill(fault.member)
-                case FaultKind.HANG:
-                    self._servers.suspend(fault.member)
-                case _ if self._network is not None:
-                    self._network.apply(plan)
-                case _:
-                    raise ValueError(f"no proxy stands before {fault.member!r}")
+        super().apply(plan)
+        if find_fault(plan.faults, FaultKind.REFUSE):
+            if self._network is None:
+                raise ValueError(f"no proxy stands before the stores of {plan}")
+            self._network.apply(plan)
 
     def heal(self) -> None:
-        self._servers.resume()
-        self._servers.start()
+        super().heal()
         if self._network is not None:
             self._network.heal()
-
-    def requests(self) -> int:
-        """Not known here; the injector `network` counts them."""
-        return 0
-
-    def injected_count(self) -> int:
-        return self._struck
 
     def close(self) -> None:
         """End all servers."""
         if self._network is not None:
             self._network.close()
-        self._servers.close()
+        self._services.close()
+        super().close()

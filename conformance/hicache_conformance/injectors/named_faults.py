@@ -1,4 +1,4 @@
-"""Named faults of each injector, tried one by one; reports show the names."""
+"""The faults of each injector: named ones, tried one by one, and those of random plans."""
 
 from __future__ import annotations
 
@@ -87,3 +87,81 @@ REFUSALS: Final[dict[str, tuple[Fault, ...]]] = {
 
 HUNG: Final = (Fault(kind=FaultKind.HANG),)
 """Nothing answers."""
+
+MENU: Final[dict[str, tuple[Fault, ...]]] = {
+    "disk": (
+        Fault(kind=FaultKind.DELAY),
+        Fault(kind=FaultKind.HANG),
+        *(Fault(kind=FaultKind.ERROR, error=name) for name in ("EIO", "ESTALE")),
+        *(
+            Fault(kind=FaultKind.ERROR, error=name, operations=("read",))
+            for name in ("EIO", "ESTALE")
+        ),
+        *(
+            Fault(kind=FaultKind.ERROR, error=name, operations=("open", "create", "modify"))
+            for name in ("EMFILE", "ENFILE", "EACCES")
+        ),
+        *(
+            Fault(kind=FaultKind.ERROR, error=name, operations=("create", "write", "name"))
+            for name in ("ENOSPC", "EROFS", "EDQUOT")
+        ),
+        *(
+            Fault(kind=FaultKind.ERROR, error="EIO", operations=(sort,))
+            for sort in ("write", "name", "look", "sync")
+        ),
+        *(
+            Fault(kind=FaultKind.APPLIED, operations=(sort,))
+            for sort in ("create", "write", "name", "remove", "sync")
+        ),
+        Fault(kind=FaultKind.APPLIED, operations=("name",), error="EIO"),
+        Fault(kind=FaultKind.SHORT_READ, operations=("read",)),
+        Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),
+        Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),
+        Fault(kind=FaultKind.SHORT_WRITE, operations=("write",)),
+        Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),
+        Fault(kind=FaultKind.BIT_FLIP, operations=("write",)),
+        *(
+            Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=sorts)
+            for sorts in (("read",), ("write",), ("read", "write", "sync"))
+        ),
+    ),
+    "network": (
+        Fault(kind=FaultKind.DELAY),
+        Fault(kind=FaultKind.HANG),
+        Fault(kind=FaultKind.HANG, operations=("reply",)),
+        Fault(kind=FaultKind.CUT, operations=("request",)),
+        Fault(kind=FaultKind.CUT, operations=("reply",)),
+        Fault(kind=FaultKind.APPLIED, operations=("reply",)),
+        Fault(kind=FaultKind.BIT_FLIP, operations=("request",)),
+        Fault(kind=FaultKind.BIT_FLIP, operations=("reply",)),
+        Fault(kind=FaultKind.REFUSE),
+    ),
+    "services": (
+        Fault(kind=FaultKind.KILL),
+        Fault(kind=FaultKind.STALE),
+        Fault(kind=FaultKind.HANG),
+    ),
+    "objects": (
+        Fault(kind=FaultKind.DELAY),
+        Fault(kind=FaultKind.HANG),
+        *(Fault(kind=FaultKind.ERROR, error=name) for name in ("EIO", "ECONNRESET", "ETIMEDOUT")),
+        Fault(kind=FaultKind.APPLIED, operations=("write",)),
+        *(
+            Fault(kind=FaultKind.MALFORMED, operations=(sort,))
+            for sort in ("exists", "read", "write")
+        ),
+        *(Fault(kind=FaultKind.PARTIAL, operations=(sort,)) for sort in ("read", "write")),
+        *(Fault(kind=FaultKind.DUPLICATE, operations=(sort,)) for sort in ("read", "write")),
+        Fault(kind=FaultKind.REORDERED, operations=("read",)),
+        Fault(kind=FaultKind.SHORT_READ, operations=("read",)),
+        Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),
+        Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),
+        Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),
+        Fault(kind=FaultKind.BIT_FLIP, operations=("write",)),
+    ),
+}
+"""What can go wrong on each injector. A lookup that lies is not there: no driver could tell, and
+nothing it said would hold."""
+
+KILLED_ENGINE: Final = Fault(kind=FaultKind.ENGINE)
+"""On every injector, where another process may use the store."""

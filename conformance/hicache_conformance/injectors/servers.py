@@ -221,10 +221,11 @@ class ServerInjector(FaultInjector):
         if self._stale:
             # Taken now and put back at `heal`: the servers forget what was acknowledged in between.
             self._services.snapshot(self._home / "snapshot")
-        if find_fault(plan.faults, FaultKind.KILL):
-            self._services.kill()
-        elif find_fault(plan.faults, FaultKind.HANG):
-            self._services.suspend()
+        for fault in plan.faults:
+            if fault.kind is FaultKind.KILL:
+                self._services.kill(fault.member)
+            elif fault.kind is FaultKind.HANG:
+                self._services.suspend(fault.member)
 
     def heal(self) -> None:
         if self._stale:
@@ -258,10 +259,6 @@ class ServerInjector(FaultInjector):
                 raise NotPromised(
                     f"with damaged files nothing is served, because {refused}"
                 ) from None
-
-    def requests(self) -> int:
-        """Not known here; the injector `network` counts them."""
-        return 0
 
     def injected_count(self) -> int:
         return self._struck

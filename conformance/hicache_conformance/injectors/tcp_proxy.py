@@ -1,4 +1,8 @@
-"""The injector `network`: a TCP proxy in front of each server, in a thread of the suite."""
+"""The injector `network`: a TCP proxy in front of each server, in a process of their own.
+
+A driver whose library holds the interpreter's lock while it waits for its server would wait for
+ever for proxies in the same process.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,12 @@ from hicache_conformance.injectors.active_faults import (
     find_fault,
     flipped,
 )
-from hicache_conformance.injectors.injector import FaultInjector
+from hicache_conformance.injectors.injector import ProcessInjector, obey
 from hicache_conformance.model.fault_plan import FaultKind
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
+    from multiprocessing.connection import Connection
 
     from hicache_conformance.model.fault_plan import FaultPlan
 
@@ -32,7 +37,7 @@ _RESET: Final = struct.pack("ii", 1, 0)
 """Linger for no time: closing sends a reset."""
 
 
-class TcpProxyInjector(FaultInjector):
+class TcpProxyInjector(ProcessInjector):
     """Proxies that pass bytes on, or delay, hold back, corrupt, cut or refuse them.
 
     The sorts of operations are `request` and `reply`. Each is a turn: all that one side sends
@@ -43,7 +48,36 @@ class TcpProxyInjector(FaultInjector):
     name: ClassVar[str] = "network"
 
     def __init__(self, servers: Mapping[str, int]) -> None:
-        super().__init__()
+        super().__init__(_serve, dict(servers))
+        try:
+            self._ports: Mapping[str, int] = self.ask("ports")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        return self._ports
+
+    def hold_replies(self, quiet_seconds: float) -> None:
+        """Hold replies back until nothing was sent for this time, so that waits can be counted."""
+        self.ask("hold_replies", quiet_seconds)
+
+    def waits(self) -> int:
+        """Let replies through again, and count how often the driver has waited for some."""
+        return int(self.ask("waits"))
+
+
+def _serve(pipe: Connection, servers: Mapping[str, int]) -> None:
+    proxies = _Proxies(servers)
+    obey(pipe, proxies)
+    proxies.close()
+
+
+class _Proxies:
+    """All proxies, in a loop of their own; the injector's calls arrive in another thread."""
+
+    def __init__(self, servers: Mapping[str, int]) -> None:
         self._active = ActiveFaults()
         self._healed = asyncio.Event()
         self._turns = itertools.count()
@@ -58,13 +92,13 @@ class TcpProxyInjector(FaultInjector):
         self._proxies = {name: _Proxy(self, port) for name, port in servers.items()}
         for proxy in self._proxies.values():
             self._do(proxy.listen())
-        self._ports = {name: proxy.port for name, proxy in self._proxies.items()}
 
-    @property
-    def ports(self) -> Mapping[str, int]:
-        return self._ports
+    def ports(self) -> dict[str, int]:
+        """The ports of the proxies."""
+        return {name: proxy.port for name, proxy in self._proxies.items()}
 
     def apply(self, plan: FaultPlan) -> None:
+        """Activate a plan."""
         self._active = ActiveFaults(plan.faults)
         self._healed = asyncio.Event()
         refused = find_fault(plan.faults, FaultKind.REFUSE)
@@ -75,25 +109,31 @@ class TcpProxyInjector(FaultInjector):
                     self._do(proxy.refuse())
 
     def heal(self) -> None:
+        """End all faults, and release what hangs."""
         self._active.heal()
         # asyncio's events are not thread-safe, and this runs in the suite's thread.
         self._loop.call_soon_threadsafe(self._healed.set)
         for proxy in self._proxies.values():
             self._do(proxy.listen())
 
-    def requests(self) -> int:
+    def count_requests(self) -> int:
+        """Count the turns of requests so far."""
         return self._seen
 
+    def count_injected(self) -> int:
+        """Count the turns that a fault of the present plan has hit."""
+        return self._active.injected_count
+
     def hold_replies(self, quiet_seconds: float) -> None:
+        """Hold replies back until nothing was sent for this time."""
         self._do(self._start_counting(quiet_seconds))
 
     def waits(self) -> int:
+        """Let replies through again; how often the client has waited."""
         return self._do(self._stop_counting())
 
-    def injected_count(self) -> int:
-        return self._active.injected_count
-
     def close(self) -> None:
+        """Reset all connections, and end the loop."""
         self.heal()
         for proxy in self._proxies.values():
             self._do(proxy.refuse())
@@ -148,7 +188,7 @@ class TcpProxyInjector(FaultInjector):
 class _Proxy:
     """One port in front of one server. All but the constructor runs in the injector's loop."""
 
-    def __init__(self, injector: TcpProxyInjector, server: int) -> None:
+    def __init__(self, injector: _Proxies, server: int) -> None:
         self._injector = injector
         self._server = server
         self._listener: asyncio.Server | None = None

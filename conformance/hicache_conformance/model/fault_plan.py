@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class FaultKind(StrEnum):
@@ -124,10 +120,6 @@ class FaultPlan(msgspec.Struct, frozen=True):
     injector: str
     faults: tuple[Fault, ...]
 
-    def only(self, faults: Sequence[Fault]) -> Self:
-        """The same injector with some of the faults."""
-        return type(self)(self.injector, tuple(faults))
-
     @property
     def destroys(self) -> bool:
         """Return whether an acknowledged page may be gone afterwards."""
@@ -140,12 +132,3 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.injector}: {'; '.join(map(str, self.faults)) or 'no fault'}"
-
-    def as_json(self) -> str:
-        """The plan as text, for `from_json`."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The plan that `as_json` has written."""
-        return msgspec.json.decode(text, type=cls)

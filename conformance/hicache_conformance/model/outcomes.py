@@ -6,12 +6,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
+import msgspec
+
+from hicache_conformance.model import OUTCOME_PROPERTY
 from hicache_conformance.model.case import Case
 from hicache_conformance.model.cause import Cause  # noqa: TC001 - msgspec reads the annotations
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import pytest
 
 
 class Outcome(StrEnum):
@@ -61,6 +66,25 @@ class CaseOutcome:
     def function(self) -> str:
         """Name of the test without its parameters."""
         return self.case.partition("[")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedCase:
+    """The last report of a case carries it."""
+
+    owner: str
+    """Class of the case."""
+    context: dict[str, Any]
+    """Driver, capabilities and options; empty where the case did not come as far as that."""
+    outcome: CaseOutcome
+
+
+def ended_case(report: pytest.TestReport) -> EndedCase | None:
+    """Return what the last report of a case says; None for any other report."""
+    for name, content in report.user_properties:
+        if name == OUTCOME_PROPERTY:
+            return msgspec.json.decode(str(content), type=EndedCase)
+    return None
 
 
 class JudgedCase(Protocol):

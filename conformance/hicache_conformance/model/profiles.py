@@ -7,38 +7,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Sizes of the randomised cases."""
+    """Sizes of the randomised cases; by default those of the profile `default`."""
 
     name: str
-    histories: int
+    histories: int = 100
     """Random histories of the state machine."""
-    steps: int
+    steps: int = 30
     """Calls in each of them."""
-    chains: int
+    chains: int = 1000
     """Random chains of each existence case, beyond the exhaustive small ones."""
-    policies: int
+    policies: int = 16
     """Policies, or pairs of them, that each small presence map is asked under; of 10 and 16, drawn
     at random."""
-    thread_calls: int
+    thread_calls: int = 200
     """Calls of each thread of the concurrent cases."""
-    store_fills: int
+    store_fills: int = 4
     """How often stores of limited capacity are filled again."""
-    plans: int
+    plans: int = 24
     """Random plans of faults, on each injector."""
-    plan_steps: int
+    plan_steps: int = 20
     """Random calls under each of them."""
-    process_calls: int
+    process_calls: int = 200
     """Calls of each thread of the cases with several processes."""
-    kills: int
+    kills: int = 16
     """Processes killed in each case that is about that."""
-    outages: int
+    outages: int = 3
     """How often one of several stores is away, in each case about that; the next one each time."""
-    shrinks: bool
+    shrinks: bool = True
     """Whether a failing history is made as short as possible."""
-    recovery_seconds: float
+    recovery_seconds: float = 15.0
     """How long after a fault a storage may go on answering misses; a circuit breaker or a reconnect
     needs a few of them."""
-    grace_seconds: float
+    grace_seconds: float = 5.0
     """Time for what a closed storage had begun to end; a working driver needs none of it."""
 
 
@@ -64,29 +64,12 @@ PROFILES = {
             recovery_seconds=5.0,
             grace_seconds=2.0,
         ),
-        Profile(
-            name="default",
-            histories=100,
-            steps=30,
-            chains=1000,
-            policies=16,
-            thread_calls=200,
-            store_fills=4,
-            plans=24,
-            plan_steps=20,
-            process_calls=200,
-            kills=16,
-            outages=3,
-            shrinks=True,
-            recovery_seconds=15.0,
-            grace_seconds=5.0,
-        ),
+        Profile(name="default"),
         Profile(
             name="soak",
             histories=1500,
             steps=120,
             chains=20_000,
-            policies=16,
             thread_calls=5_000,
             store_fills=40,
             plans=400,
@@ -94,9 +77,6 @@ PROFILES = {
             process_calls=2_000,
             kills=200,
             outages=9,
-            shrinks=True,
-            recovery_seconds=15.0,
-            grace_seconds=5.0,
         ),
     )
 }

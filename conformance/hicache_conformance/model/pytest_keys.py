@@ -14,20 +14,6 @@ from typing import Final
 import pytest
 
 CASE_MARK: Final = "hicache_case"
-CASE_PROPERTY: Final = "hicache_case"
-"""User property of each report of the suite: rules, levels and class of the case, as JSON."""
-CALLS_PROPERTY: Final = "hicache_calls"
-"""User property of a report: the last calls of the case, a line each."""
-CHECKS_PROPERTY: Final = "hicache_checks"
-"""User property of a report: the rules that the case has judged, as JSON."""
-CONTEXT_PROPERTY: Final = "hicache_context"
-"""User property of a report: driver, capabilities and redacted options, as JSON."""
-GATE_PROPERTY: Final = "hicache_gate"
-"""User property of a report: what the case needs and the driver does not declare."""
-PLANS_PROPERTY: Final = "hicache_plans"
-"""User property of a report: the fault plans that the case injected below the driver, as JSON."""
-VIOLATION_PROPERTY: Final = "hicache_violation"
-"""User property of a report: the broken rule, its message and its causes, as JSON."""
 MESSAGE: Final = "hicache_message"
 """Stands for a case where the start of one carries what the worker of a run tells its controller:
 the event of pytest-xdist that arrives at once, whatever the next call does to the process. Its

@@ -58,6 +58,7 @@ class Violation(AssertionError):
         stacks = stacks_in_driver()
         if stacks:
             self.add_note(f"Meanwhile inside the driver:\n{stacks}")
+        self.message = message
         self.rule = rule
         """The broken rule; empty where it is the one that the running case is about."""
 

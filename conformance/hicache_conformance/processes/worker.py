@@ -1,33 +1,29 @@
-"""A worker process with one storage of the driver under test, driven from a case."""
+"""Worker processes, each with one storage of the driver under test, driven from a case.
+
+They are forks of an interpreter that has imported slow third-party modules, and no driver and
+nothing of this project: a fork imports the driver as a new interpreter would, in a tenth of the
+time. Forks share the hash seed and nothing else of an interpreter's start; a case that depends on
+it asks for a fresh interpreter.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
+import sys
 import time
-from functools import cache
-from typing import TYPE_CHECKING, Final, Self
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from unittest import mock
 
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
 from hicache_conformance.model.violation import Inconclusive, Violation, checked
-from hicache_conformance.processes.channel import Channel
-from hicache_conformance.processes.fork_server import ForkServer
-from hicache_conformance.processes.messages import (
-    Answer,
-    CloseStorage,
-    Counted,
-    DriverUnusable,
-    MakeCall,
-    OpenStorage,
-    ReadStats,
-    Ready,
-    RunWorkload,
-    SuiteBroken,
-    Swallowed,
-    Violated,
-)
+from hicache_conformance.processes.worker_main import Done, WorkerStorage, serve
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -35,84 +31,70 @@ if TYPE_CHECKING:
 
     from hicache_conformance.harness.log_records import CauseLog
     from hicache_conformance.history.workload import Workload
-    from hicache_conformance.processes.messages import PoolShape, Request
-    from hicache_storage.layers import StorageOptions
     from hicache_storage.spec import PoolStats, StorageIdentity
+
+Message = Begun | Ended | Done
 
 SILENCE_SECONDS: Final = 90.0
 """A process that has said nothing for this long hangs: three times the deadline that a call has by
 itself."""
+REAP_SECONDS: Final = 10.0
+"""A killed process that is still there after this long waits in the kernel for a store that does
+not answer."""
+MIN_SPREAD_SECONDS: Final = 300e-6
+PRELOADED: Final = ("msgspec", "pytest", "torch", "xxhash")
+"""Slow modules, of which none draws random numbers when it is imported."""
+ENGINES: Final = (
+    "sglang",
+    "vllm.v1.kv_offload.tiering.base",
+    "lmcache.v1.distributed.memory_manager",
+)
+"""Modules of engines, preloaded where the suite's process has imported them: a foreign driver needs
+its engine in each worker, which takes seconds to import. Storage drivers are not among what these
+modules import."""
 
 
 class WorkerProcess:
     """A process with one open storage. For one thread of the suite.
 
     Its `recorder` holds all its calls. It executes one request at a time; while it runs a workload,
-    `supervisor.watch` has to read its events.
+    `watch` has to read its events.
+
+    Args:
+        setup: the storage.
+        fresh: a new interpreter, with a hash seed of its own; takes a second.
+        log: where exceptions go that are answered as misses there.
+
+    Raises:
+        Inconclusive: the driver cannot be found, or made, in another process.
+        Violation: opening raised, or ended the process.
     """
 
     def __init__(
-        self, name: str, identity: StorageIdentity, *, fresh: bool, log: CauseLog | None = None
+        self, setup: WorkerStorage, *, fresh: bool = False, log: CauseLog | None = None
     ) -> None:
-        self.name = name
+        self.name = setup.name
+        self.identity: StorageIdentity = setup.identity
         self._log = log
-        self.identity = identity
         # Kept by the suite and not by the worker, so that the history outlives a kill.
         self.recorder = Recorder()
-        self._fork_server = _fork_server()
-        pid, connection = self._fork_server.spawn(fresh=fresh)
-        self.pid = pid
-        self.channel = Channel[Answer](connection, Answer)
-        self.busy = False
+        self.busy = True
         """A request has been sent and is not done yet."""
         self.ended = False
         self.swallowed = 0
         """Exceptions that its storage has answered as misses."""
         self._died = ""
-
-    @classmethod
-    def open(
-        cls,
-        name: str,
-        driver: str,
-        config: Mapping[str, object],
-        identity: StorageIdentity,
-        *,
-        pools: Mapping[str, PoolShape],
-        options: StorageOptions | None,
-        seed: str,
-        fresh: bool,
-        clock: float = 0.0,
-        log: CauseLog | None = None,
-    ) -> Self:
-        """Start a process and open a storage in it.
-
-        Args:
-            log: where exceptions go that are answered as misses there.
-
-        Raises:
-            Inconclusive: the driver cannot be found, or made, in another process.
-            Violation: opening raised, or ended the process.
-        """
-        worker = cls(name, identity, fresh=fresh, log=log)
+        self.channel, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = _started(fresh, theirs, setup)
+        self.pid: int = self._process.pid or 0
+        # Otherwise a suite that ends in the middle of a case would wait for it.
+        atexit.register(self.kill)
         try:
-            worker.send(
-                OpenStorage(
-                    name=name,
-                    driver=driver,
-                    config=dict(config),
-                    identity=identity,
-                    pools=dict(pools),
-                    options=options,
-                    seed=seed,
-                    clock=clock,
-                )
-            )
-            worker.wait()
+            self.wait()
         except BaseException:
-            worker.kill()
+            self.kill()
             raise
-        return worker
 
     @property
     def events(self) -> list[Event]:
@@ -172,25 +154,26 @@ class WorkerProcess:
         Returns:
             The number of steps, where the call has come to its end.
         """
-        self.send(MakeCall(call=call, keys=list(keys), pool=PoolName.KV, value=value, killed_at=at))
-        message: Answer | None = None
-        with contextlib.suppress(EOFError):
+        self._send("call", call, list(keys), PoolName.KV, value, at)
+        steps = 0
+        with contextlib.suppress(EOFError, OSError):
             while self.busy:
-                self.note(message := self.channel.receive(SILENCE_SECONDS))
+                if not self.channel.poll(SILENCE_SECONDS):
+                    raise self.hangs()
+                self._note(message := self.channel.recv())
+                steps = message.result[1] if isinstance(message, Done) else 0
         self.kill()
-        return message.steps if isinstance(message, Ready) else 0
+        return steps
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""
-        self.send(ReadStats(pool=pool))
-        while not isinstance(counted := self._receive(), Counted):
-            self.note(counted)
-        self.busy = False
-        return counted.stats
+        self._send("stats", pool)
+        counted: PoolStats = self.wait()
+        return counted
 
     def start(self, work: Workload) -> None:
-        """Begin a workload; `supervisor.watch` waits for its end."""
-        self.send(RunWorkload(work=work))
+        """Begin a workload; `watch` waits for its end."""
+        self._send("run", work)
 
     def close(self) -> None:
         """Close the storage, and end the process.
@@ -202,7 +185,7 @@ class WorkerProcess:
             return
         try:
             if not self.busy:
-                self.send(CloseStorage())
+                self._send("close")
                 self.wait()
         finally:
             self.kill()
@@ -217,68 +200,57 @@ class WorkerProcess:
             return
         self.ended = True
         self.busy = False
-        status = self._fork_server.kill(self.pid)
+        atexit.unregister(self.kill)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        # Where it is not in its own session yet.
+        self._process.kill()
+        self._process.join(REAP_SECONDS)
+        status = self._process.exitcode
         try:
             # What the worker had sent before it was killed is still in the socket, and belongs to
             # the history: a set that was acknowledged there binds the driver.
-            with contextlib.suppress(EOFError):
+            with contextlib.suppress(EOFError, OSError):
                 while status is not None:
-                    self.note(self.channel.receive())
+                    self._note(self.channel.recv())
         finally:
             self.channel.close()
         if status is None:
             raise Violation(
                 "FT-3", f"process {self.name} was killed in {self._doing()}, and does not end"
             )
-        self._died = _cause(status)
+        self._process.close()
+        self._died = (
+            f"was killed by {signal.Signals(-status).name}"
+            if status < 0
+            else f"ended with status {status}"
+        )
 
-    def send(self, request: Request) -> None:
-        """Send a request."""
-        if self.busy or self.ended:
-            raise RuntimeError(f"process {self.name} is {'busy' if self.busy else 'dead'}")
-        self.busy = True
-        with contextlib.suppress(ConnectionError):  # it has died; the next read raises
-            self.channel.send(request)
-
-    def wait(self) -> None:
-        """Wait until the request is done.
+    def wait(self) -> Any:
+        """Wait until the request is done; its result.
 
         Raises:
             Violation: it broke a rule, died, or hangs (FT-3).
             Inconclusive: the driver cannot be made there.
-        """
-        while self.busy:
-            self.note(self._receive())
-
-    def note(self, message: Answer) -> None:
-        """Process a message of the worker.
-
-        Raises:
-            Violation: it broke a rule.
-            Inconclusive: the driver cannot be made there.
             RuntimeError: the suite itself broke there.
         """
-        match message:
-            case Begun() | Ended():
-                self.recorder.note(message)
-            case Swallowed():
-                self.swallowed += len(message.causes)
-                if self._log is not None:
-                    self._log.note(message.causes)
-            case Violated():
-                raise Violation(message.rule, f"{message.message} (process {self.name})")
-            case DriverUnusable():
-                raise Inconclusive(f"a process of its own cannot use the driver: {message.reason}")
-            case SuiteBroken():
-                raise RuntimeError(f"the suite broke in process {self.name}:\n{message.traceback}")
-            case _:
-                self.busy = False
+        message: Message | None = None
+        while self.busy:
+            if not self.channel.poll(SILENCE_SECONDS):
+                raise self.hangs()
+            message = self._receive()
+        return message.result if isinstance(message, Done) else None
 
-    def unexpected_end(self) -> Violation:
-        """Return the violation or error for a process that ended without a request to."""
-        doing = self._doing()
-        self.kill()
-        return Violation("", f"process {self.name} {self._died} in {doing}")
+    def arrived(self) -> list[Message]:
+        """Process the messages that have arrived, and return them.
+
+        Raises:
+            Violation: as `wait`, and so the others.
+        """
+        messages = list[Message]()
+        while self.busy and self.channel.poll():
+            messages.append(self._receive())
+        return messages
 
     def hangs(self) -> Violation:
         """Kill a process that has stopped answering, and return the violation."""
@@ -290,23 +262,43 @@ class WorkerProcess:
         )
 
     def _ask(self, call: Call, keys: Sequence[str], pool: str, value: int = 0) -> Ended:
-        self.send(MakeCall(call=call, keys=list(keys), pool=pool, value=value))
-        answer: Ended | None = None
-        while self.busy:
-            message = self._receive()
-            self.note(message)
-            if isinstance(message, Ended):
-                answer = message
-        assert answer is not None
-        return answer
+        self._send("call", call, list(keys), pool, value, None)
+        ended: Ended = self.wait()[0]
+        return ended
 
-    def _receive(self) -> Answer:
+    def _send(self, name: str, *arguments: object) -> None:
+        if self.busy or self.ended:
+            raise RuntimeError(f"process {self.name} is {'busy' if self.busy else 'dead'}")
+        self.busy = True
+        with contextlib.suppress(ConnectionError):  # it has died; the next read raises
+            self.channel.send((name, arguments))
+
+    def _receive(self) -> Message:
         try:
-            return self.channel.receive(SILENCE_SECONDS)
-        except EOFError:
-            raise self.unexpected_end() from None
-        except TimeoutError:
-            raise self.hangs() from None
+            message: Message = self.channel.recv()
+        # A last message that is not whole is what its sender was killed in.
+        except (EOFError, OSError):
+            doing = self._doing()
+            self.kill()
+            raise Violation("", f"process {self.name} {self._died} in {doing}") from None
+        self._note(message)
+        return message
+
+    def _note(self, message: Message) -> None:
+        if not isinstance(message, Done):
+            self.recorder.note(message)
+            return
+        self.swallowed += len(message.causes)
+        if self._log is not None:
+            self._log.note(message.causes)
+        if message.violation is not None:
+            rule, words = message.violation
+            raise Violation(rule, f"{words} (process {self.name})")
+        if message.unusable:
+            raise Inconclusive(f"a process of its own cannot use the driver: {message.unusable}")
+        if message.broken:
+            raise RuntimeError(f"the suite broke in process {self.name}:\n{message.broken}")
+        self.busy = False
 
     def _doing(self) -> str:
         running = self.recorder.running()
@@ -318,27 +310,100 @@ class WorkerProcess:
         )
 
 
-def _fork_server() -> ForkServer:
-    fork_server = _started(os.getpid())
-    # It may have died, or this process may be a fork of the suite, which must not use its parent's
-    # socket.
-    if not fork_server.alive():
-        fork_server.close()
-        _started.cache_clear()
-        fork_server = _started(os.getpid())
-    return fork_server
+class _Process(Protocol):
+    """A process of `multiprocessing`, whatever has started it."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    def start(self) -> None: ...
+    def kill(self) -> None: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def close(self) -> None: ...
 
 
-@cache
-def _started(pid: int) -> ForkServer:
-    import atexit
+def _started(fresh: bool, theirs: connection.Connection, setup: WorkerStorage) -> _Process:
+    arguments = (theirs, setup, dict(os.environ))
+    process: _Process
+    if fresh:
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
+        with mock.patch.dict(os.environ):
+            # A fixed hash seed would make two interpreters as alike as two forks.
+            os.environ.pop("PYTHONHASHSEED", None)
+            process.start()
+        return process
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(
+        [*PRELOADED, *(engine for engine in ENGINES if engine in sys.modules)]
+    )
+    process = forks.Process(target=serve, args=arguments)
+    process.start()
+    return process
 
-    fork_server = ForkServer()
-    atexit.register(lambda: fork_server.close() if os.getpid() == pid else None)
-    return fork_server
+
+@dataclass(frozen=True, slots=True)
+class KillSchedule:
+    """Time to kill a worker."""
+
+    after_calls: int
+    """That many calls have begun."""
+    fraction: float
+    """And then so much of the time has passed that two of its calls took on average, from 0 to 1.
+    Its first call does not count, which opens the store: with `after_calls` of at least 3, half of
+    the kills fall into the call that has begun."""
 
 
-def _cause(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"ended with status {os.WEXITSTATUS(status)}"
+def watch(
+    workers: Sequence[WorkerProcess], kills: Mapping[WorkerProcess, KillSchedule] | None = None
+) -> None:
+    """Read events until every workload has come to its end or its process has been killed.
+
+    Raises:
+        Violation: a rule was broken, a process died by itself, or hangs (FT-3).
+    """
+    killers = {worker: _Killer(worker, schedule) for worker, schedule in (kills or {}).items()}
+    heard_at = {worker: time.monotonic() for worker in workers}
+    while busy := {worker.channel: worker for worker in workers if worker.busy}:
+        # A second at most, so that the silence of a worker is noticed although no other one says
+        # anything.
+        for ready in connection.wait(list(busy), 1.0):
+            worker = next(worker for channel, worker in busy.items() if channel is ready)
+            heard_at[worker] = time.monotonic()
+            messages = worker.arrived()
+            if worker in killers:
+                killers[worker].kill_if_due(messages)
+        for worker in busy.values():
+            if worker.busy and time.monotonic() - heard_at[worker] > SILENCE_SECONDS:
+                raise worker.hangs()
+
+
+class _Killer:
+    """Kills one worker."""
+
+    def __init__(self, worker: WorkerProcess, schedule: KillSchedule) -> None:
+        self._worker = worker
+        self._schedule = schedule
+        self._warm_at: int | None = None
+        self._begun = 0
+        self._ended = 0
+        self._busy_ns = 0
+
+    def kill_if_due(self, messages: Sequence[Message]) -> None:
+        """Take messages of a workload, and kill if the moment has come."""
+        for message in messages:
+            if isinstance(message, Begun):
+                self._begun += 1
+            elif isinstance(message, Ended):
+                self._ended += 1
+                # From the end of the first call on, which opened connections and files and would
+                # make calls look longer than they are.
+                self._warm_at = self._warm_at or message.at
+                self._busy_ns = message.at - self._warm_at
+        if self._begun < self._schedule.after_calls or not self._worker.busy:
+            return
+        spread = 2e-9 * self._busy_ns / (self._ended - 1) if self._ended > 1 else 0.0
+        # At least `MIN_SPREAD_SECONDS`: calls of a fast driver are over before the next message is
+        # read, and all kills would fall between them.
+        time.sleep(self._schedule.fraction * max(spread, MIN_SPREAD_SECONDS))
+        self._worker.kill()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 import traceback
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from random import Random
+from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.harness.call_steps import CallSteps
 from hicache_conformance.harness.log_records import cause_log
@@ -19,87 +21,148 @@ from hicache_conformance.harness.page_patterns import PagePatterns
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import StorageUnderTest
 from hicache_conformance.history.workload import Client, Workload
-from hicache_conformance.model.cause import cause_of
+from hicache_conformance.model.cause import Cause, cause_of
 from hicache_conformance.model.violation import Violation
-from hicache_conformance.processes.channel import Channel
-from hicache_conformance.processes.messages import (
-    Answer,
-    CloseStorage,
-    Counted,
-    DriverUnusable,
-    MakeCall,
-    OpenStorage,
-    ReadStats,
-    Ready,
-    Request,
-    RunWorkload,
-    SuiteBroken,
-    Swallowed,
-    Violated,
-)
 from hicache_storage.plugins import create_storage
-from hicache_storage.spec import DriverError
+from hicache_storage.spec import DriverError, PoolStats, StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from multiprocessing.connection import Connection
+
+    from hicache_conformance.harness.log_records import CauseLog
+    from hicache_conformance.harness.pools import PoolShape
+    from hicache_conformance.history.events import Begun, Call, Ended
+    from hicache_storage.layers import StorageOptions
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStorage:
+    """The storage that a worker opens."""
+
+    name: str
+    """Of the worker, for the report."""
+    driver: str
+    config: Mapping[str, object]
+    identity: StorageIdentity
+    pools: Mapping[str, PoolShape]
+    options: StorageOptions | None = None
+    seed: str = ""
+    """Of the places in the pools."""
+    clock: float = 0.0
+    """Seconds by which the clock of the process is ahead of this machine's; behind it if negative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A request has come to its end."""
+
+    result: Any = None
+    violation: tuple[str, str] | None = None
+    """The rule that the driver broke, and how."""
+    unusable: str = ""
+    """Why the driver cannot be made in this process."""
+    broken: str = ""
+    """Traceback of an error of the suite itself."""
+    causes: list[Cause] = field(default_factory=list[Cause])
+    """Exceptions that were answered as misses since the last request."""
+
+
+def serve(connection: Connection, setup: WorkerStorage, environment: Mapping[str, str]) -> None:
+    """Open a storage, and execute requests until the connection is closed, or the storage."""
+    # A session of its own, so that a kill also reaches what a driver has started there.
+    os.setsid()
+    # Nothing outlives the process that has started it, nor the suite, with which that one ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A fork has the environment of the time when its fork server was started.
+    os.environ.clear()
+    os.environ.update(environment)
+    silence = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(silence, descriptor)
+    worker = _Worker(connection, setup)
+    # Without the suite, there is no receiver for an answer.
+    with contextlib.suppress(EOFError, ConnectionError), cause_log() as log:
+        worker.publish(_attempt(worker.open, log))
+        while not worker.closed:
+            name, arguments = connection.recv()
+            worker.publish(_attempt(partial(getattr(worker, name), *arguments), log))
+
+
+def _attempt(ask: Callable[[], object], log: CauseLog) -> Done:
+    found: dict[str, Any] = {}
+    try:
+        found["result"] = ask()
+    except DriverError as error:
+        found["unusable"] = str(error)
+    except Violation as violation:
+        if violation.__cause__ is not None:
+            log.note([cause_of(violation.__cause__)])
+        found["violation"] = violation.rule, violation.message
+    # The suite is gone. Only an error of the driver is worth a message.
+    except ConnectionError:
+        raise
+    except BaseException:  # noqa: BLE001 - sent to the suite
+        found["broken"] = traceback.format_exc()
+    return Done(**found, causes=log.take())
 
 
 class _Worker:
-    """A storage, and the clients that use it."""
+    """A storage, and the clients that use it; requests are names of its methods."""
 
-    def __init__(self, channel: Channel[Request], request: OpenStorage) -> None:
-        # Before the driver is imported, because it may do `from time import time`.
-        if request.clock:
-            _set_clock(request.clock)
-        self._channel = channel
-        self._name = request.name
-        self._seed = request.seed
+    def __init__(self, connection: Connection, setup: WorkerStorage) -> None:
+        self._connection = connection
+        self._setup = setup
         self._patterns = PagePatterns()
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self.closed = False
+
+    def publish(self, message: Begun | Ended | Done) -> None:
+        """Send a message, which arrives also if this process is killed in the next instant."""
+        # One at a time: two threads of a workload could send their messages into each other.
+        with self._lock:
+            self._connection.send(message)
+
+    def open(self) -> None:
+        """Make the storage, register its pools and open it."""
+        setup = self._setup
+        # Before the driver is imported, because it may do `from time import time`.
+        if setup.clock:
+            _set_clock(setup.clock)
         storage = create_storage(
-            request.driver, request.identity, request.config, options=request.options
+            setup.driver, setup.identity, dict(setup.config), options=setup.options
         )
-        memories = {
-            pool: GuardedPool(
-                pages=shape.pages, page_size=shape.page_size, components=shape.components
-            )
-            for pool, shape in request.pools.items()
-        }
-        self._sut = StorageUnderTest(storage, memories, self._patterns, Random(self._seed))
-        for pool, memory in memories.items():
-            self._sut.call(
-                "register_mem_host_pool_v2",
-                lambda m=memory, p=pool: storage.register_mem_host_pool_v2(m.host_pool, p),  # type: ignore[misc]
-            )
-        self._sut.call("on_host_pools_registered", storage.on_host_pools_registered)
+        memories = {pool: GuardedPool(**asdict(shape)) for pool, shape in setup.pools.items()}
+        self._sut = StorageUnderTest(storage, memories, self._patterns, Random(setup.seed))
+        self._sut.register_pools()
         self._sut.call("open", storage.open)
         self._steps = CallSteps(storage, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-    def do(self, request: Request) -> Answer:
-        """Execute a request; return the last message of the answer."""
-        match request:
-            case MakeCall():
-                client = Client(
-                    self._name, self._sut, self._patterns, self._channel.send, self._numbers
-                )
-                self._steps.at = request.killed_at
-                client.call(request.call, request.keys, request.pool, request.value)
-                return Ready(steps=self._steps.count)
-            case RunWorkload():
-                self._run(request.work)
-            case ReadStats():
-                return Counted(stats=self._sut.stats(request.pool))
-            case _:
-                self._sut.call("close", self._sut.storage.close)
-        return Ready()
+    def call(
+        self, call: Call, keys: list[str], pool: str, value: int, killed_at: int | None
+    ) -> tuple[Ended, int]:
+        """Make one call; its end, and the number of its steps where they were counted.
 
-    def _run(self, work: Workload) -> None:
+        Args:
+            killed_at: step of the call after which the process kills itself; 0 counts them alone.
+        """
+        self._steps.at = killed_at
+        return self._client(self._setup.name, self._sut).call(call, keys, pool, value), (
+            self._steps.count
+        )
+
+    def run(self, work: Workload) -> None:
+        """Run a workload."""
         errors = list[BaseException]()
 
         def run(number: int) -> None:
-            share = self._sut.client(number, work.clients, Random(f"{self._seed}/{number}"))
-            client = Client(
-                f"{self._name}.{number}", share, self._patterns, self._channel.send, self._numbers
-            )
+            random = Random(f"{self._setup.seed}/{number}")
+            share = self._sut.client(number, work.clients, random)
             try:
-                client.run(work, number)
+                self._client(f"{self._setup.name}.{number}", share).run(work, number)
             except BaseException as error:  # noqa: BLE001 - raised again in the main thread
                 errors.append(error)
 
@@ -114,6 +177,18 @@ class _Worker:
         if errors:
             raise errors[0]
 
+    def stats(self, pool: str) -> PoolStats:
+        """A pool's counters."""
+        return self._sut.stats(pool)
+
+    def close(self) -> None:
+        """Close the storage, after which the process ends."""
+        self.closed = True
+        self._sut.call("close", self._sut.storage.close)
+
+    def _client(self, name: str, share: StorageUnderTest) -> Client:
+        return Client(name, share, self._patterns, self.publish, self._numbers)
+
 
 def _set_clock(ahead: float) -> None:
     """Set the clock of this process ahead, before the driver is loaded.
@@ -123,46 +198,3 @@ def _set_clock(ahead: float) -> None:
     seconds, nanoseconds = time.time, time.time_ns
     time.time = lambda: seconds() + ahead
     time.time_ns = lambda: nanoseconds() + int(ahead * 1e9)
-
-
-def serve(descriptor: int) -> None:
-    """Execute requests from a socket until it is closed, or the storage has been closed."""
-    channel = Channel[Request](socket.socket(fileno=descriptor), Request)
-    worker: _Worker | None = None
-    # Without the suite, there is no receiver for an answer.
-    with contextlib.suppress(EOFError, ConnectionError), cause_log() as log:
-        while True:
-            request = channel.receive()
-            answer: Answer = Ready()
-            try:
-                if isinstance(request, OpenStorage):
-                    worker = _Worker(channel, request)
-                else:
-                    assert worker is not None
-                    answer = worker.do(request)
-            except DriverError as error:
-                answer = DriverUnusable(reason=str(error))
-            except Violation as violation:
-                if violation.__cause__ is not None:
-                    log.note([cause_of(violation.__cause__)])
-                answer = Violated(rule=violation.rule, message=_without_rule(violation))
-            # The suite is gone. Only an error of the driver is worth a message.
-            except ConnectionError:
-                raise
-            except BaseException:  # noqa: BLE001 - sent to the suite
-                answer = SuiteBroken(traceback=traceback.format_exc())
-            # Before the answer, which may end the case.
-            causes = log.take()
-            if causes:
-                channel.send(Swallowed(causes=causes))
-            channel.send(answer)
-            if isinstance(request, CloseStorage):
-                break
-
-
-def _without_rule(violation: Violation) -> str:
-    return str(violation).removeprefix(f"{violation.rule}: ") if violation.rule else str(violation)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))

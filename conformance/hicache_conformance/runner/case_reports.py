@@ -1,29 +1,27 @@
-"""Conversion of pytest's reports of a case's three phases into its outcome."""
+"""From the three phases of a case to its outcome, on its way to a report."""
 
 from __future__ import annotations
 
-import json
 import re
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
+import pytest
 
-from hicache_conformance.model.cause import Cause
-from hicache_conformance.model.fault_plan import FaultPlan
-from hicache_conformance.model.outcomes import DETAIL_LIMIT, CaseOutcome, Outcome
-from hicache_conformance.model.pytest_keys import (
-    CALLS_PROPERTY,
-    CASE_PROPERTY,
-    CHECKS_PROPERTY,
-    CONTEXT_PROPERTY,
-    GATE_PROPERTY,
-    PLANS_PROPERTY,
-    VIOLATION_PROPERTY,
-)
+from hicache_conformance.fixtures.target import RECORD, CaseRecord
+from hicache_conformance.model import OUTCOME_PROPERTY
+from hicache_conformance.model.cause import Cause, cause_of
+from hicache_conformance.model.outcomes import DETAIL_LIMIT, CaseOutcome, EndedCase, Outcome
+from hicache_conformance.model.pytest_keys import CASE_MARK
+from hicache_conformance.model.violation import NotPromised, Violation
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
 
+    from hicache_conformance.harness.log_records import CauseLog
+
+MAX_CAUSES: Final = 3
 _SKIP_PREFIX: Final = re.compile(r"^([\w.]*(Skipped|Inconclusive): )?(untested: )?")
 
 # A case ends as the first of these that any of its phases ended as.
@@ -36,89 +34,159 @@ _WORST_FIRST: Final = (
 )
 
 
-class CaseReports:
-    """Gathers the reports of cases; knows what the contexts said about their drivers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one phase came to, or the violation that ended it."""
 
-    def __init__(self) -> None:
-        self._phases: dict[str, list[pytest.TestReport]] = {}
-        self.contexts = dict[str, dict[str, Any]]()
-        """By class: driver, capabilities and options, from the first case that came as far as
-        that."""
+    outcome: Outcome
+    reason: str = ""
+    detail: str = ""
+    rule: str = ""
+    """Broken by the driver."""
+    log: str = ""
+    causes: list[Cause] = field(default_factory=list[Cause])
+    seconds: float = 0.0
+    passes_undeclared: bool = False
 
-    def add(self, report: pytest.TestReport) -> tuple[str, CaseOutcome] | None:
-        """Take a report; the class and the outcome of its case where it was the last one."""
-        phases = self._phases.setdefault(report.nodeid, [])
-        phases.append(report)
-        # Three reports a case; a fixture that fails at the end decides as much as the call.
-        if report.when != "teardown":
-            return None
-        del self._phases[report.nodeid]
-        properties = dict(report.user_properties)
-        case: dict[str, Any] = json.loads(str(properties[CASE_PROPERTY]))
-        if CONTEXT_PROPERTY in properties:
-            self.contexts.setdefault(case["owner"], json.loads(str(properties[CONTEXT_PROPERTY])))
-        return case["owner"], _outcome(report.nodeid.rpartition("::")[2], case, phases, properties)
+
+FINDINGS: Final = pytest.StashKey[list[Finding]]()
+"""Of the phases of a case so far."""
+
+
+def take_phase(
+    item: pytest.Item, error: BaseException | None, report: pytest.TestReport, *, owner: str
+) -> None:
+    """Note what a phase of a case came to; its last report carries the outcome."""
+    record = item.stash.get(RECORD, CaseRecord())
+    if isinstance(error, NotPromised):
+        record.gate = str(error)
+    mark = item.get_closest_marker(CASE_MARK)
+    assert mark is not None
+    injects = record.injects or bool(mark.kwargs.get("corrupts"))
+    found = item.stash.setdefault(FINDINGS, [])
+    found.append(_finding(report, error, record, injects=injects))
+    # A fixture that fails at the end decides as much as the call.
+    if report.when == "teardown":
+        ended = EndedCase(
+            owner=owner, context=record.context, outcome=_outcome(item.name, mark, found, record)
+        )
+        # A property and not an attribute, because reports are serialized on their way from
+        # pytest-xdist's workers to the controller.
+        report.user_properties.append((OUTCOME_PROPERTY, msgspec.json.encode(ended).decode()))
+
+
+def violation_finding(
+    error: BaseException, log: CauseLog | None = None, *, injects: bool = False
+) -> Finding | None:
+    """Describe a violation; None if `error` is, and holds, none.
+
+    Args:
+        error: raised by a case.
+        log: of the case.
+        injects: the case makes the store fail or damages pages, so that faults of the store
+            explain nothing.
+    """
+    violation = next((found for found in _unwrapped(error) if isinstance(found, Violation)), None)
+    if violation is None:
+        return None
+    # An exception group may carry the notes in the place of the violation in it.
+    notes = getattr(violation, "__notes__", []) or getattr(error, "__notes__", [])
+    message, _, more = str(violation).partition("\n")
+    causes = _causes(violation, log, injects=injects)
+    sections = [
+        *notes,
+        *(f"Cause: {cause}\n{cause.traceback}" for cause in causes if cause.traceback),
+    ]
+    if causes:
+        # The exception that a call has raised is quoted by the message itself.
+        is_quoted = violation.__cause__ is not None or causes[0].error in message
+        if not is_quoted:
+            message += f"; answered as a miss: {causes[0]}"
+        elif causes[0].place:
+            message += f" ({causes[0].place})"
+    detail = "\n\n".join(filter(None, [f"{message}\n{more}".rstrip(), *sections]))
+    return Finding(
+        outcome=Outcome.FAIL,
+        reason=message,
+        detail=detail[:DETAIL_LIMIT],
+        rule=violation.rule,
+        log="\n".join(log.lines) if log else "",
+        causes=causes,
+    )
+
+
+def _causes(violation: Violation, log: CauseLog | None, *, injects: bool) -> list[Cause]:
+    """Return the exceptions that explain a violation, the first one first."""
+    if violation.__cause__ is not None:
+        return [cause_of(violation.__cause__)]
+    return [
+        cause
+        for cause in (log.causes if log else ())
+        if not cause.injected and not (injects and cause.expected)
+    ][:MAX_CAUSES]
+
+
+def _unwrapped(error: BaseException) -> Iterator[BaseException]:
+    yield error
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        for inner in group.exceptions:
+            yield from _unwrapped(inner)
+
+
+def _finding(
+    report: pytest.TestReport, error: BaseException | None, record: CaseRecord, *, injects: bool
+) -> Finding:
+    is_undeclared = hasattr(report, "wasxfail") or (report.skipped and bool(record.gate))
+    if is_undeclared:
+        return Finding(
+            outcome=Outcome.NOT_DECLARED,
+            reason=record.gate,
+            seconds=report.duration,
+            passes_undeclared=report.passed,
+        )
+    if report.skipped:
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = _SKIP_PREFIX.sub("", text)
+        return Finding(outcome=Outcome.UNTESTED, reason=reason, seconds=report.duration)
+    if report.passed:
+        return Finding(outcome=Outcome.PASS, seconds=report.duration)
+    found = violation_finding(error, record.log, injects=injects) if error is not None else None
+    if found is not None:
+        return replace(found, seconds=report.duration)
+    text = report.longreprtext
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    return Finding(
+        outcome=Outcome.ERROR,
+        reason=f"the suite itself broke during {report.when}: {last}",
+        detail=text[-DETAIL_LIMIT:],
+        seconds=report.duration,
+    )
 
 
 def _outcome(
-    name: str, case: dict[str, Any], phases: list[pytest.TestReport], properties: dict[str, object]
+    name: str, mark: pytest.Mark, findings: list[Finding], record: CaseRecord
 ) -> CaseOutcome:
-    found = [_phase(report, properties) for report in phases]
-    outcome = next(worst for worst in _WORST_FIRST if any(worst is phase for phase, _, _ in found))
-    reason, detail = next((reason, detail) for phase, reason, detail in found if phase is outcome)
-    broken, log, causes = "", "", tuple[Cause, ...]()
-    if outcome is Outcome.FAIL:
-        violation = json.loads(str(properties[VIOLATION_PROPERTY]))
-        broken, log = violation["rule"], violation["log"]
-        causes = msgspec.convert(violation["causes"], tuple[Cause, ...])
-    rules: tuple[str, ...] = tuple(case["rules"])
-    judged: list[str] = json.loads(str(properties.get(CHECKS_PROPERTY, "[]")))
-    if outcome is Outcome.FAIL:
-        judged.append(broken)
+    worst = min(findings, key=lambda finding: _WORST_FIRST.index(finding.outcome))
+    rules: tuple[str, ...] = tuple(mark.kwargs["rules"])
+    judged = {*record.checks, *([worst.rule] if worst.outcome is Outcome.FAIL else [])}
     checked = tuple(rule for rule in rules if rule in judged or "" in judged)
+    outcome, reason = worst.outcome, worst.reason
     if outcome is Outcome.PASS and not checked:
         outcome, reason = Outcome.UNTESTED, "the case ended and has checked none of its rules"
     return CaseOutcome(
         case=name,
         rules=rules,
-        levels=tuple(case["levels"]),
+        levels=tuple(map(str, mark.kwargs["levels"])),
         checked=checked,
         outcome=outcome,
         reason=reason,
-        detail=detail,
-        calls=str(properties.get(CALLS_PROPERTY, "")) if detail else "",
-        log=log,
-        broken_rule=broken,
-        seconds=round(sum(report.duration for report in phases), 4),
-        plans=msgspec.json.decode(
-            str(properties.get(PLANS_PROPERTY, "[]")), type=tuple[FaultPlan, ...]
-        ),
-        causes=causes,
-        passes_undeclared=any(report.passed and hasattr(report, "wasxfail") for report in phases),
+        detail=worst.detail,
+        calls=record.calls if worst.detail else "",
+        log=worst.log,
+        broken_rule=worst.rule,
+        seconds=round(sum(finding.seconds for finding in findings), 4),
+        plans=tuple(record.plans),
+        causes=tuple(worst.causes),
+        passes_undeclared=any(finding.passes_undeclared for finding in findings),
     )
-
-
-def _phase(report: pytest.TestReport, properties: dict[str, object]) -> tuple[Outcome, str, str]:
-    """Outcome, reason and detail of a phase."""
-    gate = str(properties.get(GATE_PROPERTY, ""))
-    if hasattr(report, "wasxfail") or (report.skipped and gate):
-        return Outcome.NOT_DECLARED, gate, ""
-    if report.skipped:
-        return Outcome.UNTESTED, _skip_reason(report), ""
-    if report.passed:
-        return Outcome.PASS, "", ""
-    if VIOLATION_PROPERTY in properties:
-        violation: dict[str, Any] = json.loads(str(properties[VIOLATION_PROPERTY]))
-        return Outcome.FAIL, violation["message"], violation["detail"]
-    text = report.longreprtext
-    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-    return (
-        Outcome.ERROR,
-        f"the suite itself broke during {report.when}: {last}",
-        text[-DETAIL_LIMIT:],
-    )
-
-
-def _skip_reason(report: pytest.TestReport) -> str:
-    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return _SKIP_PREFIX.sub("", text)

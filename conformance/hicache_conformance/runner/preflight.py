@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS
-from hicache_conformance.fixtures.environment import commands_of, environment_of
-from hicache_conformance.fixtures.open_context import filled_config
+from hicache_conformance.fixtures.environment import DriverSetup, environment_of
 from hicache_conformance.harness.pools import GuardedPool, page_components, slots_of
 from hicache_conformance.interfaces.interface import describe_interface
 from hicache_conformance.model.case import cases_of
@@ -43,7 +42,7 @@ from hicache_storage.tools.options import TMP, redacted
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from hicache_conformance.fixtures.open_context import DriverDeclaration
+    from hicache_conformance.fixtures.target import DriverTarget
     from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.settings import Settings
     from hicache_storage.spec import Capabilities, HiCacheStorage
@@ -60,7 +59,7 @@ PROBED_UNITS: Final = (8 << 10, 64 << 10, 1 << 20)
 PROBE_SECONDS: Final = 20.0
 
 
-def check_driver(owner: type[DriverDeclaration], config: pytest.Config, settings: Settings) -> None:
+def check_driver(owner: type[DriverTarget], config: pytest.Config, settings: Settings) -> None:
     """Check that a driver can be constructed and opened.
 
     The controller is told what it is, and which cases there are.
@@ -105,7 +104,7 @@ class _Telling:
 
 
 def _open_driver(
-    owner: type[DriverDeclaration], config: pytest.Config, settings: Settings, telling: _Telling
+    owner: type[DriverTarget], config: pytest.Config, settings: Settings, telling: _Telling
 ) -> None:
     """Construct, open and close the driver once.
 
@@ -121,11 +120,9 @@ def _open_driver(
     # In the run's directory: it is removed too where the driver hangs and this process is killed.
     with tempfile.TemporaryDirectory(prefix="preflight-", dir=settings.home) as directory:
         options = NO_LAYERS if settings.interface else None
-        commands = commands_of(owner.driver, owner.config, owner.services)
-        name = f"{owner.__module__}.{owner.__qualname__}"
-        ports = environment_of(config, name, commands).ports()
-        unique = unique_name(settings.run, "preflight")
-        filled = filled_config(settings.driver, settings.config, directory, ports, unique)
+        setup = owner.driver_setup()
+        ports = environment_of(config, owner.full_name(), setup.commands()).ports()
+        filled = setup.filled(directory, ports, unique_name(settings.run, "preflight"))
         missing_ports = port_names(filled.values())
         if missing_ports:
             raise Inconclusive(
@@ -222,7 +219,7 @@ def _try_out(
 def _header(settings: Settings, capabilities: Capabilities) -> Header:
     # With `{tmp}` left in: the directory differs from run to run, and reports of equal runs are
     # equal.
-    shown = redacted(filled_config(settings.driver, settings.config, TMP))
+    shown = redacted(DriverSetup(settings.driver, settings.config).filled(TMP))
     header = blank_header(
         settings.driver, settings, capabilities=asdict(capabilities), options=shown
     )

@@ -33,10 +33,10 @@ from hicache_conformance.model.outcomes import (
     Outcome,
     PreflightStep,
     RunRecord,
+    ended_case,
 )
-from hicache_conformance.model.pytest_keys import CASE_PROPERTY, FULL_STATUS, MESSAGE
+from hicache_conformance.model.pytest_keys import FULL_STATUS, MESSAGE
 from hicache_conformance.model.settings import PAGE_VARIABLE
-from hicache_conformance.runner.case_reports import CaseReports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -116,7 +116,6 @@ class _Controller:
         self.log = Path(settings.home, "log")
         self._settings = settings
         self._progress = progress
-        self._reports = CaseReports()
         self._sessions = list[int]()
         self._hangs = 0
         """In a row."""
@@ -210,12 +209,11 @@ class _Controller:
         self._progress(record)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a report of a case."""
+        """Take the last report of a case."""
         # Those that pytest-xdist makes for a case that a worker ended in have no properties.
-        if any(name == CASE_PROPERTY for name, _ in report.user_properties):
-            done = self._reports.add(report)
-            if done:
-                self._ended(done[1])
+        ended = ended_case(report)
+        if ended:
+            self._ended(ended.outcome)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,28 +9,23 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from hicache_conformance.fixtures.open_context import CAUSE_LOG, INJECTOR, require_driver
-from hicache_conformance.interfaces.foreign_storage import process_is_full
-from hicache_conformance.model.outcomes import Replay, RunRecord
-from hicache_conformance.model.pytest_keys import (
-    CASE_MARK,
-    CASE_PROPERTY,
-    FULL_STATUS,
-    GATE_PROPERTY,
-    VIOLATION_PROPERTY,
+from hicache_conformance.fixtures.target import (
+    RECORD,
+    DriverTarget,
+    forget_sandbox,
+    settings_of,
 )
-from hicache_conformance.model.session_settings import settings_of
+from hicache_conformance.interfaces.foreign_storage import process_is_full
+from hicache_conformance.model.outcomes import Replay, RunRecord, ended_case
+from hicache_conformance.model.pytest_keys import CASE_MARK, FULL_STATUS
 from hicache_conformance.model.verdict import Verdict, judge
-from hicache_conformance.model.violation import NotPromised
 from hicache_conformance.report.header import blank_header
-from hicache_conformance.runner.case_reports import CaseReports
+from hicache_conformance.runner.case_reports import take_phase
 from hicache_conformance.runner.preflight import check_driver
-from hicache_conformance.runner.violations import describe_violation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.fixtures.open_context import DriverDeclaration
     from hicache_conformance.model.case import Case
     from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.settings import Settings
@@ -47,9 +41,11 @@ class Session:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self.settings = settings_of(config)
-        self._reports = CaseReports()
         self._records = dict[str, RunRecord]()
         """By class."""
+        self._contexts = dict[str, dict[str, Any]]()
+        """By class: driver, capabilities and options, from the first case that came as far as
+        that."""
         self._verdicts: dict[str, Judgement] = {}
         # Workers of pytest-xdist run cases and know only their own; the controller gets the reports
         # of all.
@@ -62,44 +58,34 @@ class Session:
             pytest.UsageError: a class names no driver, or an option has a bad value.
         """
         for owner in dict.fromkeys(map(_class_of, cases)):
-            require_driver(owner)
+            if not owner.driver:
+                raise pytest.UsageError(
+                    f"{owner.__qualname__} names no driver; write: driver = 'the name that "
+                    f"`hicache drivers` lists'"
+                )
         deselected = list[pytest.Item]()
         for item in cases:
-            owner, mark = _class_of(item), item.get_closest_marker(CASE_MARK)
+            mark = item.get_closest_marker(CASE_MARK)
             assert mark is not None
-            rules, levels = tuple(mark.kwargs["rules"]), tuple(map(str, mark.kwargs["levels"]))
-            if not self._wants(item, levels):
+            if not self._wants(item, tuple(map(str, mark.kwargs["levels"]))):
                 deselected.append(item)
-                continue
-            about = {
-                "rules": rules,
-                "levels": levels,
-                "owner": f"{owner.__module__}.{owner.__qualname__}",
-            }
-            # A property and not an attribute, because reports are serialized on their way from
-            # pytest-xdist's workers to the controller.
-            item.user_properties.append((CASE_PROPERTY, json.dumps(about)))
-            item.extra_keyword_matches.update(rules)
+            item.extra_keyword_matches.update(mark.kwargs["rules"])
         if deselected:
             items[:] = [item for item in items if item not in deselected]
             self._config.hook.pytest_deselected(items=deselected)
         if self.settings.home:
             check_driver(_class_of(cases[0]), self._config, self.settings)
 
-    def note_violation(self, item: pytest.Item, error: BaseException) -> None:
-        """Write into the item's reports which rule was broken.
-
-        The exception itself does not reach the report.
-        """
-        if isinstance(error, NotPromised):
-            item.user_properties.append((GATE_PROPERTY, str(error)))
-        record = describe_violation(
-            error,
-            item.stash.get(CAUSE_LOG, None),
-            injects=INJECTOR in getattr(item, "fixturenames", ()) or _corrupts(item),
-        )
-        if record:
-            item.user_properties.append((VIOLATION_PROPERTY, json.dumps(record)))
+    def take_phase(
+        self, item: pytest.Item, error: BaseException | None, report: pytest.TestReport
+    ) -> None:
+        """Note what a phase of a case came to."""
+        owner = _class_of(item)
+        take_phase(item, error, report, owner=owner.full_name())
+        if report.failed:
+            forget_sandbox(self._config, owner)
+            if (record := item.stash.get(RECORD, None)) is not None:
+                record.failed = True
 
     def end_full_process(self) -> None:
         """End a worker that has done its share of a run, so that another one goes on."""
@@ -110,12 +96,11 @@ class Session:
 
     def reported(self, report: pytest.TestReport) -> None:
         """One of the reports of a case."""
-        if self._is_worker:
-            return
-        done = self._reports.add(report)
-        if done:
-            owner, outcome = done
-            self._records.setdefault(owner, RunRecord()).outcomes.append(outcome)
+        ended = None if self._is_worker else ended_case(report)
+        if ended:
+            if ended.context:
+                self._contexts.setdefault(ended.owner, ended.context)
+            self._records.setdefault(ended.owner, RunRecord()).outcomes.append(ended.outcome)
 
     def finish(self, session: pytest.Session) -> None:
         """Judge, and write the report where one is asked for."""
@@ -126,7 +111,7 @@ class Session:
         directory = self._config.getoption("--hicache-report")
         for owner, record in self._records.items():
             record.finished = True
-            record.header = _header(self._reports.contexts.get(owner), self.settings)
+            record.header = _header(self._contexts.get(owner), self.settings)
             judgement = self._verdicts[owner] = judge(record, self.settings.levels, catalogue())
             if directory:
                 self._write_report(Path(directory), record, judgement, catalogue())
@@ -187,12 +172,7 @@ def _header(context: dict[str, Any] | None, settings: Settings) -> Header:
     return header
 
 
-def _corrupts(item: pytest.Item) -> bool:
-    mark = item.get_closest_marker(CASE_MARK)
-    return mark is not None and bool(mark.kwargs.get("corrupts"))
-
-
-def _class_of(item: pytest.Item) -> type[DriverDeclaration]:
+def _class_of(item: pytest.Item) -> type[DriverTarget]:
     home = item.getparent(pytest.Class)
     assert home is not None
-    return cast("type[DriverDeclaration]", home.obj)
+    return cast("type[DriverTarget]", home.obj)

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import msgspec
 
 from hicache_conformance.harness.page_patterns import Page, PagePatterns
+from hicache_conformance.harness.pools import PoolShape
 from hicache_conformance.history.checker import HistoryChecker
 from hicache_conformance.history.counterexample import Counterexample
 from hicache_conformance.history.events import VALUES, Begun, Call, Ended, Event
 from hicache_conformance.history.workload import Workload
-from hicache_conformance.processes.messages import PoolShape
 from hicache_conformance.processes.worker import WorkerProcess
+from hicache_conformance.processes.worker_main import WorkerStorage
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import PoolName, StorageIdentity
 
@@ -75,16 +76,17 @@ class Engines:
             self.open_one(f"engine{number}")
 
     def open_one(self, name):
-        peer = WorkerProcess.open(
-            name,
-            "hf3fs",
-            self._config,
-            self.identity,
-            pools=PAGES,
-            seed=f"{self._seed}/{name}",
-            fresh=False,
-            # Without a circuit breaker, so that every call reaches the servers.
-            options=StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0),
+        peer = WorkerProcess(
+            WorkerStorage(
+                name=name,
+                driver="hf3fs",
+                config=self._config,
+                identity=self.identity,
+                pools=PAGES,
+                seed=f"{self._seed}/{name}",
+                # Without a circuit breaker, so that every call reaches the servers.
+                options=StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0),
+            )
         )
         self.peers.append(peer)
         return peer
@@ -111,8 +113,7 @@ class Engines:
                             peer.start(self._chunk())
 
     def _listen(self, peer):
-        for message in peer.channel.pending():
-            peer.note(message)
+        for message in peer.arrived():
             if isinstance(message, Begun) and message.call is Call.SET:
                 self._sets[peer] = message.number
             elif (

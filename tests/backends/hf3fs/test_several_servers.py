@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_conformance.history.anomalies import AnomalyKind
-from hicache_conformance.history.checker import HistoryChecker
+from hicache_conformance.history.checker import AnomalyKind, HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient

@@ -10,7 +10,6 @@ own drivers.
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,9 @@ from drivers_plugin import SAMPLES
 
 from hicache_conformance import DriverConformance
 from hicache_conformance.fixtures.target import DriverTarget
-from hicache_conformance.model.pytest_keys import CASE_MARK, VIOLATION_PROPERTY
+from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.pytest_keys import CASE_MARK
+from hicache_conformance.runner.case_reports import FINDINGS
 from hicache_conformance.suite.driver_conformance import catalogue
 
 if TYPE_CHECKING:
@@ -98,13 +99,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         return
     mark = item.get_closest_marker(CASE_MARK)
     assert mark is not None
-    for name, text in item.user_properties:
-        if name == VIOLATION_PROPERTY:
-            violation = json.loads(str(text))
+    for found in item.stash.get(FINDINGS, []):
+        if found.outcome is Outcome.FAIL:
             left = _left.setdefault(sample.name, {*sample.breaks, sample.message})
             # One that names no rule breaks all those that its case is about.
-            left -= {violation["rule"]} if violation["rule"] else set(mark.kwargs["rules"])
-            if sample.message in violation["detail"]:
+            left -= {found.rule} if found.rule else set(mark.kwargs["rules"])
+            if sample.message in found.detail:
                 left.discard(sample.message)
 
 
