@@ -58,7 +58,7 @@ def test_every_trouble_can_also_be_drawn(injector):
 def test_every_fault_of_a_menu_is_drawn_and_states_once(injector):
     drawn = set()
 
-    @settings(max_examples=1000, database=None, derandomize=True, deadline=None)
+    @settings(max_examples=400, database=None, derandomize=True, deadline=None)
     @given(fault_plans(injector, hangs=True, engines=True))
     def draw(plan):
         kinds = [fault.kind for fault in plan.faults]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.cases.writing import expect_content, store_content
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import kv_and_state
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import check
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
 
 IDENTITY = [Level.IDENTITY]
 LATE_SECONDS: Final = 0.1
@@ -31,7 +30,7 @@ class ClearingCases:
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_removes_its_own(self, context: CaseContext) -> None:
         """Every page of every registered pool is gone, and can be set anew."""
-        sut, keys = context.storage(pools=_pools()), context.keys(6)
+        sut, keys = context.storage(pools=kv_and_state()), context.keys(6)
         for pool in sut.memories:
             sut.store(keys, pool)
         sut.call("clear", sut.storage.clear)
@@ -45,7 +44,7 @@ class ClearingCases:
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_removes_what_was_read(self, context: CaseContext) -> None:
         """Pages that were looked up and read are gone too, and so they are the second time."""
-        sut, keys = context.storage(pools=_pools()), context.keys(4)
+        sut, keys = context.storage(pools=kv_and_state()), context.keys(4)
         for generation in range(2):
             for pool in sut.memories:
                 sut.store(keys, pool, generation=generation)
@@ -62,8 +61,8 @@ class ClearingCases:
     @covers("LC-4", levels=IDENTITY, needs=["clears", "sharing>=process"])
     def test_clear_reaches_other_storages(self, context: CaseContext) -> None:
         """Pages that another storage of equal identity has read are gone for it too."""
-        one, keys = context.storage(pools=_pools()), context.keys(4)
-        two = context.storage(replace(one.identity), pools=_pools())
+        one, keys = context.storage(pools=kv_and_state()), context.keys(4)
+        two = context.storage(replace(one.identity), pools=kv_and_state())
         for pool in one.memories:
             one.store(keys, pool)
             if context.interface_profile.setup.clears_at_once:
@@ -114,7 +113,10 @@ class ClearingCases:
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_leaves_others_alone(self, context: CaseContext) -> None:
         """Other models, tenants, ranks and salts keep their pages."""
-        own, keys = context.storage(context.identity(tp_size=2), pools=_pools()), context.keys(4)
+        own, keys = (
+            context.storage(context.identity(tp_size=2), pools=kv_and_state()),
+            context.keys(4),
+        )
         changes: list[dict[str, object]] = [
             {"model": "conformance/model2"},
             # A prefix of the cleared model's name. A driver that clears by the beginning of a name
@@ -130,7 +132,7 @@ class ClearingCases:
         others = [
             context.storage(
                 replace(own.identity, **change),  # type: ignore[arg-type]
-                pools=_pools(),
+                pools=kv_and_state(),
             )
             for change in changes
         ]
@@ -188,13 +190,6 @@ class ClearingCases:
             sut.call("clear", sut.storage.clear)
         sut.store(keys)
         sut.expect(keys, rule="LC-4")
-
-
-def _pools() -> dict[str, PoolMemory]:
-    return {
-        PoolName.KV: GuardedPool(),
-        PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
-    }
 
 
 def _directories(context: CaseContext) -> list[Path]:

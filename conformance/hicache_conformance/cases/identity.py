@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool, kv_and_state
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 IDENTITY = [Level.IDENTITY]
@@ -207,8 +206,8 @@ class IdentityCases:
     @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
     def test_equal_identities_share_side_pools(self, context: CaseContext) -> None:
         """Pages of several pools, set by one storage and read by another."""
-        one = context.storage(context.identity(**BASE), pools=_pools())
-        two, keys = context.storage(replace(one.identity), pools=_pools()), context.keys(3)
+        one = context.storage(context.identity(**BASE), pools=kv_and_state())
+        two, keys = context.storage(replace(one.identity), pools=kv_and_state()), context.keys(3)
         one.store_many([PageGroup(keys, pool) for pool in one.memories])
         for pool in two.memories:
             two.expect(keys, pool, rule="ID-2")
@@ -237,19 +236,12 @@ class IdentityCases:
     @covers("ID-2", levels=IDENTITY, needs=["durability>=reopen"], probes=True)
     def test_side_pools_survive_reopening(self, context: CaseContext) -> None:
         """The same for pages of several pools."""
-        one, keys = context.storage(context.identity(**BASE), pools=_pools()), context.keys(3)
+        one, keys = context.storage(context.identity(**BASE), pools=kv_and_state()), context.keys(3)
         one.store_many([PageGroup(keys, pool) for pool in one.memories])
         one.call("close", one.storage.close)
-        two = context.storage(replace(one.identity), pools=_pools())
+        two = context.storage(replace(one.identity), pools=kv_and_state())
         for pool in two.memories:
             two.expect(keys, pool, rule="ID-2")
-
-
-def _pools() -> dict[str, PoolMemory]:
-    return {
-        PoolName.KV: GuardedPool(),
-        PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
-    }
 
 
 def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:

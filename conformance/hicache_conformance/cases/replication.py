@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import kv_and_state
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
@@ -18,7 +18,6 @@ from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 LEVELS = [Level.POOLS, Level.IDENTITY]
@@ -71,7 +70,9 @@ class ReplicationCases:
         keys = context.keys(3)
         two[0].store(keys)
         two[0].expect(keys)
-        eight = context.storage(replace(two[0].identity, tp_size=8, tp_rank=5), pools=_pools())
+        eight = context.storage(
+            replace(two[0].identity, tp_size=8, tp_rank=5), pools=kv_and_state()
+        )
         eight.expect(keys, writer=two[0].identity, rule="ID-3")
 
     @covers("ID-3", levels=LEVELS)
@@ -99,7 +100,7 @@ class ReplicationCases:
         two.expect_missing(
             keys, PoolName.MAMBA, rule="ID-3", why="was set by TP rank 0 in a pool that is sharded"
         )
-        wider = context.storage(replace(one.identity, tp_size=4), pools=_pools())
+        wider = context.storage(replace(one.identity, tp_size=4), pools=kv_and_state())
         wider.expect_missing(
             keys,
             PoolName.MAMBA,
@@ -133,14 +134,9 @@ class ReplicationCases:
             rank.expect_own(keys, rule="ID-3")
 
 
-def _pools() -> dict[str, PoolMemory]:
-    return {
-        PoolName.KV: GuardedPool(),
-        PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
-    }
-
-
 def _ranks(context: CaseContext, size: int) -> list[StorageUnderTest]:
     """All TP ranks of a model whose KV is replicated and whose Mamba state is not."""
     base = context.identity(kv_replicated=True, tp_size=size)
-    return [context.storage(replace(base, tp_rank=rank), pools=_pools()) for rank in range(size)]
+    return [
+        context.storage(replace(base, tp_rank=rank), pools=kv_and_state()) for rank in range(size)
+    ]

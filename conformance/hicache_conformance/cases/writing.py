@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.page_patterns import canary, short
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import kv_and_state
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 CONTENTS: Final[Mapping[str, bytes]] = {
@@ -177,10 +176,7 @@ class WritingCases:
     @covers("SET-3", "SET-1", levels=[Level.POOLS])
     def test_side_pools_are_not_rewritten(self, context: CaseContext) -> None:
         """The same for each of several pools, in one call."""
-        pools: dict[str, PoolMemory] = {
-            PoolName.KV: GuardedPool(),
-            PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
-        }
+        pools = kv_and_state()
         sut, keys = context.storage(pools=pools), context.keys(3)
         for generation in (0, 1):
             sut.store_many([PageGroup(keys, pool, generation) for pool in pools])

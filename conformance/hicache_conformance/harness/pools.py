@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from hicache_conformance.harness.page_patterns import CELL_BYTES
 from hicache_conformance.model.settings import PAGE_VARIABLE
-from hicache_storage.spec import HostPool, PageGeometry
+from hicache_storage.spec import HostPool, PageGeometry, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -170,6 +170,14 @@ class GuardedPool(PoolMemory):
 
     def _page(self, page: int) -> list[memoryview]:
         return self.components_at(page, self.geometry.component_bytes)
+
+
+def kv_and_state() -> dict[str, PoolMemory]:
+    """A pool of KV, and one of states with one slot a page."""
+    return {
+        PoolName.KV: GuardedPool(),
+        PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
+    }
 
 
 class HeadsPool(GuardedPool):

@@ -319,20 +319,21 @@ class StorageUnderTest:
         generation: int = 0,
         writer: StorageIdentity | None = None,
         rule: str = "",
+        wrong: str = "GET-1",
     ) -> None:
-        """As `expect`, for pages that were read already."""
-        checked(rule or "SET-1", "GET-1")
+        """As `expect`, for pages that were read already; `wrong` is broken by wrong bytes."""
+        checked(rule or "SET-1", wrong)
         wrongs = self._patterns.explain_all(found, self._owners(keys, pool, generation, writer))
-        for index, (key, content, wrong) in enumerate(zip(keys, found, wrongs, strict=True)):
+        for index, (key, content, words) in enumerate(zip(keys, found, wrongs, strict=True)):
             if content is None:
                 raise Violation(
                     rule or "SET-1",
                     f"page {index} key {short(key)} of pool {pool!r} was stored (True), and a get "
                     f"answers False",
                 )
-            if wrong:
+            if words:
                 self._note_difference(content, self._owners([key], pool, generation, writer)[0])
-                raise Violation("GET-1", f"page {index} key {short(key)} of pool {pool!r} {wrong}")
+                raise Violation(wrong, f"page {index} key {short(key)} of pool {pool!r} {words}")
 
     def expect_missing(
         self,
@@ -381,16 +382,7 @@ class StorageUnderTest:
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
         """
-        checked(rule)
-        found = self.get(keys, pool)
-        wrongs = self._patterns.explain_all(found, self._owners(keys, pool))
-        for index, (key, content, wrong) in enumerate(zip(keys, found, wrongs, strict=True)):
-            if content is None:
-                wrong = "was stored (True), and a get answers False"
-            elif wrong:
-                self._note_difference(content, self._owners([key], pool)[0])
-            if wrong:
-                raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
+        self.compare(keys, self.get(keys, pool), pool, rule=rule, wrong=rule)
 
     def expect_existing(self, keys: Sequence[str], *, rule: str) -> None:
         """Make sure that a chain of KV pages is said to exist.

@@ -42,6 +42,7 @@ REAP_SECONDS: Final = 10.0
 """A killed process that is still there after this long waits in the kernel for a store that does
 not answer."""
 MIN_SPREAD_SECONDS: Final = 300e-6
+MAX_MESSAGES: Final = 64
 PRELOADED: Final = ("msgspec", "pytest", "torch", "xxhash")
 """Slow modules, of which none draws random numbers when it is imported."""
 ENGINES: Final = (
@@ -248,7 +249,8 @@ class WorkerProcess:
             Violation: as `wait`, and so the others.
         """
         messages = list[Message]()
-        while self.busy and self.channel.poll():
+        # Some at a time: a fast driver sends them as fast as they are read.
+        while self.busy and len(messages) < MAX_MESSAGES and self.channel.poll():
             messages.append(self._receive())
         return messages
 
