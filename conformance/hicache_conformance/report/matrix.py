@@ -87,7 +87,6 @@ class RuleRow(msgspec.Struct, frozen=True):
     """One rule of a run."""
 
     id: str
-    text: str
     selected: bool
     outcome: Outcome
     reason: str
@@ -148,9 +147,7 @@ def matrix(runs: Sequence[DriverRun]) -> str:
                 f"{_one(run.suite_version for run in runs)}."
             )
             parts += [versions, "## Rules"]
-        parts.append(
-            _table(("rule", *(run.driver.name for run in group), "what it asks"), _rows(group))
-        )
+        parts.append(_table(("rule", *(run.driver.name for run in group)), _rows(group)))
         for run in group:
             parts += _findings(run)
     reasons = {name: setup.not_judged for name, setup in all_known().items() if setup.not_judged}
@@ -178,10 +175,10 @@ def _about(run: DriverRun) -> tuple[str, ...]:
 def _rows(runs: Sequence[DriverRun]) -> Iterable[tuple[str, ...]]:
     # The union of the rules of all files, in the order of the first: results of an older suite may
     # lack some.
-    texts = {rule.id: rule.text for run in runs for rule in run.rules}
+    names = dict.fromkeys(rule.id for run in runs for rule in run.rules)
     found = [{rule.id: rule for rule in run.rules} for run in runs]
-    for rule, text in texts.items():
-        yield rule, *(_cell(rules.get(rule)) for rules in found), text
+    for name in names:
+        yield name, *(_cell(rules.get(name)) for rules in found)
 
 
 def _cell(rule: RuleRow | None) -> str:
