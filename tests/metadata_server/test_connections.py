@@ -28,7 +28,7 @@ FEW_DESCRIPTORS = (
 PING = message("/healthz", b"", "GET", Content_Length=None, Content_Type=None)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server():
     with served() as (place, _):
         yield place
