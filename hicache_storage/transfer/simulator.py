@@ -38,14 +38,13 @@ POISON: Final = 0xA5
 
 
 class SimulatedTable:
-    """Page numbers: as the host gave them, and as kernels find them."""
+    """Page numbers, and the memory that they come to."""
 
     def __init__(self, pages: int) -> None:
         import torch
 
-        self.host = torch.empty(2, 0)
-        # What is read before it has come names no page.
-        self.device = torch.full((2, pages), 1 << 40)
+        self.numbers = torch.empty(2, 0)
+        self.memory = torch.empty(2, pages, dtype=torch.int64)
 
 
 class SimulatedRows(NamedTuple):
@@ -54,28 +53,12 @@ class SimulatedRows(NamedTuple):
     sides: tuple[RowSide, RowSide]
     table: SimulatedTable
 
-    def pages(self, side: int, numbers: torch.Tensor, pages: range) -> torch.Tensor:
+    def pages(self, side: int, pages: range) -> torch.Tensor:
         """The page numbers of one side."""
-        row = self.sides[side].row
+        row, numbers = self.sides[side].row, self.table.numbers
         if row is None:
             return numbers.new_tensor(range(len(pages)))
         return numbers[row, pages.start : pages.stop]
-
-    def runs(self, side: int, parts: range, pages: range) -> list[tuple[int, int]]:
-        """The bytes of some pages of some parts."""
-        views = self.sides[side].views[parts.start : parts.stop]
-        numbers = set(cast("list[int]", self.pages(side, self.table.host, pages).tolist()))
-        return _runs(view[number] for view in views for number in numbers)
-
-
-class _Operation(NamedTuple):
-    """An operation in a queue, or a wait for a position in another stream."""
-
-    run: Callable[[], object]
-    behind: Position | None = None
-
-    def is_ready(self) -> bool:
-        return self.behind is None or self.behind.is_reached()
 
 
 class Position(NamedTuple):
@@ -83,6 +66,8 @@ class Position(NamedTuple):
 
     stream: SimulatedStream
     number: int
+    clock: Clock
+    """What has happened there."""
 
     def is_reached(self) -> bool:
         return self.stream.ran >= self.number
@@ -183,7 +168,7 @@ class StreamSimulator:
     def close(self) -> None:
         """Run what is enqueued."""
         for stream in self._random.sample(self._streams, len(self._streams)):
-            self.run_until(stream.position())
+            self._run_until(stream.position())
 
     # For streams and events
     # ---------------------------------------------------------------------------------
@@ -204,17 +189,25 @@ class StreamSimulator:
         """Run a few operations, as a GPU does while the host does something else."""
         with self.lock:
             for _ in range(0 if self.is_held else self._random.choice(QUERY_STEPS)):
-                ready = [each for each in self._streams if each.queue and each.queue[0].is_ready()]
+                ready = [each for each in self._streams if each.queue and not each.blocked_by()]
                 if not ready:
                     break
                 self._random.choice(ready).run_next()
 
-    def run_until(self, position: Position) -> None:
-        """Run operations until a stream has come to a position, and those that it waits for."""
+    def wait(self, position: Position) -> None:
+        """Let the host wait until a stream has come to a position."""
+        self._run_until(position)
+        stream = position.stream
+        if stream.error is not None and position.number >= stream.failed_at:
+            raise StreamFailedError(f"an operation failed: {stream.error!r}") from stream.error
+        with self.lock:
+            join(self.clock, position.clock)
+
+    def _run_until(self, position: Position) -> None:
         with self.lock:
             while not position.is_reached():
                 stream = position.stream
-                while (behind := stream.queue[0].behind) and not behind.is_reached():
+                while behind := stream.blocked_by():
                     stream = behind.stream
                 stream.run_next()
 
@@ -224,7 +217,8 @@ class SimulatedStream:
 
     def __init__(self, simulator: StreamSimulator, name: str, actor: int) -> None:
         self.name = name
-        self.queue = deque[_Operation]()
+        self.queue = deque["Callable[[], object] | Position"]()
+        """Operations, and positions in other streams that the next ones wait for."""
         self.ran = 0
         self.error: BaseException | None = None
         self.failed_at = 0
@@ -236,13 +230,23 @@ class SimulatedStream:
 
     def position(self) -> Position:
         """The place behind everything enqueued so far."""
-        return Position(self, self.ran + len(self.queue))
+        with self._simulator.lock:
+            # What the host has seen complete happened before everything that it enqueues from now
+            # on.
+            join(self.clock, self._simulator.clock)
+            return Position(self, self.ran + len(self.queue), dict(self.clock))
+
+    def blocked_by(self) -> Position | None:
+        """The position that the first operation waits for."""
+        first = self.queue[0]
+        return first if isinstance(first, Position) and not first.is_reached() else None
 
     def wait_event(self, event: Event) -> None:
-        event = own(SimulatedEvent, event)
-        with self._simulator.lock:
-            join(self.clock, event.clock)
-            self.queue.append(_Operation(lambda: None, event.position))
+        position = own(SimulatedEvent, event).position
+        if position is not None:
+            with self._simulator.lock:
+                join(self.clock, position.clock)
+                self.queue.append(position)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         self._simulator.keep([destination, source])
@@ -251,26 +255,28 @@ class SimulatedStream:
 
     def upload(self, table: object, numbers: torch.Tensor) -> None:
         table = own(SimulatedTable, table)
-        table.host = numbers.clone()
-        to = table.device[:, : numbers.shape[1]]
-        self.copy(to, table.host, "upload of page numbers")
+        table.numbers = numbers.clone()
+        to = table.memory[:, : numbers.shape[1]]
+        self.copy(to, table.numbers, "upload of page numbers")
 
     def copy_rows(self, rows: object, parts: range, pages: range, what: str) -> None:
         rows = own(SimulatedRows, rows)
+        to, origin = (rows.pages(side, pages) for side in (0, 1))
 
         def run() -> None:
             import torch
 
-            # Not before it runs: until then the numbers may not have come.
-            to, origin = (rows.pages(side, rows.table.device, pages) for side in (0, 1))
             for part in parts:
                 # As bytes: torch indexes those of every element type.
                 written, read = (side.views[part].view(torch.uint8) for side in rows.sides)
                 written[to] = read[origin]
 
-        numbers = byte_runs(rows.table.device[:, pages.start : pages.stop])
-        reads, writes = rows.runs(1, parts, pages), rows.runs(0, parts, pages)
-        self._enqueue(what, run, [*reads, *numbers], writes)
+        writes, reads = (
+            _runs(side.views[part][page] for part in parts for page in set(numbers.tolist()))
+            for side, numbers in zip(rows.sides, (to, origin), strict=True)
+        )
+        uploaded = byte_runs(rows.table.memory[:, pages.start : pages.stop])
+        self._enqueue(what, run, [*reads, *uploaded], writes)
 
     def copy_pieces(
         self, destinations: torch.Tensor, sources: torch.Tensor, size: int, what: str
@@ -288,17 +294,15 @@ class SimulatedStream:
         self._enqueue(what, run, reads, writes)
 
     def synchronize(self) -> None:
-        event = SimulatedEvent(self._simulator)
-        event.record(self)
-        event.synchronize()
+        self._simulator.wait(self.position())
 
     def run_next(self) -> None:
         """Run the first operation."""
         operation = self.queue.popleft()
         try:
             # As on a GPU, a stream that has failed runs nothing more.
-            if self.error is None:
-                operation.run()
+            if self.error is None and not isinstance(operation, Position):
+                operation()
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for it
             self.error, self.failed_at = error, self.ran + 1
         self.ran += 1
@@ -306,7 +310,7 @@ class SimulatedStream:
     def _enqueue(self, what: str, run: Callable[[], object], reads: Runs, writes: Runs) -> None:
         simulator = self._simulator
         with simulator.lock:
-            self.queue.append(_Operation(run))
+            self.queue.append(run)
             join(self.clock, simulator.clock)
             self.clock[self._actor] += 1
             access = Access(what, f"stream {self.name}", self._actor, dict(self.clock))
@@ -319,17 +323,10 @@ class SimulatedEvent:
     def __init__(self, simulator: StreamSimulator) -> None:
         self.position: Position | None = None
         """None where it was never recorded."""
-        self.clock: Clock = {}
-        """Clock at the position."""
         self._simulator = simulator
 
     def record(self, stream: Stream) -> None:
-        stream = own(SimulatedStream, stream)
-        with self._simulator.lock:
-            # What the host has seen complete happened before everything that it enqueues from now
-            # on.
-            join(stream.clock, self._simulator.clock)
-            self.position, self.clock = stream.position(), dict(stream.clock)
+        self.position = own(SimulatedStream, stream).position()
 
     def query(self) -> bool:
         self._simulator.run_some()
@@ -340,14 +337,8 @@ class SimulatedEvent:
         return True
 
     def synchronize(self) -> None:
-        if self.position is None:
-            return
-        self._simulator.run_until(self.position)
-        stream, number = self.position
-        if stream.error is not None and number >= stream.failed_at:
-            raise StreamFailedError(f"an operation failed: {stream.error!r}") from stream.error
-        with self._simulator.lock:
-            join(self._simulator.clock, self.clock)
+        if self.position is not None:
+            self._simulator.wait(self.position)
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
