@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
     from hicache_storage.hybrid.storage_io.results import BackupResult, PrefetchResult
     from hicache_storage.spec import HiCacheStorage, PoolName
-    from hicache_storage.transfer import TransferEngine
+    from hicache_storage.transfer import PageTransfers
 
 STORAGE_CALL_SECONDS = 30.0
 """Default time after which a call of the storage is abandoned."""
@@ -83,7 +83,7 @@ class HybridCacheController:
     def __init__(
         self,
         group: HostPoolGroup,
-        transfers: TransferEngine,
+        transfers: PageTransfers,
         *,
         parallel: ParallelConfig | None = None,
         rank_group: RankGroup | None = None,

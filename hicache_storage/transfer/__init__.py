@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hicache_storage.transfer.engine import PageTransfers, TransferEngine
+from hicache_storage.transfer.engine import PageTransfers
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 from hicache_storage.transfer.plan import Way
@@ -35,7 +35,6 @@ __all__ = [
     "Stream",
     "StreamFailedError",
     "StreamSimulator",
-    "TransferEngine",
     "Way",
     "recorded",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.copies import STAGING_BYTES
@@ -21,32 +21,15 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.transfer.copies import Lane, Run
-    from hicache_storage.transfer.host_slots import HostSlots
     from hicache_storage.transfer.plan import Way
     from hicache_storage.transfer.pool_copies import Indices, PoolPair
     from hicache_storage.transfer.streams import Device, Event, Stream
 
 
-class TransferEngine(Protocol):
-    """Copies of pages between L1 and L2, by pool; `PageTransfers` describes the calls.
-
-    Called by one thread at a time; no call waits for a copy.
-    """
-
-    @property
-    def host_slots(self) -> Mapping[str, HostSlots]:
-        """Allocators of host pages."""
-        ...
-
-    def write_back(self, pages: Mapping[str, Indices]) -> Acknowledgement: ...
-
-    def load(self, pages: Mapping[str, Indices]) -> LayerCounter: ...
-
-    def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None: ...
-
-
 class PageTransfers:
-    """The transfer engine of the SDK: moves the pages of all pools of a model on two streams.
+    """The transfer engine: moves the pages of all pools of a model between L1 and L2.
+
+    On two streams. Called by one thread at a time; no call waits for a copy.
 
     A load copies one layer of the model after the other. Pools without pages in a transfer are left
     out of it. How pages are copied follows from the lengths of the pools; the log says it once.

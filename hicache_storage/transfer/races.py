@@ -111,11 +111,6 @@ class ShadowMemory:
                     cell.reads[access.actor] = access
         return list(found.values())
 
-    def writers(self, runs: Sequence[tuple[int, int]]) -> list[Access]:
-        """The operations that wrote the ranges last, each once."""
-        found = [cell.write for run in runs for cell in self._between(*run)]
-        return list(dict.fromkeys(access for access in found if access is not None))
-
     def _between(self, start: int, end: int) -> list[_Cell]:
         for address in (start, end):
             at = bisect_left(self._starts, address)

@@ -160,11 +160,6 @@ class StreamSimulator:
             self.clock[HOST] += 1
             self.note(Access(what, "host", HOST, dict(self.clock)), _runs(reads), _runs(writes))
 
-    def writers(self, tensor: torch.Tensor) -> list[Access]:
-        """The operations that wrote a tensor's bytes last, in the order of enqueueing."""
-        with self.lock:
-            return self._shadow.writers(byte_runs(tensor))
-
     def close(self) -> None:
         """Run what is enqueued."""
         for stream in self._random.sample(self._streams, len(self._streams)):

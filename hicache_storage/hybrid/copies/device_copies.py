@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.ranks.group import RankGroup
     from hicache_storage.hybrid.stats import StatsCounter
     from hicache_storage.spec import PoolName
-    from hicache_storage.transfer import LayerCounter, TransferEngine
+    from hicache_storage.transfer import LayerCounter, PageTransfers
 
 DoneT = TypeVar("DoneT", bound="SupportsDone")
 
@@ -75,7 +75,7 @@ class DeviceCopies:
     def __init__(
         self,
         group: HostPoolGroup,
-        transfers: TransferEngine,
+        transfers: PageTransfers,
         allocator: CollectiveAllocator,
         rank_group: RankGroup,
         stats: StatsCounter,
