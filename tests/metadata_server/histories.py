@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hicache_metadata_server.core.blocks import SlotBlock, split_by_block
 from hicache_metadata_server.core.codec import changes_of
 from hicache_metadata_server.core.invariants import audit
 from hicache_metadata_server.core.leases import SlotPins
-from hicache_metadata_server.core.restore import SlotRow, restore, rows_from
+from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
-from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, split_by_block
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
 
 QUARANTINE = 2.0
 MAX_LEASE = 8
@@ -209,12 +208,6 @@ class History:
                 written.merge(block, start, end)
                 self.blocks[number] = SlotBlock.decode(block.encode())
 
-    def rows(self) -> Iterator[SlotRow]:
-        for number in sorted(self.blocks):
-            columns = self.blocks[number].rows(number * BLOCK)
-            if columns is not None:
-                yield from map(SlotRow, *columns)
-
     def crash(self) -> None:
         """Go on with what was written."""
         if self.chance.random() < 0.5:
@@ -225,8 +218,7 @@ class History:
         scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, SlotPins()
         for pin, (slots, until) in self.pins.items():
             scope.pin(pin, slots, until)
-        rows = rows_from(self.rows(), self.chance.randint(1, 5))
-        assert restore(scope, rows, self.now, 100.0) == []
+        assert restore(scope, sorted(self.blocks.items()), self.now, 100.0) == []
         assert sorted(scope.lru) == sorted(old.lru)
         for key in scope.lru:
             slot = scope.lru.slot(key)

@@ -13,10 +13,10 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import opened_store
+from hicache_metadata_server.core.blocks import SlotBlock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.slot_table import LIVE
-from hicache_metadata_server.storage.blocks import SlotBlock
 from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server import services
 from tests.metadata_server.full_disks import small_disk

@@ -16,9 +16,9 @@ import pytest
 from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, SlotVerdict
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import opened_store
+from hicache_metadata_server.core.blocks import BLOCK, SlotBlock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
-from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock
 from hicache_metadata_server.storage.schema import SCOPE_BITS
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server import servers

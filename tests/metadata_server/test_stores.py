@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.blocks import SlotBlock
 from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.slot_table import LIVE
 from hicache_metadata_server.storage import compaction, sqlite
-from hicache_metadata_server.storage.blocks import SlotBlock
 from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.services import (
     NOW,

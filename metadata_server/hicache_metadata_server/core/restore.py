@@ -1,25 +1,21 @@
-"""Restoring a scope from the rows of a store.
+"""Restoring a scope from the blocks of a store.
 
-Rows that contradict each other are quarantined and reported: after a loss of power, blocks of a
+Slots that contradict each other are quarantined and reported: after a loss of power, blocks of a
 store may differ in age.
 """
 
 from __future__ import annotations
 
-from array import array
-from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from hicache_metadata_server.core.blocks import BLOCK
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
+    from hicache_metadata_server.core.blocks import SlotBlock
     from hicache_metadata_server.core.scope import Scope
-
-
-BATCH: Final = 256
-"""Rows that are read together. One row that differs from its neighbours slows its whole batch."""
 
 
 class SlotRow(NamedTuple):
@@ -38,47 +34,21 @@ class SlotRow(NamedTuple):
     checksum: int
 
 
-class SlotRows(NamedTuple):
-    """Rows as columns of one length, which are restored much faster than single rows."""
-
-    slots: Sequence[int]
-    epochs: Sequence[int]
-    states: Sequence[int]
-    generations: Sequence[int]
-    keys: Sequence[str]
-    prefixes: Sequence[str]
-    owners: Sequence[str]
-    leases: Sequence[int]
-    until: Sequence[float]
-    lengths: Sequence[int]
-    checksums: Sequence[int]
-
-    def uniform(self, epoch: int) -> bool:
-        """True if all are live pages of one epoch in neighbouring slots, without contradictions."""
-        return (
-            set(self.states) == {LIVE}
-            and set(self.epochs) == {epoch}
-            and list(self.slots) == list(range(self.slots[0], self.slots[0] + len(self.slots)))
-            and all(self.keys)
-            and min(self.leases) > 0
-            and min(self.generations) > 0
-        )
-
-
-def rows_from(rows: Iterable[SlotRow], most: int = BATCH) -> Iterator[SlotRows]:
-    """Convert rows to columns, `most` rows at a time."""
-    source = iter(rows)
-    while some := list(islice(source, most)):
-        yield SlotRows(*zip(*some, strict=True))
-
-
-def restore(scope: Scope, batches: Iterable[SlotRows], now: float, max_seconds: float) -> list[str]:
+def restore(
+    scope: Scope, blocks: Iterable[tuple[int, SlotBlock]], now: float, max_seconds: float
+) -> list[str]:
     """Fill a new scope whose `epoch`, `cleared_until` and pins are set; returns contradictions.
 
     No lease and no quarantine lasts longer than `max_seconds` from now, because the clock may have
     been set back. The LRU order is not durable: pages count as used in the order of their leases.
+
+    Args:
+        scope: to be filled.
+        blocks: its blocks, by their numbers.
+        now: current time.
+        max_seconds: of a lease and a quarantine together.
     """
-    return _Restoring(scope, now, max_seconds).run(batches)
+    return _Restoring(scope, now, max_seconds).run(blocks)
 
 
 class _Restoring:
@@ -88,9 +58,9 @@ class _Restoring:
         self.latest = now + max_seconds
         self.problems: list[str] = []
 
-    def run(self, batches: Iterable[SlotRows]) -> list[str]:
-        for batch in batches:
-            self._place_batch(batch)
+    def run(self, blocks: Iterable[tuple[int, SlotBlock]]) -> list[str]:
+        for number, block in blocks:
+            self._place_block(number * BLOCK, block)
         scope, table = self.scope, self.scope.table
         slots = sorted(table.by_key.values(), key=table.leases.__getitem__)
         find, keys, prefixes = table.by_key.get, table.keys, table.prefixes
@@ -106,35 +76,49 @@ class _Restoring:
         scope.free.add([slot for slot, state in enumerate(table.states) if state == FREE])
         return self.problems
 
-    def _place_batch(self, batch: SlotRows) -> None:
+    def _place_block(self, first: int, block: SlotBlock) -> None:
         table, slots = self.scope.table, self.scope.geometry.slots
-        most = max((slot for slot in batch.slots if slot < slots), default=-1)
-        if most >= len(table):
-            table.grow(most + 1 - len(table))
-        known = len(set(batch.keys)) < len(batch.keys) or not table.by_key.keys().isdisjoint(
-            batch.keys
-        )
-        if (
-            known
-            or not batch.uniform(self.scope.epoch)
-            or not 0 <= batch.slots[0] <= batch.slots[-1] == most
-        ):
-            for row in map(SlotRow, *batch):
-                self._place(row)
+        used = [place for place in range(BLOCK) if block.states[place] or block.generations[place]]
+        if not used:
             return
-        # Whole slices for uniform batches, which are nearly all of a store with millions of pages.
-        first, end = batch.slots[0], most + 1
-        table.states[first:end] = bytes(batch.states)
-        for column, values in (
-            (table.generations, batch.generations),
-            (table.leases, batch.leases),
-            (table.lengths, batch.lengths),
-            (table.checksums, batch.checksums),
+        begin, end = used[0], used[-1] + 1
+        # A damaged block may be far outside the scope.
+        size = min(first + end, slots) if first < slots else 0
+        if size > len(table):
+            table.grow(size - len(table))
+        keys = block.keys[begin:end]
+        if (
+            not self._is_uniform(block, begin, end)
+            or first + end > slots
+            or len(set(keys)) < len(keys)
+            or not table.by_key.keys().isdisjoint(keys)
         ):
-            column[first:end] = array("Q", values)
-        table.keys[first:end] = batch.keys
-        table.prefixes[first:end] = batch.prefixes
-        table.by_key.update(zip(batch.keys, batch.slots, strict=True))
+            for place in used:
+                self._place(_row(block, first, place))
+            return
+        # Whole slices for the blocks that are nearly all of a store with millions of pages.
+        run = range(first + begin, first + end)
+        table.states[run.start : run.stop] = block.states[begin:end]
+        for column, values in (
+            (table.generations, block.generations),
+            (table.leases, block.leases),
+            (table.lengths, block.lengths),
+            (table.checksums, block.checksums),
+        ):
+            column[run.start : run.stop] = values[begin:end]
+        table.keys[run.start : run.stop] = keys
+        table.prefixes[run.start : run.stop] = block.prefixes[begin:end]
+        table.by_key.update(zip(keys, run, strict=True))
+
+    def _is_uniform(self, block: SlotBlock, begin: int, end: int) -> bool:
+        """True if all are live pages of this epoch without contradictions."""
+        return (
+            block.states.count(LIVE, begin, end) == end - begin
+            and set(block.epochs[begin:end]) == {self.scope.epoch}
+            and all(block.keys[begin:end])
+            and min(block.leases[begin:end]) > 0
+            and min(block.generations[begin:end]) > 0
+        )
 
     def _place(self, row: SlotRow) -> None:
         scope, slot = self.scope, row.slot
@@ -191,3 +175,19 @@ class _Restoring:
         if row.owner:
             scope.leases.owners[slot] = row.owner
         scope.timers.add(table.until[slot], [slot])
+
+
+def _row(block: SlotBlock, first: int, place: int) -> SlotRow:
+    return SlotRow(
+        first + place,
+        block.epochs[place],
+        block.states[place],
+        block.generations[place],
+        block.keys[place],
+        block.prefixes[place],
+        block.owners.get(place, ""),
+        block.leases[place],
+        block.until[place],
+        block.lengths[place],
+        block.checksums[place],
+    )

@@ -36,8 +36,8 @@ from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_u
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from hicache_metadata_server.core.blocks import SlotBlock
     from hicache_metadata_server.core.limits import Columns
-    from hicache_metadata_server.core.restore import SlotRows
 
 MAX_SCOPES: Final = 4096
 LONGEST: Final = "longest"
@@ -578,13 +578,16 @@ class MetadataService:
             self._ceilings[name] = -1
 
     def restore(
-        self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRows]], now: float
+        self,
+        recovered: Recovered,
+        rows: Callable[[int], Iterable[tuple[int, SlotBlock]]],
+        now: float,
     ) -> None:
         """Restore the contents of a store, before the first request.
 
         Args:
             recovered: everything but slots.
-            rows: returns the slots of a scope by its number.
+            rows: returns the blocks of a scope by its number.
             now: current time.
         """
         self._started = now
@@ -616,7 +619,7 @@ class MetadataService:
         self,
         record: ScopeRecord,
         pins: Sequence[PinRecord],
-        rows: Iterable[SlotRows],
+        rows: Iterable[tuple[int, SlotBlock]],
         now: float,
         longest: int = 0,
     ) -> Scope:
@@ -625,7 +628,7 @@ class MetadataService:
         Args:
             record: everything but slots.
             pins: pins, also of other scopes.
-            rows: its slots.
+            rows: its blocks and their numbers.
             now: current time.
             longest: seconds of the longest lease and quarantine that its store has seen.
         """

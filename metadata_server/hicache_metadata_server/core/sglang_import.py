@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from hicache_metadata_server.core.blocks import BLOCK, SlotBlock
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.core.restore import SlotRow, restore, rows_from
+from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.slot_table import LIVE
 from hicache_metadata_server.core.tenants import NAME
 from hicache_metadata_server.protocol import Limits, ScopeGeometry
@@ -122,12 +123,15 @@ def import_scopes(
     for imported in scopes:
         scope = service.add_scope(ScopeGeometry(scope=imported.name, slots=imported.slots), tenant)
         first = service.take_leases(len(imported.pages))
-        rows = [
-            SlotRow(slot, 0, LIVE, 1, key, "", "", lease, now, 0, 0)
-            for lease, (key, slot) in enumerate(imported.pages, first)
-        ]
-        problems = restore(scope, rows_from(rows), now, service.limits.max_lease_seconds)
+        blocks: dict[int, SlotBlock] = {}
+        for lease, (key, slot) in enumerate(imported.pages, first):
+            block, place = blocks.setdefault(slot // BLOCK, SlotBlock()), slot % BLOCK
+            block.states[place] = LIVE
+            block.generations[place] = 1
+            block.leases[place] = lease
+            block.keys[place] = key
+        problems = restore(scope, sorted(blocks.items()), now, service.limits.max_lease_seconds)
         assert not problems, "what contradicts itself was dropped before"
         scope = service.find(imported.name)
-        scope.changed = [[row.slot for row in rows]] if rows else []
+        scope.changed = [[slot for _, slot in imported.pages]] if imported.pages else []
         scope.leased = scope.changed[:]

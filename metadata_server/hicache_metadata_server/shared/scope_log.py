@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from hicache_metadata_server.core.blocks import SlotBlock, changed_blocks
 from hicache_metadata_server.core.changes import Changes, Recovered, ScopeRecord
 from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.leases import PinRecord
 from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.shared.connection import ScriptCall
-from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
 from hicache_metadata_server.storage.compaction import (
     BATCH_BLOCKS,
     CompactionBatch,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hicache_metadata_server.core.codec import SlotChanges
-    from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.shared.connection import RedisConnection
@@ -349,13 +348,11 @@ def _window_of(key: bytes) -> int:
     return -1 if key == SCOPE else int(key)
 
 
-def _rows(blocks: dict[int, bytes], offset: float) -> Iterator[SlotRows]:
+def _rows(blocks: dict[int, bytes], offset: float) -> Iterator[tuple[int, SlotBlock]]:
     for number in sorted(blocks):
         block = SlotBlock.decode(blocks[number])
         block.until = _moved(block.until, offset)
-        rows = block.rows(number * BLOCK)
-        if rows is not None:
-            yield rows
+        yield number, block
 
 
 def _moved(until: array[float], offset: float) -> array[float]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from hicache_metadata_server.core.blocks import SlotBlock, split_by_block
 from hicache_metadata_server.core.changes import Changes
-from hicache_metadata_server.storage.blocks import SlotBlock, split_by_block
 from hicache_metadata_server.storage.schema import SCOPE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from hicache_metadata_server.storage.blocks import LeaseColumns, StateColumns
+    from hicache_metadata_server.core.blocks import LeaseColumns, StateColumns
 
 WINDOW_BYTES: Final = 4 << 20
 """Bytes of the log in one window, about 300 batches of 128 pages. A window's groups count as

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 
+from hicache_metadata_server.core.blocks import BLOCK, SlotBlock, changed_blocks
 from hicache_metadata_server.core.changes import AnswerRecord, Recovered, ScopeRecord
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.leases import PinRecord
 from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
-from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
 from hicache_metadata_server.storage.compaction import (
     BATCH_BLOCKS,
     CompactionBatch,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from hicache_metadata_server.core.changes import Changes
-    from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
 
 MAX_LOG_BYTES: Final = 64 << 20
@@ -140,8 +139,8 @@ class SqliteStore:
                 closed_until=closed_until,
             )
 
-    def rows(self, scope: int) -> Iterator[SlotRows]:
-        """Read the slots of a scope, in ascending order, one block at a time."""
+    def rows(self, scope: int) -> Iterator[tuple[int, SlotBlock]]:
+        """Read the blocks of a scope, by ascending numbers, one at a time."""
         first = scope << SCOPE_BITS
         with self._store_errors("read"):
             found = self._database.execute(
@@ -149,9 +148,7 @@ class SqliteStore:
                 (first, first, (scope + 1) << SCOPE_BITS),
             )
             for number, blob in found:
-                rows = SlotBlock.decode(blob).rows(number * BLOCK)
-                if rows is not None:
-                    yield rows
+                yield number, SlotBlock.decode(blob)
 
     def rewrite(self, scopes: Mapping[int, Scope]) -> None:
         """Replace all blocks by those of scopes, by their numbers, as they are in memory.

@@ -10,8 +10,8 @@ from hicache_metadata_server.protocol import StoreDurability
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from hicache_metadata_server.core.blocks import SlotBlock
     from hicache_metadata_server.core.changes import Changes
-    from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
     from hicache_metadata_server.storage.compaction import CompactionBatch
 
@@ -47,8 +47,8 @@ class MetadataStore(Protocol):
         """
         ...
 
-    def rows(self, scope: int) -> Iterable[SlotRows]:
-        """Read the slots of a scope, in ascending order, some at a time."""
+    def rows(self, scope: int) -> Iterable[tuple[int, SlotBlock]]:
+        """Read the blocks of a scope and their numbers, in ascending order, some at a time."""
         ...
 
     def write(self, changes: Changes) -> None:
@@ -119,7 +119,7 @@ class MemoryStore:
     def recover(self, now: float) -> Recovered:
         return Recovered()
 
-    def rows(self, scope: int) -> Iterable[SlotRows]:
+    def rows(self, scope: int) -> Iterable[tuple[int, SlotBlock]]:
         return ()
 
     def write(self, changes: Changes) -> None:

@@ -22,7 +22,6 @@ from hicache_metadata_server.core.codec import (
     slots_of,
     times_of,
 )
-from hicache_metadata_server.core.restore import SlotRows
 from hicache_metadata_server.core.slot_table import LEASED, LIVE
 
 if TYPE_CHECKING:
@@ -163,31 +162,6 @@ class SlotBlock:
             )
         )
 
-    def rows(self, first: int) -> SlotRows | None:
-        """Rows of the used slots; None if there are none.
-
-        `first` is the number of the block's first slot.
-        """
-        used = [place for place in range(BLOCK) if self.states[place] or self.generations[place]]
-        if not used:
-            return None
-        pick: Callable[[Any], Sequence[Any]] = (
-            _all if len(used) == BLOCK else lambda column: [column[place] for place in used]
-        )
-        return SlotRows(
-            [first + place for place in used],
-            pick(self.epochs),
-            pick(self.states),
-            pick(self.generations),
-            pick(self.keys),
-            pick(self.prefixes),
-            [self.owners.get(place, "") for place in used],
-            pick(self.leases),
-            pick(self.until),
-            pick(self.lengths),
-            pick(self.checksums),
-        )
-
 
 class StateColumns:
     """Decoded states of one group."""
@@ -284,7 +258,3 @@ def _column_writer(slots: Sequence[int], start: int, end: int) -> Callable[[Any,
             column[slot % BLOCK] = value
 
     return put_run if last - first == end - start - 1 else put_each
-
-
-def _all(column: Sequence[Any]) -> Sequence[Any]:
-    return column
