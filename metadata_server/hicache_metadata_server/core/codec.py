@@ -96,13 +96,16 @@ def changes_of(
     return SlotChanges(states, leases)
 
 
-def encoded_prefixes(keys: Sequence[str], prefixes: Sequence[str]) -> Prefixes:
-    """Encode the prefixes of slots with these keys.
+def encoded_prefixes(keys: list[str], prefixes: list[str]) -> Prefixes:
+    """Encode the prefixes of slots with these keys; there must be at least one.
 
     The pages of a batch are a chain: without this, each key would be written twice.
     """
+    if prefixes[1:] == keys[:-1]:
+        # The usual case: one batch, whose comparison looks at no text.
+        return [prefixes[0], *[None] * (len(keys) - 1)]
     return [
-        None if prefix and prefix == key else prefix
+        None if prefix == key else prefix
         for key, prefix in zip(["", *keys[:-1]], prefixes, strict=True)
     ]
 

@@ -56,7 +56,10 @@ CHECKPOINT_BYTES: Final = 16 << 20
 """Bytes of groups and blocks between checkpoints of SQLite's own log."""
 CHECKPOINT_PASSES: Final = 3
 """Passes of one checkpoint, each of which moves what was written during the one before."""
-MAX_WAL_PAGES: Final = 65_536
+PAGE_BYTES: Final = 8192
+"""Page size of a new file. A group of 128 reserved pages takes 12 KB: smaller pages are more writes
+for each group, and larger ones more bytes for a group of commits."""
+MAX_WAL_PAGES: Final = 32_768
 """Length of SQLite's own log at which a write does a checkpoint, if the thread cannot keep up."""
 _GET_VERSION: Final = 0x80087601
 """Linux' `FS_IOC_GETVERSION`, of ext4, XFS and Btrfs."""
@@ -443,6 +446,7 @@ def _check_schema(database: sqlite3.Connection) -> bool:
 
 def _prepare(database: sqlite3.Connection, durability: StoreDurability) -> None:
     is_made = _check_schema(database)
+    database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     database.execute("PRAGMA journal_mode = WAL")
     # FULL syncs SQLite's own log at each commit, NORMAL before a checkpoint. Without a sync, a loss
     # of power takes whole transactions from its end.
