@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import shlex
 import socket
 import sys
+import weakref
 from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server.http import connections
-from hicache_metadata_server.http.connections import HEAD_END, Connections, part_end
+from hicache_metadata_server.http.connections import (
+    HEAD_END,
+    Connections,
+    HttpConnection,
+    part_end,
+)
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.test_http import answers, connected, message
 
@@ -176,3 +185,32 @@ def test_a_client_that_has_shut_down_its_sending_side_is_answered(server, path):
         while part := one.recv(1 << 16):
             content += part
     assert content.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_closed_connection_leaves_nothing_for_the_collector():
+    """Connections that were opened and closed filled the memory, up to a collection thousands of
+    them later."""
+
+    async def app(scope, receive, send):
+        pass
+
+    config, state, gone = uvicorn.Config(app), uvicorn.server.ServerState(), []
+    config.load()
+
+    def connection():
+        made = HttpConnection(Connections(10), config=config, server_state=state, app_state={})
+        gone.append(weakref.ref(made))
+        return made
+
+    near, far = socket.socketpair()
+    gc.collect()
+    gc.disable()
+    try:
+        with far:
+            loop = asyncio.get_running_loop()
+            (await loop.create_connection(connection, sock=near))[0].abort()
+            async with asyncio.timeout(30):
+                while gone[0]() is not None:
+                    await asyncio.sleep(0.01)
+    finally:
+        gc.enable()

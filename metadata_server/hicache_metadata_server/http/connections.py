@@ -152,6 +152,8 @@ class HttpConnection(asyncio.Protocol):
         self._connections.remove(self)
         self._unread = b""
         self._http.connection_lost(exc)
+        # Each refers to the other: the server collects such cycles after thousands of connections.
+        del self._http
 
     def data_received(self, data: bytes) -> None:
         """Deliver what uvicorn takes now."""
