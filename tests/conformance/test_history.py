@@ -83,42 +83,107 @@ def kinds(scribe, **options):
 # One history for each kind
 # -----------------------------------------------------------------------------------------------
 
+K = AnomalyKind
+WRONG = b"x" * PAGE_BYTES
+LATE = "StorageTimeoutError: late"
+OTHER = {"keys": ("other",)}
+REFUSED = {"ok": False}
+HISTORIES = {
+    "a value that was begun": ([("set", 0, 10, 7), ("get", 5, 6, 7), ("get", 11, 12, 7)], []),
+    "bytes that are no value": ([("set", 0, 10, 7), ("get", 11, 12, WRONG)], [K.FOREIGN]),
+    "a value of nobody": ([("get", 0, 1, 7)], [K.UNBEGUN]),
+    "another key's value": ([("set", 0, 1, 7, OTHER), ("get", 2, 3, 7)], [K.UNBEGUN]),
+    "what is not acknowledged may be missing": (
+        [("set", 0, 1, 7, REFUSED), ("set", 0, None, 8), ("set", 0, 5, 9), ("get", 2, 3, None)],
+        [],
+    ),
+    "a refused set may have taken effect": (
+        [("set", 0, 1, 7, REFUSED), ("set", 0, None, 8), ("get", 9, 10, 7)],
+        [],
+    ),
+    "a killed set may have taken effect": (
+        [("set", 0, 1, 7, REFUSED), ("set", 0, None, 8), ("get", 9, 10, 8)],
+        [],
+    ),
+    "a page that is written anew": (
+        [("set", 0, 1, 7), ("set", 2, 3, 8), ("get", 4, 5, 8)],
+        [K.REWRITTEN],
+    ),
+    "sets that overlap may both publish": (
+        [("set", 0, 2, 7), ("set", 1, 3, 8), ("get", 4, 5, 8)],
+        [],
+    ),
+    "a deleted value comes back": (
+        [("set", 0, 1, 7), ("delete", 2, 3), ("get", 4, 5, 7)],
+        [K.REMOVED],
+    ),
+    "a cleared value comes back": (
+        [("set", 0, 1, 7), ("clear", 2, 3), ("get", 4, 5, 7)],
+        [K.REMOVED],
+    ),
+    **{
+        f"a removal from {began} to {ended} decides nothing": (
+            [("set", 0, 1, 7), ("delete", began, ended), ("get", 4, 5, 7), ("get", 4, 5, None)],
+            [],
+        )
+        for began, ended in [(2, None), (2, 9), (0, 3), (1, 3)]
+    },
+    "a clear that raised may have happened or not or happen later": (
+        [
+            *[("set", 0, 1, 7), ("clear", 2, 3, LATE), ("get", 4, 5, 7), ("exists", 4, 5, 1)],
+            *[("set", 6, 7, 8), ("get", 8, 9, 8), ("get", 10, 11, None), ("exists", 10, 11, 0)],
+        ],
+        [],
+    ),
+    "a clear that raised excuses nothing that came before it": (
+        [
+            *[("set", 0, 1, 7), ("get", 2, 3, None), ("clear", 4, 5, LATE), ("get", 6, 7, 7)],
+            *[("clear", 8, 9), ("get", 10, 11, 7)],
+        ],
+        [K.LOST, K.REMOVED],
+    ),
+    "after a removal a page may be set anew": (
+        [
+            *[("set", 0, 1, 7), ("delete", 2, 3), ("set", 4, 5, 8)],
+            *[("get", 6, 7, 8), ("get", 8, 9, None)],
+        ],
+        [K.LOST],
+    ),
+    "exists is held to the same": (
+        [
+            *[("exists", 0, 1, 1), ("set", 2, 3, 7), ("exists", 4, 5, 0)],
+            *[("delete", 6, 7), ("exists", 8, 9, 1)],
+        ],
+        [K.CLAIMED, K.DENIED, K.CLAIMED],
+    ),
+    "a page is promised to nobody before its set has answered": (
+        [
+            *[("set", 0, None, 7), ("exists", 1, 2, 1), ("get", 1, 2, 7)],
+            *[("set", 3, 4, 8), ("get", 5, 6, 8)],
+        ],
+        [],
+    ),
+}
+
 
 @pytest.fixture
 def scribe():
     return Scribe()
 
 
-def test_a_value_that_was_begun_is_fine(scribe):
-    scribe.set(0, 10, 7)
-    scribe.get(5, 6, 7)
-    scribe.get(11, 12, 7)
-    assert kinds(scribe) == []
-
-
-def test_bytes_that_are_no_value(scribe):
-    scribe.set(0, 10, 7)
-    scribe.get(11, 12, b"x" * PAGE_BYTES)
-    assert kinds(scribe) == [AnomalyKind.FOREIGN]
+@pytest.mark.parametrize(("calls", "found"), HISTORIES.values(), ids=HISTORIES)
+def test_a_history(scribe, calls, found):
+    for name, *arguments in calls:
+        more = arguments.pop() if isinstance(arguments[-1], dict) else {}
+        getattr(scribe, name)(*arguments, **more)
+    assert kinds(scribe) == found
 
 
 def test_a_value_that_was_begun_too_late(scribe):
     scribe.get(0, 1, 7)
     later = scribe.set(2, 3, 7)
     (anomaly,) = HistoryChecker(scribe.events).check()
-    assert anomaly.kind is AnomalyKind.UNBEGUN
-    assert anomaly.witnesses == (later,)
-
-
-def test_a_value_of_nobody(scribe):
-    scribe.get(0, 1, 7)
-    assert kinds(scribe) == [AnomalyKind.UNBEGUN]
-
-
-def test_another_key_s_value_is_not_this_key_s(scribe):
-    scribe.set(0, 1, 7, keys=("other",))
-    scribe.get(2, 3, 7)
-    assert kinds(scribe) == [AnomalyKind.UNBEGUN]
+    assert (anomaly.kind, anomaly.witnesses) == (AnomalyKind.UNBEGUN, (later,))
 
 
 def test_an_acknowledged_page_that_is_lost(scribe):
@@ -127,102 +192,6 @@ def test_an_acknowledged_page_that_is_lost(scribe):
     (anomaly,) = HistoryChecker(scribe.events).check()
     assert (anomaly.kind, anomaly.witnesses) == (AnomalyKind.LOST, (acknowledged,))
     assert kinds(scribe, keeps=False) == []
-
-
-def test_what_is_not_acknowledged_may_be_missing(scribe):
-    scribe.set(0, 1, 7, ok=False)
-    scribe.set(0, None, 8)
-    scribe.set(0, 5, 9)
-    scribe.get(2, 3, None)
-    assert kinds(scribe) == []
-
-
-@pytest.mark.parametrize("value", [7, 8])
-def test_a_killed_or_refused_set_may_have_taken_effect(scribe, value):
-    scribe.set(0, 1, 7, ok=False)
-    scribe.set(0, None, 8)
-    scribe.get(9, 10, value)
-    assert kinds(scribe) == []
-
-
-def test_a_page_that_is_written_anew(scribe):
-    scribe.set(0, 1, 7)
-    scribe.set(2, 3, 8)
-    scribe.get(4, 5, 8)
-    assert kinds(scribe) == [AnomalyKind.REWRITTEN]
-
-
-def test_sets_that_overlap_may_both_publish(scribe):
-    scribe.set(0, 2, 7)
-    scribe.set(1, 3, 8)
-    scribe.get(4, 5, 8)
-    assert kinds(scribe) == []
-
-
-@pytest.mark.parametrize("remove", [Scribe.delete, Scribe.clear])
-def test_a_removed_value_comes_back(scribe, remove):
-    scribe.set(0, 1, 7)
-    remove(scribe, 2, 3)
-    scribe.get(4, 5, 7)
-    assert kinds(scribe) == [AnomalyKind.REMOVED]
-
-
-@pytest.mark.parametrize(("began", "ended"), [(2, None), (2, 9), (0, 3), (1, 3)])
-def test_a_removal_that_overlaps_decides_nothing(scribe, began, ended):
-    scribe.set(0, 1, 7)
-    scribe.delete(began, ended)
-    scribe.get(4, 5, 7)
-    scribe.get(4, 5, None)
-    assert kinds(scribe) == []
-
-
-def test_a_clear_that_raised_may_have_happened_or_not_or_happen_later(scribe):
-    scribe.set(0, 1, 7)
-    scribe.clear(2, 3, "StorageUnavailableError: the store refuses")
-    scribe.get(4, 5, 7)
-    scribe.exists(4, 5, 1)
-    scribe.set(6, 7, 8)
-    scribe.get(8, 9, 8)
-    scribe.get(10, 11, None)
-    scribe.exists(10, 11, 0)
-    assert kinds(scribe) == []
-
-
-def test_a_clear_that_raised_excuses_nothing_that_came_before_it(scribe):
-    scribe.set(0, 1, 7)
-    scribe.get(2, 3, None)
-    scribe.clear(4, 5, "StorageTimeoutError: late")
-    scribe.get(6, 7, 7)
-    scribe.clear(8, 9)
-    scribe.get(10, 11, 7)
-    assert kinds(scribe) == [AnomalyKind.LOST, AnomalyKind.REMOVED]
-
-
-def test_after_a_removal_a_page_may_be_set_anew(scribe):
-    scribe.set(0, 1, 7)
-    scribe.delete(2, 3)
-    scribe.set(4, 5, 8)
-    scribe.get(6, 7, 8)
-    scribe.get(8, 9, None)
-    assert kinds(scribe) == [AnomalyKind.LOST]
-
-
-def test_exists_is_held_to_the_same(scribe):
-    scribe.exists(0, 1, 1)
-    scribe.set(2, 3, 7)
-    scribe.exists(4, 5, 0)
-    scribe.delete(6, 7)
-    scribe.exists(8, 9, 1)
-    assert kinds(scribe) == [AnomalyKind.CLAIMED, AnomalyKind.DENIED, AnomalyKind.CLAIMED]
-
-
-def test_a_page_is_promised_to_nobody_before_its_set_has_answered(scribe):
-    scribe.set(0, None, 7)
-    scribe.exists(1, 2, 1)
-    scribe.get(1, 2, 7)
-    scribe.set(3, 4, 8)
-    scribe.get(5, 6, 8)
-    assert kinds(scribe) == []
 
 
 def test_only_the_first_missing_page_is_denied(scribe):
