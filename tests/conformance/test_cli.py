@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import signal
-import time
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -82,38 +78,6 @@ def test_what_a_failing_case_leaves_in_its_directory_fails_no_other_case(
         for case in rule["cases"]
     }
     assert found == dict.fromkeys(cases, "pass") | {cases[0]: "fail"}
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_ended_leaves_no_process(site, number):
-    with site.started(*RUN, "memory", *SMOKE) as process:
-        deadline = time.monotonic() + 120
-        while not (
-            suites := [
-                leader
-                for leader, parent, session in _processes()
-                if parent == process.pid and leader == session
-            ]
-        ):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(number)
-        assert process.wait(60) == 128 + number
-        # What was killed may take a moment to end.
-        while suites[0] in {session for _, _, session in _processes()}:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def _processes():
-    """Every process that lives, with its parent and its session."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # Behind the name: state, parent, group, session.
-            state, parent, _, session, *_ = status.read_text().rpartition(")")[2].split()
-            if state != "Z":
-                yield int(status.parent.name), int(parent), int(session)
 
 
 def test_untested_levels_exit_1(site):

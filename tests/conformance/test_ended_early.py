@@ -1,7 +1,8 @@
-"""Runs that end early: a driver that hangs, Ctrl-C, SIGTERM. Each leaves a verdict and a report."""
+"""Runs that end early: a driver that hangs, Ctrl-C, signals. Each leaves a verdict and a report."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -111,7 +112,8 @@ def interruptible():
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGHUP],
 )
 def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(
     site, tmp_path, results, number
@@ -124,8 +126,14 @@ def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        sessions = {session for _, parent, session in _processes() if parent == process.pid}
+        assert sessions
         process.send_signal(number)
         assert process.wait(60) == 128 + number
+        # What was killed may take a moment to end.
+        while sessions & {session for _, _, session in _processes()}:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     found = results(report)
     assert found["verdict"] == "incomplete"
     assert re.fullmatch(rf"{number.name} ended the run after \d+ of \d+ cases", found["reason"])
@@ -138,6 +146,16 @@ def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(
     while any(scratch.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert list(scratch.iterdir()) == []
+
+
+def _processes():
+    """Every process that lives, with its parent and its session."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # Behind the name: state, parent, group, session.
+            state, parent, _, session, *_ = status.read_text().rpartition(")")[2].split()
+            if state != "Z":
+                yield int(status.parent.name), int(parent), int(session)
 
 
 def _outcomes(scratch):
