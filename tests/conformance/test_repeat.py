@@ -98,7 +98,7 @@ def test_the_faults_of_a_case_are_in_the_results(failure):
     _, case = failure
     plans = msgspec.convert(case["plans"], list[FaultPlan])
     assert {plan.injector for plan in plans} == {"objects"}
-    assert "Falsifying example: check(" in case["detail"]
+    assert "plan=FaultPlan(" in case["detail"]
 
 
 def test_each_failure_is_shown_with_what_repeats_it(flawed, failure, results):
@@ -123,7 +123,6 @@ def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, 
     ran = hicache(site, home, *shlex.split(case["reproduce"])[1:], cwd=tmp_path)
     assert ran.status == 1, ran.output
     assert f"fail {rule}: page" in ran.output
-    assert "Falsifying example: check(" in ran.output
     calls, log = ran.output.split("Last calls:\n")[1].split("Last log lines:\n")
     # Above the blank line that ends them stands what was found.
     assert re.search(
@@ -131,8 +130,8 @@ def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, 
     )
     assert re.search(r"^  INFO +flawed:.* acknowledges whatever comes$", log, re.MULTILINE)
     # Little is left beside a set of one page after the faults have begun.
-    shown = ran.output.partition("Falsifying example: check(")[2].partition("\n\n")[0]
-    assert len(re.findall(r"'(set|get|exists)'", shown)) <= 4
+    shown = ran.output.partition("plan=FaultPlan(")[2].partition("\n\n")[0]
+    assert 1 <= len(re.findall(r"'(set|get|exists)'", shown)) <= 4
     assert not list(tmp_path.iterdir())
 
 

@@ -145,7 +145,9 @@ class _Search:
     def __init__(self, context: CaseContext, injector: FaultInjector) -> None:
         self._run = RandomRun(context, injector)
         self._injector = injector
-        self._found: dict[tuple[FaultPlan, tuple[Step, ...]], Violation | None] = {}
+        self._log = context.calls
+        self._found: dict[tuple[FaultPlan, tuple[Step, ...]], tuple[Violation, str] | None] = {}
+        """By example: the violation, and the calls that led to it."""
         self._until: float | None = None
         """End of the search for shorter examples, once there is one."""
 
@@ -160,15 +162,18 @@ class _Search:
             if self._until is not None and time.monotonic() > self._until:
                 return
             recorded = list(self._injector.plans)
-            violation = self._found[example] = self._run.run(plan, steps)
+            violation = self._run.run(plan, steps)
+            self._found[example] = violation and (violation, str(self._log))
             if self._until is not None:
                 # What is tried in order to shorten the first is of no interest.
                 self._injector.plans[:] = recorded
             elif violation is not None:
                 self._until = time.monotonic() + SHRINK_SECONDS
-        violation = self._found[example]
-        if violation is not None:
-            raise violation
+        found = self._found[example]
+        if found is not None:
+            # The last one that was tried is not the shortest that fails.
+            self._log.restore(found[1])
+            raise found[0]
 
 
 class RandomRun:

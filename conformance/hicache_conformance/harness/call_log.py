@@ -41,6 +41,11 @@ class CallLog:
         """Add lines that are no call."""
         self._lines.extend(text.splitlines())
 
+    def restore(self, text: str) -> None:
+        """Put the lines of an earlier time in the place of those that have come since."""
+        self._lines.clear()
+        self.note(text)
+
     def __str__(self) -> str:
         return "\n".join(self._lines)
 
