@@ -84,10 +84,12 @@ class PlanCases:
         check()
 
 
-def fault_plans(injector: str, *, hangs: bool, engines: bool) -> st.SearchStrategy[FaultPlan]:
+@st.composite
+def fault_plans(draw: st.DrawFn, injector: str, *, hangs: bool, engines: bool) -> FaultPlan:
     """Plans of one to four faults.
 
     Args:
+        draw: of Hypothesis.
         injector: name of the injector.
         hangs: whether operations may hang; each costs its deadlines, so that only some plans have
             one.
@@ -98,10 +100,7 @@ def fault_plans(injector: str, *, hangs: bool, engines: bool) -> st.SearchStrate
     fault = st.sampled_from(brief).flatmap(partial(_timed, injector))
     if hangs:
         fault |= fault | fault | st.sampled_from(menu).flatmap(partial(_timed, injector))
-    return st.lists(fault, min_size=1, max_size=4).map(partial(_plan, injector))
-
-
-def _plan(injector: str, faults: list[Fault]) -> FaultPlan:
+    faults = draw(st.lists(fault, min_size=1, max_size=4))
     # Faults without a time are states, such as a killed server, and hold once or not at all.
     once = {fault.kind: fault for fault in faults if fault.kind in UNTIMED}
     timed = [fault for fault in faults if fault.kind not in UNTIMED]
