@@ -54,8 +54,8 @@ async def peer(*answers):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ([], "Timeout reading"),
-        ([b"$4\r\ngo"], "Timeout reading"),
+        ([], "no answer within"),
+        ([b"$4\r\ngo"], "no answer within"),
         ([None], "closed"),
         ([b"$4\r\ngo", None], "closed"),
         ([b"HTTP/1.1 400 Bad Request\r\n"], "Protocol error"),
