@@ -267,7 +267,11 @@ class SimulatedStream:
                 written[to] = read[origin]
 
         writes, reads = (
-            _runs(side.views[part][page] for part in parts for page in set(numbers.tolist()))
+            _runs(
+                side.views[part][page]
+                for part in parts
+                for page in set(cast("list[int]", numbers.tolist()))
+            )
             for side, numbers in zip(rows.sides, (to, origin), strict=True)
         )
         uploaded = byte_runs(rows.table.memory[:, pages.start : pages.stop])

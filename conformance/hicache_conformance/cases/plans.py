@@ -162,7 +162,7 @@ class _Search:
                 return
             recorded = list(self._injector.plans)
             violation = self._run.run(plan, steps)
-            self._found[example] = violation and (violation, str(self._log))
+            self._found[example] = None if violation is None else (violation, str(self._log))
             if self._until is not None:
                 # What is tried in order to shorten the first is of no interest.
                 self._injector.plans[:] = recorded
