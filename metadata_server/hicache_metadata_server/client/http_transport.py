@@ -245,19 +245,7 @@ class _Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         """Try each address of the server, with an equal part of the time."""
-        found = _addresses_of(self.host, self.port, self.left())
-        for others, (family, kind, protocol, _, address) in zip(
-            range(len(found))[::-1], found, strict=True
-        ):
-            self._socket = opened = socket.socket(family, kind, protocol)
-            try:
-                opened.settimeout(self.left() / (others + 1))
-                opened.connect(address)
-                break
-            except OSError:
-                opened.close()
-                if not others:
-                    raise
+        opened = self._opened()
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._is_secure and self._tls is not None:
             opened.settimeout(self.left())
@@ -296,6 +284,20 @@ class _Connection(http.client.HTTPConnection):
         if left <= 0:
             raise TimeoutError
         return left
+
+    def _opened(self) -> socket.socket:
+        found = _addresses_of(self.host, self.port, self.left())
+        for number, (family, kind, protocol, _, address) in enumerate(found, 1):
+            self._socket = opened = socket.socket(family, kind, protocol)
+            try:
+                opened.settimeout(self.left() / (len(found) - number + 1))
+                opened.connect(address)
+                return opened
+            except OSError:
+                opened.close()
+                if number == len(found):
+                    raise
+        raise OSError(errno.EADDRNOTAVAIL, f"{self.host} has no address")
 
     def receive(self, buffer: Any) -> int:
         """Receive some bytes into a buffer; 0 at the end."""

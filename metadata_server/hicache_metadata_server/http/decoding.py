@@ -88,10 +88,11 @@ def _indexed(raw: Any, kind: type[msgspec.Struct], path: str) -> str:
 
     Found by bisection: without that entry the message has another error, or none.
     """
-    wrong, field, value = _error_of(raw, kind), "", raw
+    wrong, field = _error_of(raw, kind), ""
+    value: Any = raw
     for part in _PATH_PART.findall(path):
-        if part == "[...]" and isinstance(value, list):
-            entries = list[Any](value)
+        if part == "[...]" and _is(list, value):
+            entries: list[Any] = value[:]
             first, end = 0, len(entries)
             while end - first > 1:
                 middle = (first + end) // 2
@@ -106,8 +107,13 @@ def _indexed(raw: Any, kind: type[msgspec.Struct], path: str) -> str:
             field, value = f"{field}[{first}]", entries[first]
         else:
             field += part
-            value = value.get(part[1:]) if isinstance(value, dict) else None
+            value = value.get(part[1:]) if _is(dict, value) else None
     return field.lstrip(".")
+
+
+def _is(kind: type, value: object) -> bool:
+    # Without a narrowing to a list of unknown entries.
+    return isinstance(value, kind)
 
 
 def _error_of(raw: Any, kind: type[msgspec.Struct]) -> str:
