@@ -205,20 +205,20 @@ right(f"OneRequestAPage {ROUND_TRIPS}", PROMISED[32], promises=PROMISED[32].capa
 right(f"Pipelines {ROUND_TRIPS}", NETWORKED, asked=in_packets(meanwhile))
 waits(
     "AsksTheServerForEachPool",
-    "waited 3 times for the server",
+    "times for the server, must be",
     base=NETWORKED,
     objects_exist=lambda right, store, batches, call: [right([one], call)[0] for one in batches],
 )
 waits(
     "OneRequestInFlight",
-    "waited 384 times for the server with 32 requests in flight, must be 12 at most",
+    "times for the server with 32 requests in flight, must be 12 at most",
     base=PROMISED[32],
     promises=PROMISED[32].capabilities,
     in_flight=1,
 )
 waits(
     "DeclaresFewInFlight",
-    "waited 96 times for the server with 4",
+    "times for the server with 4",
     base=PROMISED[4],
     promises=PROMISED[4].capabilities,
     in_flight=4,
@@ -233,7 +233,7 @@ waits(
 )
 waits(
     "WaitsForEachPacket",
-    "waited 24 times for the server, must be 1 at most",
+    "times for the server, must be 1 at most",
     base=NETWORKED,
     asked=in_packets(one_by_one),
 )
