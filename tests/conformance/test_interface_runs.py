@@ -121,6 +121,12 @@ def test_a_mutant_of_this_interface_is_found(site, tmp_path, results, driver, ca
     assert any(words in found["detail"] for one in report["rules"] for found in one["cases"])
 
 
+def test_a_set_may_be_answered_for_the_halves_of_pages(site, tmp_path, results):
+    arguments = (*SGLANG, "--case", "test_pages_read_back", "--report", str(tmp_path))
+    ran = site.hicache(*RUN, "sample_storage:AnswersForHalves", *arguments, cwd=DRIVERS)
+    assert outcomes(results(tmp_path))["test_pages_read_back"] == ("pass", ""), ran.output
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "driver", [pytest.param("ClearsNothing", marks=pytest.mark.long), "HasAnEmptyClear"]

@@ -278,6 +278,14 @@ class Fragile(SampleStorage):
         return super().batch_set_v1(keys, host_indices, extra_info)
 
 
+class AnswersForHalves(SampleStorage):
+    """Answers a set for K and for V of each page, as SGLang's hf3fs does."""
+
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        answers = super().batch_set_v1(keys, host_indices, extra_info)
+        return [ok for ok in answers for _ in "KV"]
+
+
 class Ends(SampleStorage):
     """Ends the process while it is constructed."""
 

@@ -369,7 +369,12 @@ class EngineStorage(ForeignStorage):
                 answer = self._caught(
                     "batch_set_v1", lambda: driver.batch_set_v1(keys, indices, _extra(extra))
                 )
-                done = answer is not None and all(_listed("batch_set_v1", answer, len(keys)))
+                # The engine asks whether all are true, and a driver that keeps K and V as objects of
+                # their own answers for each of these.
+                is_list = isinstance(answer, (list, tuple))
+                objects = len(cast("Sequence[Any]", answer)) if is_list else 0
+                told = objects if objects and objects % len(keys) == 0 else len(keys)
+                done = answer is not None and all(_listed("batch_set_v1", answer, told))
             else:
                 size = int(memory.pool.page_size)
                 copies = [memory.pool.get_data_page(page * size) for page in pages]
