@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pytest
 
-from hicache_conformance.interfaces.registration import register_in
 from hicache_conformance.model import PLUGINS, RUN_VARIABLE
 from hicache_conformance.model.case import Case
 from hicache_conformance.model.outcomes import (
@@ -84,6 +83,9 @@ def run(
         settings = replace(settings, home=directory)
         settings.write(home / "run.json")
         if settings.interface:
+            # Here, because only foreign drivers need what this imports.
+            from hicache_conformance.interfaces.registration import register_in
+
             register_in(home / PLUGINS)
         controller = _Controller(settings, progress)
         record = controller.record
