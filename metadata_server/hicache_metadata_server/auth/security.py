@@ -138,7 +138,7 @@ class Security:
         yield throttled
 
     def _open(self, settings: ServerSettings) -> None:
-        self.origin_policy = OriginPolicy([settings.host, *settings.allowed_hosts.split(",")])
+        self.origin_policy = OriginPolicy(settings.allowed_hosts.split(","), settings.host)
         watched = list[WatchedFiles]()
         if (file := settings.token_file) is not None:
             watched.append(WatchedFiles("tokens", [file], lambda: self._load_tokens(file)))
@@ -201,12 +201,13 @@ class OriginPolicy:
     in `Host`.
 
     Accepted in `Host` are addresses, names that nobody outside can register (without a dot, or
-    ending in one of `PRIVATE`), the machine's own name, and the names in `allowed`.
+    ending in one of `PRIVATE`), the machine's own name, `host`, and the names in `allowed`. Accepted
+    in `Origin` is the site that the request was sent to, and the hosts in `allowed`.
     """
 
-    def __init__(self, allowed: Iterable[str] = ()) -> None:
+    def __init__(self, allowed: Iterable[str] = (), host: str = "") -> None:
         self._allowed = {name.strip().lower() for name in allowed if name.strip()}
-        self._names = self._allowed | {socket.gethostname().lower()}
+        self._names = self._allowed | {socket.gethostname().lower(), host.lower()}
         # Clients send the same few values: each of them is parsed once.
         self._accepted = set[bytes]()
         """Values of `Host` that were accepted before."""
