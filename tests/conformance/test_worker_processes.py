@@ -178,7 +178,7 @@ def test_a_process_that_dies_is_told_with_what_it_did(start):
 
 
 def test_a_driver_that_ends_the_process_is_found(start):
-    one = start("Dies", {})
+    one = start("Dies")
     with pytest.raises(Violation, match=r"process p0 ended with status 3 in a get of 8 pages"):
         one.get(KEYS)
     assert is_gone(one)

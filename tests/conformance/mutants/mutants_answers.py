@@ -118,7 +118,7 @@ def unknown_pools_alone(right, store, keys, pool_transfers=None, extra_info=None
     return PoolTransferResult(0, unknown, []) if unknown else right(keys, pool_transfers)
 
 
-def least_of_maxima(right, store, *known):
+def min_of_maxima(right, store, *known):
     hits = right(*known).extra_pool_hit_pages
     hit = min(hits.values())
     return PoolTransferResult(hit, hits, list(range(1, hit + 1)))
@@ -169,7 +169,7 @@ def unknown_for_good(right, store, name, keys):
 
 lookup = partial(plain, where="Existence")
 lookup("EX-1 HitsAreFloats", "kv_hit_pages is", exists=shape(kv_hit_pages=float))
-lookup("EX-1 MinimumOfMaxima", "must be", known_bug="D19", fold=least_of_maxima)
+lookup("EX-1 MinimumOfMaxima", "must be", known_bug="D19", fold=min_of_maxima)
 lookup(
     "EX-2 LooksUpSixtyFour",
     "must be",
