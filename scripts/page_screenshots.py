@@ -194,10 +194,10 @@ class Camera:
 
         self.driver.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
 
-    def look(self, width: int, *, dark: bool = False) -> None:
-        """What the page is told about the screen."""
+    def look(self, width: int) -> None:
+        """Set the width of the window, and light colours."""
         self._size(width, 900)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        scheme = {"name": "prefers-color-scheme", "value": "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
     def take(self, path: Path, *, most: int) -> None:
@@ -234,11 +234,11 @@ def shots(camera: Camera, url: str, out: Path) -> dict[str, Callable[[], None]]:
     """Every picture, by its name."""
     scope = next(iter(SCOPES))
 
-    def overview(name: str, width: int, most: int, *, dark: bool) -> None:
-        camera.look(width, dark=dark)
+    def overview() -> None:
+        camera.look(1200)
         camera.driver.get(url)
         camera.wait("return document.querySelectorAll('.slowest tbody tr').length > 5")
-        camera.take(out / name, most=most)
+        camera.take(out / "status-page-light.png", most=1180)
 
     def of_scope() -> None:
         camera.look(1200)
@@ -247,22 +247,9 @@ def shots(camera: Camera, url: str, out: Path) -> dict[str, Callable[[], None]]:
         time.sleep(60)
         camera.take(out / "status-page-scope.png", most=1150)
 
-    def of_key() -> None:
-        camera.look(1200)
-        camera.driver.get(f"{url}/#/scope/{scope}?state=live")
-        camera.wait(
-            "return document.querySelector('.slots tr:nth-child(9) td.name a')?.click() ?? "
-            "location.hash.includes('/key/')"
-        )
-        camera.wait("return document.querySelector('.slot .facts') !== null")
-        camera.take(out / "status-page-key.png", most=700)
-
     return {
         "scope": of_scope,
-        "key": of_key,
-        "light": lambda: overview("status-page-light.png", 1200, 1180, dark=False),
-        "dark": lambda: overview("status-page-dark.png", 1200, 1000, dark=True),
-        "narrow": lambda: overview("status-page-narrow.png", 400, 1100, dark=True),
+        "light": overview,
     }
 
 

@@ -38,49 +38,51 @@ class ServerSettings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address to listen at; `0.0.0.0` for all."""
+    """Address to listen on; `0.0.0.0` for all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 18000
-    """0 takes a free one, which the log names."""
+    """Port to listen on; 0 takes a free one, which the log names."""
     store: str = "memory:"
-    """`memory:`; `sqlite:///FILE`, where an absolute path makes four slashes; or a Redis, such as
-    `redis://HOST:PORT/DB`."""
+    """Where the map is stored: `memory:`; `sqlite:///FILE`, where an absolute path makes four
+    slashes; or a Redis, such as `redis://HOST:PORT/DB`."""
     durability: p.StoreDurability = p.StoreDurability.PROCESS
-    """What acknowledged changes survive: the death of the process, or of the machine; `none` with a
-    Redis that keeps less."""
+    """What acknowledged changes survive: `process`, the death of the process; `machine`, a loss of
+    power as well; `none`, for a Redis that keeps less."""
     store_replicas: Annotated[int, Field(ge=0)] = 0
-    """Replicas of a Redis that have to have what is answered before it is answered, so that one of
-    them can take over."""
+    """Number of replicas of Redis that must have a change before it is acknowledged."""
     advertised_url: str = ""
-    """Where clients reach this server if several share a Redis: the others send clients there for
-    scopes that it owns. By default its host and port."""
+    """Address at which clients reach this server, if several share a Redis; by default its host and
+    port."""
     token_file: Path | None = None
-    """Made by `hicache metadata token`, read again when it changes. Without tokens everybody may do
-    everything."""
+    """Token file, made by `hicache metadata token` and read again when it changes. Without tokens,
+    every client may do everything."""
     admin_token: SecretStr | None = None
-    """A token that may do everything, beside those of the file; in the environment alone."""
+    """Token with the right *admin*, in addition to those of the file. It is read from the
+    environment only."""
     allowed_hosts: str = ""
-    """Names by which clients call a server without tokens, separated by commas: beside addresses,
-    names without a dot and the machine's own name. Pages of these hosts may send requests."""
+    """Host names, separated by commas, by which clients address a server without tokens, in
+    addition to IP addresses, names without a dot and the machine's own name. Pages of these hosts
+    may send requests."""
     lease_seconds: Positive = DEFAULTS.lease_seconds
-    """How long a writer has a slot, if it asks for nothing else. It gets at most ten times this, and
-    at most 600 seconds."""
+    """Default duration of a write lease. A client gets at most ten times this, and at most 600
+    seconds."""
     quarantine_seconds: Annotated[float, Field(ge=0)] = DEFAULTS.quarantine_seconds
-    """How long a freed slot stays in quarantine before it is given out again; longer than a reader
-    takes from lookup to the last byte."""
+    """Time between the release of a slot and its reuse; longer than a reader takes from the lookup
+    to the last byte."""
     tls_certificate: Path | None = None
-    """PEM file; the server speaks https then."""
+    """PEM file of the server's certificate; with it the server speaks HTTPS."""
     tls_key: Path | None = None
-    """PEM file of the certificate. Both are read again when they change."""
+    """PEM file of the certificate's private key. Both files are read again when they change."""
     tls_client_ca: Path | None = None
-    """PEM file: clients have to show a certificate of these authorities."""
+    """PEM file of authorities. Clients must present a certificate that one of them has signed."""
     tenants_file: Path | None = None
     """TOML file of the tenants' quotas, read again when it changes."""
     log_level: Annotated[str, Field(pattern="(?i)^(debug|info|warning|error)$")] = "info"
-    """`debug`, `info`, `warning` or `error`."""
+    """Lowest level that is logged: `debug`, `info`, `warning` or `error`."""
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "json"
-    """`json`: one object a line on standard error; or `console`. No line for each request."""
+    """Format of the log on standard error: `json`, one object a line, or `console`. Requests are
+    not logged one by one."""
     slow_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Requests that take so long are logged with what they asked for; 0 for none."""
+    """Duration from which a request is logged with its arguments; 0 logs none."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
