@@ -19,35 +19,35 @@ class BridgeConfig(DriverConfig, frozen=True):
     """The options of every bridge, whatever the engine."""
 
     driver: Annotated[
-        str, Meta(description="driver that keeps the pages, as listed by `hicache drivers`")
+        str, Meta(description="Driver that keeps the pages, as listed by `hicache drivers`.")
     ]
-    driver_config: Annotated[dict[str, object], Meta(description="the driver's own options")] = (
-        field(default_factory=dict[str, object])
+    driver_config: Annotated[dict[str, object], Meta(description="Options of the driver.")] = field(
+        default_factory=dict[str, object]
     )
-    tenant: Annotated[str, Meta(description="pages are shared only within a tenant")] = ""
+    tenant: Annotated[str, Meta(description="Tenant; pages are shared only within a tenant.")] = ""
     revision: Annotated[
-        str, Meta(description="revision of the weights, where the model's name does not tell it")
+        str, Meta(description="Revision of the weights, if the model's name does not identify it.")
     ] = ""
     salt: Annotated[
-        str, Meta(description="changing it makes all pages stored so far invisible")
+        str, Meta(description="Any text. Another salt makes all stored pages invisible.")
     ] = ""
     kv_dtype: Annotated[
-        str, Meta(description="logical KV dtype, where the engine does not tell it (fp8)")
+        str, Meta(description="Logical KV dtype, if the engine does not name it (fp8).")
     ] = ""
     deadline_seconds: Annotated[
         float,
         Meta(
             gt=0,
-            description="longest time a call may take; raise it for stores that need more for a "
-            "batch of 128 pages; in SGLang to less than 10, after which it gives up stopping a "
-            "thread",
+            description="Time limit of a call. Stores that need more for a batch of 128 pages "
+            "need a higher one; in SGLang it must be less than 10, because SGLang then gives up "
+            "stopping a thread.",
         ),
     ] = 8.0
     traces: Annotated[
         bool,
         Meta(
-            description="a span for each call, by OpenTelemetry and the process' own tracer "
-            "provider"
+            description="Make a span for each call, by OpenTelemetry and the process' own tracer "
+            "provider."
         ),
     ] = False
 

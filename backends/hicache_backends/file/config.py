@@ -27,59 +27,55 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="Directory of the store; made if it is missing, but only in a directory "
-            "that exists: a mount point is not made.",
+            description="Directory of the store. It is created in an existing directory; a "
+            "missing mount point is not created.",
         ),
     ]
     capacity: Annotated[
         int | str | None,
         Meta(
-            description="Most bytes that the directory may hold, such as '500GiB': all namespaces "
-            "and processes together. "
-            "The least recently used pages are evicted to keep it. Unlimited by default."
+            description="Maximum size of the directory, such as '500GiB', for all namespaces and "
+            "processes together. The least recently used pages are evicted. Unlimited by default."
         ),
     ] = None
     fsync: Annotated[
         bool,
         Meta(
-            description="Pages survive a loss of power before a set answers True. Writes wait for "
-            "the disk."
+            description="Sync pages to the disk before a set answers True, so that they survive a "
+            "loss of power."
         ),
     ] = False
     direct_io: Annotated[
         bool | None,
         Meta(
-            description="Read past the page cache (O_DIRECT) where file system and buffers allow "
-            "it; for stores much larger "
-            "than memory. By default only on FUSE mounts, where it takes an eighth of the requests."
+            description="Read with O_DIRECT, past the page cache, where file system and buffers "
+            "allow it; for stores much larger than memory. By default on FUSE mounts only, where "
+            "it needs fewer requests."
         ),
     ] = None
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Most threads that move the bytes of one call. By default 4, or the number "
-            "of cores if less, "
-            "on a local disk; 8 on a network mount and where direct_io is set.",
+            description="Maximum number of threads that move the bytes of one call. By default 4, "
+            "or the number of cores if less, on a local disk; 8 on a network mount and with "
+            "direct_io.",
         ),
     ] = None
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does about a read that does not come back before the deadline. "
-            "'bounce_buffer': it returns; pages "
-            "are read into buffers of the driver's own (at most 16 MiB) and copied from there. "
-            "'wait': it waits; pages are read "
-            "straight into the host pool, and of a disk that stalls a get does not come back. By "
-            "default as 'bounce_buffer', but that "
-            "on a local disk what is in the page cache is read straight into the host pool, which "
-            "never waits for the disk."
+            description="What a get does with a read that has not returned at the deadline. "
+            "'bounce_buffer': the get returns; pages are read into the driver's own buffers (at "
+            "most 16 MiB) and copied. 'wait': the get waits; pages are read straight into the "
+            "host pool. By default 'bounce_buffer', except for pages in the page cache of a local "
+            "disk, which are read straight into the host pool."
         ),
     ] = "auto"
     verify_checksums: Annotated[
         bool,
         Meta(
             description="Verify the checksum of each page that is read. Length, identity and key "
-            "are verified anyway."
+            "are always verified."
         ),
     ] = True
     metrics: Annotated[
@@ -89,20 +85,17 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
         float,
         Meta(
             ge=1,
-            description="Seconds after which what a process of another machine, or one that /proc "
-            "hides, was writing or replacing counts as left behind by "
-            "one that was killed; what one of this machine has left is noticed at once. Until then "
-            "the pages are read as ever, "
-            "and not removed or evicted; others are evicted instead.",
+            description="Age after which a temporary file or claim of another machine, or of a "
+            "process that /proc hides, counts as left by a killed process. Those of this machine "
+            "are recognised at once.",
         ),
     ] = 3600.0
     open_files: Annotated[
         int,
         Meta(
             ge=0,
-            description="Files kept open between calls. Each keeps the room of an evicted bundle "
-            "(64 MiB at most) until "
-            "the next call.",
+            description="Number of files kept open between calls. An evicted bundle (64 MiB at "
+            "most) keeps its space until it is closed.",
         ),
     ] = 64
 

@@ -27,130 +27,124 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="Directory of the files, on a mount that all clients see; made if missing.",
+            description="Directory of the slot files, on a mount that all clients see; created if "
+            "it is missing.",
         ),
     ]
     metadata_url: Annotated[
         str | tuple[str, ...] | None,
         Meta(
-            description="Address of the metadata server, such as http://meta:18000; or of several "
-            "on one store, as a list or separated by "
-            "commas. Without it, or empty, the map is kept in this process: one process for each "
-            "directory, and nothing outlives it."
+            description="Address of the metadata server, such as http://meta:18000, or of several "
+            "servers on one store, as a list or separated by commas. Without it, the map is kept "
+            "in this process: one process for each directory, and nothing outlives it."
         ),
     ] = None
     token: Annotated[
         str,
         Meta(
-            description=f"Bearer token for the metadata server, one that may write. By default "
-            f"${TOKEN_VARIABLE}."
+            description="Bearer token for the metadata server, with the right *write*. By "
+            f"default ${TOKEN_VARIABLE}."
         ),
     ] = ""
     file_size: Annotated[
         int | str,
         Meta(
-            description="Bytes of each namespace's file, such as '1TiB': a pool of one model in "
-            "one geometry. The least recently used "
-            "pages are evicted to keep it. Once full, it takes half of this in the time of a "
-            "quarantine, for long. A file takes room on the disk only as pages are "
-            "written, unless preallocate is set."
+            description="Maximum size of each namespace's file, such as '1TiB'; a namespace is a "
+            "pool of one model in one geometry. The least recently used pages are evicted. A full "
+            "file sustains writes of half its size in the time of a quarantine. Disk space is "
+            "used as pages are written, unless preallocate is set."
         ),
     ] = "16GiB"
     preallocate: Annotated[
         bool,
         Meta(
-            description="Take the file's whole room from the file system when it is made. A file "
-            "system that cannot leaves the file sparse."
+            description="Reserve the file's whole size on the disk when it is created. A file "
+            "system that cannot do this leaves the file sparse."
         ),
     ] = False
     engine: Annotated[
         Literal["auto", "usrbio", "posix"],
         Meta(
-            description="What moves the bytes: 'usrbio', 3FS's interface past the kernel (package "
-            "hf3fs-py-usrbio), or 'posix', "
-            "vectored reads and writes. By default usrbio on a 3FS mount where the package is "
-            "installed."
+            description="Input and output: 'usrbio', 3FS's interface past the kernel (package "
+            "hf3fs-py-usrbio, experimental), or 'posix', vectored reads and writes. By default "
+            "usrbio on a 3FS mount where the package is installed."
         ),
     ] = "auto"
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Most threads that move the bytes of one call, engine posix. By default 4, "
-            "or the number of cores if "
-            "less, on a local disk, and 8 elsewhere."
+            description="Maximum number of threads that move the bytes of one call (posix). By "
+            "default 4, or the number of cores if less, on a local disk; 8 elsewhere."
         ),
     ] = None
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does about a read that does not come back before the deadline, "
-            "engine posix. 'bounce_buffer': it "
-            "returns; pages are read into buffers of the driver's own and copied. 'wait': it "
-            "waits; pages are read straight into "
-            "the host pool. By default 'wait' on a local disk, and 'bounce_buffer' elsewhere."
+            description="What a get does with a read that has not returned at the deadline "
+            "(posix). 'bounce_buffer': the get returns; pages are read into the driver's own "
+            "buffers and copied. 'wait': the get waits; pages are read straight into the host "
+            "pool. By default 'wait' on a local disk, and 'bounce_buffer' elsewhere."
         ),
     ] = "auto"
     usrbio_rings: Annotated[
         int,
         Meta(
             ge=1,
-            description="Calls that may read, and as many that may write, at a time, engine usrbio.",
+            description="Number of calls that may read, and of calls that may write, at the same "
+            "time (usrbio).",
         ),
     ] = 2
     usrbio_entries: Annotated[
-        int, Meta(ge=1, description="Requests in flight in one ring, engine usrbio.")
+        int, Meta(ge=1, description="Maximum number of requests in flight in one ring (usrbio).")
     ] = 256
     usrbio_buffer: Annotated[
         int | str,
-        Meta(description="Shared memory of one ring, through which its bytes go, engine usrbio."),
+        Meta(description="Size of the shared memory of one ring (usrbio)."),
     ] = "64MiB"
     lease_seconds: Annotated[
         Seconds,
         Meta(
-            description="How long a slot stays with a writer that has died. Slow writes renew "
-            "their leases."
+            description="Duration of a write lease: how long the slot of a dead writer stays "
+            "reserved. Slow writes renew their leases."
         ),
     ] = 10.0
     wait_seconds: Annotated[
         float,
         Meta(
             ge=0,
-            description="How long a set waits for pages that others are writing, or for slots that "
-            "are quarantined.",
+            description="Maximum time that a set waits for pages that others are writing, or for "
+            "quarantined slots.",
         ),
     ] = 1.0
     pin_seconds: Annotated[
         float,
         Meta(
             ge=0,
-            description="Pin pages while they are read, for so long at most, so that they are not "
-            "evicted under the reader, which "
-            "would be a miss. 0 for no pins.",
+            description="Maximum time that pages are pinned while they are read, so that they are "
+            "not evicted under the reader, which would be a miss. 0 pins nothing.",
         ),
     ] = 0.0
     timeout_seconds: Annotated[
         Seconds,
         Meta(
-            description="How long the metadata server may take over what has no deadline, such as "
-            "open."
+            description="Time limit of requests to the metadata server that have no deadline of a "
+            "call, such as those of open."
         ),
     ] = 5.0
     quarantine_seconds: Annotated[
         float,
         Meta(
             ge=0,
-            description="How long freed slots stay in quarantine before they are used again, "
-            "without a metadata server.",
+            description="Time between the release of a slot and its reuse, without a metadata "
+            "server.",
         ),
     ] = 0.1
     verify_checksums: Annotated[
         bool,
         Meta(
-            description="Verify the checksum over the bytes of each page that is read. Without it, "
-            "only the envelope is verified: length, "
-            "identity, key, and the checksum that the server names. Bytes that were torn by a loss "
-            "of power, overwritten by a write "
-            "that had stalled, or have rotted are then delivered."
+            description="Verify the checksum over the bytes of each page that is read. Without "
+            "it, only the envelope is verified (length, identity, key, and the checksum that the "
+            "server names), and bytes that were damaged later are delivered."
         ),
     ] = True
     metrics: Annotated[
@@ -159,21 +153,21 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     metadata_ca: Annotated[
         str,
         Meta(
-            description="PEM file of the authorities that a metadata server at https:// is judged "
-            "by. By default the system's."
+            description="PEM file of the authorities that may have signed the certificate of a "
+            "metadata server at https://. By default the system's."
         ),
     ] = ""
     metadata_certificate: Annotated[
         str,
         Meta(
-            description="PEM file of the certificate that this client shows to a metadata server "
-            "at https://."
+            description="PEM file of this client's certificate for a metadata server at https://."
         ),
     ] = ""
     metadata_key: Annotated[
         str,
         Meta(
-            description="PEM file of its key. By default the key is in the file of the certificate."
+            description="PEM file of the certificate's private key. By default it is in the file "
+            "of the certificate."
         ),
     ] = ""
 

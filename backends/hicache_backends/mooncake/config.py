@@ -65,8 +65,8 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
     master_server_address: Annotated[
         Text | None,
         Meta(
-            description="The master, HOST:PORT, or etcd://... where masters take over from each "
-            "other. By default $MOONCAKE_MASTER."
+            description="Address of the master, HOST:PORT, or etcd://... for masters that take "
+            "over from each other. By default $MOONCAKE_MASTER."
         ),
     ] = None
     metadata_server: Annotated[
@@ -79,13 +79,16 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
     local_hostname: Annotated[
         Text | None,
         Meta(
-            description="How other nodes reach this one. By default localhost, which serves one "
-            "machine only."
+            description="Name or address at which other nodes reach this one. The default, "
+            "localhost, serves one machine only."
         ),
     ] = None
     protocol: Annotated[
         Text | None,
-        Meta(description="'tcp', the default, 'rdma', or another one of the installed Mooncake."),
+        Meta(
+            description="Transport: 'tcp', the default, 'rdma', or another one of the installed "
+            "Mooncake."
+        ),
     ] = None
     device_name: Annotated[
         str | None, Meta(description="RDMA devices, such as 'mlx5_0,mlx5_1'.")
@@ -94,22 +97,21 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
         int | str | None,
         Meta(
             description="Memory that this process lends to the cluster, such as '4gb' (powers of "
-            "1024, as Mooncake counts), the "
-            "default; 16 MiB or more. It leaves the cluster with this process, and the pages in it "
-            "too. 0 for a pure client of store services."
+            "1024), the default; at least 16 MiB. Its pages leave the cluster with this process. "
+            "0 for a pure client of store services."
         ),
     ] = None
     local_buffer_size: Annotated[
         int | str | None,
         Meta(
-            description="Memory of the client itself, for pages that come from a disk. By default "
-            "'16mb'."
+            description="Size of the client's own buffer, for pages that come from a disk. By "
+            "default '16mb'."
         ),
     ] = None
     tenant_id: Annotated[
         Text | None,
         Meta(
-            description="Mooncake's tenant, which has objects and a quota of its own. By default "
+            description="Mooncake's tenant, with objects and a quota of its own. By default "
             "'default'."
         ),
     ] = None
@@ -124,49 +126,45 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1,
-            description="Copies of each page, on as many nodes. They outlive a node; while the "
-            "master still lists it, pages whose first copy it holds are misses, and pages with a "
-            "copy there cannot be stored.",
+            description="Number of copies of each page, on different nodes. While the master "
+            "still lists a dead node, pages whose first copy it holds are misses, and pages with "
+            "a copy there cannot be stored.",
         ),
     ] = 1
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does about a transfer that does not come back before the "
-            "deadline. 'bounce_buffer', over tcp: it "
-            "returns; pages come into buffers of the driver's own and are copied. 'wait': it waits "
-            "for Mooncake's own timeouts; "
-            "pages come straight into the host pool. By default 'bounce_buffer' over tcp, and "
-            "'wait' elsewhere."
+            description="What a get does with a transfer that has not returned at the deadline. "
+            "'bounce_buffer' (tcp): the get returns; pages are read into the driver's own buffers "
+            "and copied. 'wait': the get waits for Mooncake's own timeouts; pages are read "
+            "straight into the host pool. By default 'bounce_buffer' over tcp, and 'wait' "
+            "elsewhere."
         ),
     ] = "auto"
     buffer_size: Annotated[
         int | str,
-        Meta(
-            description="Each of the buffers of hung_reads 'bounce_buffer'; a page has to fit into "
-            "one."
-        ),
+        Meta(description="Size of each bounce buffer. A page has to fit into one."),
     ] = "64mb"
     rpc_timeout_seconds: Annotated[
         Seconds,
         Meta(
-            description="How long the master may take over one request, and over a connection, 2 s "
-            "at most. $MC_RPC_TIMEOUT_MS counts first."
+            description="Time limit of one request to the master, and of a connection (2 s at "
+            "most). $MC_RPC_TIMEOUT_MS takes precedence."
         ),
     ] = 5.0
     wait_seconds: Annotated[
         float,
         Meta(
             ge=0,
-            description="How long a set waits for room that is being made, or for pages that "
-            "others are storing.",
+            description="Maximum time that a set waits for room that is being made, or for pages "
+            "that others are storing.",
         ),
     ] = 0.5
     verify_checksums: Annotated[
         bool,
         Meta(
             description="Verify the checksum of each page that is read. Length, identity and key "
-            "are verified anyway."
+            "are always verified."
         ),
     ] = True
     metrics: Annotated[

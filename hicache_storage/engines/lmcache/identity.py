@@ -28,7 +28,9 @@ class AdapterConfig(BridgeConfig, frozen=True):
 
     threads: Annotated[
         int,
-        Meta(ge=1, le=64, description="lookups at a time, and as many loads and stores"),
+        Meta(
+            ge=1, le=64, description="Number of lookups, of loads and of stores at the same time."
+        ),
     ] = 4
 
 

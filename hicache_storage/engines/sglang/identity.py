@@ -62,12 +62,12 @@ class SGLangBridgeConfig(BridgeConfig, frozen=True):
         Meta(
             ge=0,
             le=65535,
-            description="each rank answers Prometheus at this port plus its number: tp_rank, where "
-            "there is nothing but TP. 0 for none",
+            description="Base port of the exporter for Prometheus; each rank listens on this port "
+            "plus its number (tp_rank, with TP alone). 0 disables it.",
         ),
     ] = 0
     metrics_host: Annotated[
-        str, Meta(description="address that `metrics_port` listens at; it asks for no token")
+        str, Meta(description="Address on which the exporter listens. It asks for no token.")
     ] = "127.0.0.1"
 
 

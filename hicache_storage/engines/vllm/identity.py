@@ -32,10 +32,10 @@ class TierConfig(BridgeConfig, frozen=True):
     on_reset: Annotated[
         Literal["miss", "keep"],
         Meta(
-            description="what becomes of the store when vLLM resets its caches, as it does when "
-            "weights are updated: `miss` answers misses and stores nothing until the engine is "
-            "started again, `keep` goes on with the same pages, for engines whose weights never "
-            "change"
+            description="What the tier does after vLLM has reset its caches, as it does when "
+            "weights are updated. `miss`: it answers misses and stores nothing until the engine "
+            "is restarted. `keep`: it goes on with the same pages, for engines whose weights "
+            "never change."
         ),
     ] = "miss"
     threads: Annotated[
@@ -43,16 +43,16 @@ class TierConfig(BridgeConfig, frozen=True):
         Meta(
             ge=1,
             le=64,
-            description="loads at a time, and as many stores; a job of vLLM has all chunks of a "
-            "request",
+            description="Number of loads, and of stores, at the same time. A job of vLLM has all "
+            "chunks of a request.",
         ),
     ] = 4
     enable_kv_events: Annotated[
-        bool, Meta(description="report stored chunks to vLLM's KV events, as its `fs` tier does")
+        bool, Meta(description="Report stored chunks to vLLM's KV events, as its `fs` tier does.")
     ] = False
     locality: Annotated[
         Literal["LOCAL", "REMOTE"] | None,
-        Meta(description="where vLLM's KV events say the store is"),
+        Meta(description="Location of the store in vLLM's KV events."),
     ] = None
 
 
