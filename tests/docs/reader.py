@@ -44,7 +44,6 @@ PLACES: Final = (
     "/var/backups/hicache",
     "/etc/hicache",
     "/data/hicache",
-    "/tmp/hicache",
     "/3fs/hicache",
 )
 """Directories that pages name. Each stands for one of the reader's."""

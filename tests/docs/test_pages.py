@@ -19,7 +19,7 @@ NOT_RUN: Final = 20
 a reason."""
 QUICK_STARTS: Final = [
     ROOT / "docs" / f"quickstart-{path}.md"
-    for path in ("author", "operator", "engine", "vllm", "lmcache")
+    for path in ("author", "operator", "python", "engine", "vllm", "lmcache")
 ]
 LONG: Final = ("write-a-driver",)
 """Pages whose commands run the whole suite."""
