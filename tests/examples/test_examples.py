@@ -30,6 +30,6 @@ def test_the_code_in_the_readme_prints_what_it_says(tmp_path):
         for line in block.splitlines()
         if line.strip().startswith("print(")
     ]
-    program = block.replace("/tmp/hicache", str(tmp_path))
+    program = block.replace("kv-pages", str(tmp_path / "kv-pages"))
     done = run_python(program)
     assert done.stdout.splitlines() == expected
