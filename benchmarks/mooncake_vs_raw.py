@@ -30,13 +30,13 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from interleaved import Results, awake_cores, fresh_keys, machine, table, turns, wait_for_quiet
 
+from examples.mooncake_cluster import DevCluster, Process
 from hicache_backends.mooncake import reader
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.cluster import DevCluster, Process
 from hicache_backends.mooncake.writer import PageWriter
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.pools import MHAHostPool

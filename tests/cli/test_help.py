@@ -39,6 +39,6 @@ def test_the_sdks_own_commands_are_listed():
 
 @pytest.mark.parametrize("name", OWN_COMMANDS)
 def test_a_package_does_not_hide_a_command_of_the_sdk(name, monkeypatch):
-    point = EntryPoint(name, "hicache_backends.mooncake.cli:app", COMMAND_GROUP)
+    point = EntryPoint(name, "hicache_conformance.cli:app", COMMAND_GROUP)
     monkeypatch.setattr("hicache_storage.cli.main.entry_points", lambda group: [point])
     assert set(typer.main.get_command(app(name)).commands) == set(OWN_COMMANDS)

@@ -118,7 +118,7 @@ def sglang_hf3fs(monkeypatch, tmp_path):
 @pytest.fixture(scope="session")
 def mooncake_cluster():
     """A Mooncake master and a store of the session's; no test hurts them."""
-    from hicache_backends.mooncake.cluster import DevCluster
+    from examples.mooncake_cluster import DevCluster
 
     # However busy the machine is, no lease may end during a read, and no store may seem dead.
     with DevCluster(1, 64 << 20, client_ttl_seconds=60, lease_milliseconds=30_000) as cluster:

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from hicache_backends.mooncake.cluster import DevCluster
+from examples.mooncake_cluster import DevCluster
 from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens
 from tests.interop.hybrids import MAMBA, PAGES, comes_back, hybrid, pages_back, works_again
 

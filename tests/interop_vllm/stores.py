@@ -9,8 +9,8 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.cluster import DevCluster
 from hicache_conformance.injectors.servers import stand_still
 from tests.interop.metadata import started
 

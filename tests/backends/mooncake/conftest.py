@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_backends.mooncake.cluster import DevCluster
+from examples.mooncake_cluster import DevCluster
 from tests.backends.mooncake.harness import Rig, StrangersClient
 
 

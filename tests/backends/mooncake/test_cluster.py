@@ -12,19 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from examples.mooncake_cluster import DevCluster, listens
 from hicache_backends.mooncake.client.connection import check_master
-from hicache_backends.mooncake.cluster import DevCluster, listens
 from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
 from tests.backends.mooncake.harness import Rig, chain
-from tests.support.commands import run_hicache, run_python
+from tests.support.commands import run_program, run_python
 
-COMMAND = [
-    sys.executable,
-    "-c",
-    "from hicache_storage.cli.main import main; main()",
-    "mooncake",
-    "dev-cluster",
-]
+COMMAND = [sys.executable, "-m", "examples.mooncake_cluster"]
 
 
 def is_alive(pid):
@@ -78,7 +72,7 @@ def test_the_command_stops_what_it_started(number):
     ],
 )
 def test_the_command_names_an_option_that_it_refuses(arguments, complaint):
-    done = run_hicache("mooncake", "dev-cluster", *arguments)
+    done = run_program(*COMMAND, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
@@ -86,7 +80,7 @@ def test_the_command_names_an_option_that_it_refuses(arguments, complaint):
 
 @pytest.mark.parametrize("port", [-1, 70000])
 def test_ports_that_do_not_exist(port):
-    with pytest.raises(ConfigError, match=f"port is {port}"):
+    with pytest.raises(ConfigError, match=rf"port \(--port\) is {port}"):
         DevCluster(port=port)
 
 
@@ -94,7 +88,7 @@ def test_a_port_in_use():
     """No process is started: its stores would join the cluster that listens there."""
     with DevCluster(1, 16 << 20) as cluster:
         port = cluster.address.split(":")[1]
-        done = run_hicache("mooncake", "dev-cluster", "--store-size", "16mb", "--port", port)
+        done = run_program(*COMMAND, "--store-size", "16mb", "--port", port)
         assert done.returncode == 2
         assert done.stderr.startswith(f"port {port} of 127.0.0.1 cannot be used")
         assert len(done.stderr.splitlines()) == 1
@@ -132,10 +126,9 @@ def test_a_cluster_that_does_not_come_up():
 
 def test_without_the_library_the_command_names_the_fix():
     source = (
-        "import sys; sys.modules['mooncake'] = None; sys.argv = ['hicache', 'mooncake', "
-        "'dev-cluster']\n"
-        "from hicache_storage.cli.main import main\n"
-        "main()\n"
+        "import sys; sys.modules['mooncake'] = None; sys.argv = ['mooncake_cluster.py']\n"
+        "from examples.mooncake_cluster import main\n"
+        "sys.exit(main())\n"
     )
     done = run_python(source, status=2)
     assert (

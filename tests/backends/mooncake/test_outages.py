@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.cluster import DevCluster
 from hicache_storage.spec import StorageUnavailableError
 from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
 from tests.support.waiting import eventually

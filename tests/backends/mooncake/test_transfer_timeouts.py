@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.cluster import DevCluster
 from tests.backends.mooncake.harness import Rig, chain
 
 DEADLINE_SECONDS = 1.5

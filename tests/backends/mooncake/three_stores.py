@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hicache_backends.mooncake.cluster import DevCluster
+from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.config import MooncakeConfig
 from hicache_backends.mooncake.driver import MooncakeStorage
 from hicache_backends.mooncake.names import object_name

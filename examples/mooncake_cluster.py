@@ -1,12 +1,17 @@
-"""A Mooncake cluster on loopback, for tests and examples: a master and some store processes.
+"""A Mooncake cluster on loopback: a master and some store processes, to try the driver on.
 
 All processes listen at 127.0.0.1. `close` stops exactly the processes that were started here. The
-kernel kills them when the thread that started them ends.
+kernel kills them when the thread that started them ends. The command stops them on Ctrl-C or
+SIGTERM. Needs `pip install 'hicache-storage[mooncake]'`.
+
+    python examples/mooncake_cluster.py [--stores 2] [--store-size 256mb] [--port 50051] [--json]
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,14 +19,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
 from typing import Final, Self
 
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.config import MIN_SEGMENT_BYTES
-from hicache_storage.spec import ConfigError, StorageUnavailableError
+from hicache_backends.mooncake.config import MIN_SEGMENT_BYTES, size_of
+from hicache_storage.spec import ConfigError, HiCacheError, StorageUnavailableError
 
 START_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 5.0
@@ -151,7 +157,9 @@ class DevCluster:
                 f"{MIN_SEGMENT_BYTES:,} or more; write '16mb'"
             )
         if not 0 <= port <= MAX_PORT:
-            raise ConfigError(f"port is {port}; write 1 to {MAX_PORT}, or 0 for a free one")
+            raise ConfigError(
+                f"port (--port) is {port}; write 1 to {MAX_PORT}, or 0 for a free one"
+            )
         self._directory = tempfile.TemporaryDirectory(prefix="hicache-mooncake-")
         logs = Path(self._directory.name)
         free, self._metrics, metadata, *ports = _free_ports(3 + 2 * stores)
@@ -267,3 +275,40 @@ def listens(pid: int, port: int) -> bool:
         }
         return any(os.readlink(file) in sockets for file in Path(f"/proc/{pid}/fd").iterdir())
     return False
+
+
+def main() -> int:
+    """Run a cluster until SIGINT or SIGTERM; return the exit status."""
+    parser = argparse.ArgumentParser(description="A Mooncake cluster on this machine.")
+    parser.add_argument("--stores", type=int, default=1, help="store processes")
+    parser.add_argument(
+        "--store-size", default="256mb", help="memory that each lends, such as '1gb'"
+    )
+    parser.add_argument("--port", type=int, default=0, help="port of the master; a free one if 0")
+    parser.add_argument(
+        "--json", action="store_true", help="print the driver's options as one line of JSON"
+    )
+    given = parser.parse_args()
+    ended = threading.Event()
+    try:
+        cluster = DevCluster(
+            given.stores, size_of(given.store_size, "--store-size"), port=given.port
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda _number, _frame: ended.set())
+        with cluster:
+            options = " ".join(f"-c {name}={value}" for name, value in cluster.options.items())
+            text = (
+                f"master at {cluster.address}, {given.stores} stores of {given.store_size}\n"
+                f"try: hicache doctor mooncake {options}"
+            )
+            print(json.dumps(cluster.options) if given.json else text, flush=True)
+            ended.wait()
+    except HiCacheError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
