@@ -83,7 +83,8 @@ class AsyncCalls(Generic[ResultT]):
     def finished(self) -> list[tuple[int, ResultT]]:
         """Return the jobs that have ended since the last call, in the order in which they did."""
         with self._changed:
-            finished, self._finished = self._finished, {}
+            finished = self._finished
+            self._finished = {}
         return list(finished.items())
 
     def take(self, job: int) -> ResultT | None:

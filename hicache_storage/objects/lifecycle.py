@@ -164,6 +164,7 @@ class Lifecycle:
             if lock.acquire(timeout=max(0.0, until - time.monotonic())):
                 lock.release()
         with self._connecting:
-            connected, self.connected = self.connected, False
+            connected = self.connected
+            self.connected = False
             if connected:
                 self._disconnect()

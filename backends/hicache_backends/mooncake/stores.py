@@ -240,7 +240,8 @@ class Requests(Generic[ItemT, MemoryT]):
                     # After an interrupt, too: without `leaves` they use the caller's memory.
                     self._thread_pool.abandon(task) if self._leaves else task.wait()
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             try:
                 raise error
             finally:

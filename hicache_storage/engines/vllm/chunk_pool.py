@@ -21,7 +21,8 @@ class ChunkPool:
 
     def __init__(self, rows: memoryview, *, page_bytes: int, layout: str) -> None:
         assert rows.shape is not None
-        chunks, self._stride = rows.shape
+        chunks, stride = rows.shape
+        self._stride = stride
         # Sub-views of two dimensions are not implemented.
         self._bytes = rows.cast("B")
         self.geometry = PageGeometry(

@@ -78,7 +78,8 @@ class TierMetrics:
             metric_defs.CHECKSUMS_OFF.name, float(not stats.verifies_checksums), (stats.driver,)
         )
         with self._lock:
-            durations, self._durations = self._durations, []
+            durations = self._durations
+            self._durations = []
         for of_call, seconds in durations:
             taken.observe_histogram(
                 metric_defs.CALL_SECONDS.name, seconds, (stats.driver, *of_call)

@@ -297,7 +297,8 @@ class HiCacheTier(SecondaryTierManager):
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the chunks that were stored since the last call."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def drain_jobs(self) -> None:
@@ -324,7 +325,8 @@ class HiCacheTier(SecondaryTierManager):
         with ExitStack() as steps:
             # The last one is called first.
             if self._pool is not None:
-                pool, self._pool = self._pool, None
+                pool = self._pool
+                self._pool = None
                 steps.callback(pool.release)
             steps.callback(self._storage.close)
             steps.callback(self._stores.close)

@@ -253,8 +253,10 @@ class ConnectionHandle:
         with self._lock:
             if self._calls:
                 return
-            retired, self._retired = self._retired, []
-            former, self._former = self._former, []
+            retired = self._retired
+            self._retired = []
+            former = self._former
+            self._former = []
             present = self._connection
             # Decided within the lock, so that one thread releases the connection, and once.
             if self._closing and not self._released:
