@@ -52,7 +52,7 @@ class Process:
     """
 
     def __init__(self, module: str, arguments: str, port: int, log: Path) -> None:
-        self._command = [sys.executable, "-c", _LAUNCH, module, *arguments.split()]
+        self.command = [sys.executable, "-c", _LAUNCH, module, *arguments.split()]
         self.port = port
         self.log = log
         self._running: subprocess.Popen[bytes] | None = None
@@ -79,7 +79,7 @@ class Process:
             ) from error
         with self.log.open("ab") as log:
             self._running = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         until = time.monotonic() + START_SECONDS
         while not listens(self._running.pid, self.port):
@@ -88,7 +88,7 @@ class Process:
                 self.kill()
                 said = " ".join(self.log.read_text("utf-8", "replace").split())[-300:]
                 raise StorageUnavailableError(
-                    f"{self._command[3]} does not listen at port {self.port}, and its status is "
+                    f"{self.command[3]} does not listen at port {self.port}, and its status is "
                     f"{ended}; it said: {said or 'nothing'}"
                 )
             time.sleep(0.02)
@@ -227,7 +227,7 @@ class DevCluster:
             StorageUnavailableError: not within `seconds`.
         """
         until = time.monotonic() + seconds
-        while (known := self._capacity() // self._store_bytes) != count:
+        while (known := self.capacity() // self._store_bytes) != count:
             if time.monotonic() > until:
                 raise StorageUnavailableError(
                     f"the master knows {known} stores after {seconds:.0f} s and should know {count}"
@@ -247,8 +247,8 @@ class DevCluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _capacity(self) -> int:
-        """Capacity of the master in bytes."""
+    def capacity(self) -> int:
+        """Return the memory of all stores that the master knows, in bytes."""
         metrics = ""
         with contextlib.suppress(OSError):
             address = f"http://{LOOPBACK}:{self._metrics}/metrics"

@@ -73,6 +73,12 @@ class Rig:
         return object_name(self.driver.pools["kv"].namespace, key)
 
     @property
+    def connection(self):
+        """The connection that calls use at present."""
+        with self.driver.handle as connection:
+            return connection
+
+    @property
     def stats(self):
         return self.storage.get_stats().pools["kv"]
 

@@ -92,7 +92,7 @@ def test_a_port_in_use():
         assert done.returncode == 2
         assert done.stderr.startswith(f"port {port} of 127.0.0.1 cannot be used")
         assert len(done.stderr.splitlines()) == 1
-        assert cluster._capacity() == 16 << 20
+        assert cluster.capacity() == 16 << 20
         cluster.master.kill()
         with socket.create_server(("127.0.0.1", int(port))):
             with pytest.raises(StorageUnavailableError, match=f"port {port} .*cannot be used"):
@@ -140,7 +140,7 @@ def test_without_the_library_the_command_names_the_fix():
 @pytest.mark.parametrize("size", [16 << 20, 100_000_000])
 def test_stores_of_any_size_are_known_to_the_master(size):
     with DevCluster(2, size) as cluster:
-        assert cluster._capacity() > size
+        assert cluster.capacity() > size
 
 
 def test_a_master_that_hangs_is_told_from_one_that_is_gone():

@@ -67,7 +67,7 @@ def test_pages_that_are_there_are_not_sent_again(rig, monkeypatch, components):
     is read."""
     one, sent, asked = rig(components=components), [], []
     one.storage.open()
-    connection = one.driver.handle._connection
+    connection = one.connection
     transfer, exist = connection.transfer, connection.exist
     monkeypatch.setattr(
         connection, "transfer", lambda names, *rest: (sent.extend(names), transfer(names, *rest))[1]
@@ -123,7 +123,7 @@ def test_storages_share_a_client(rig):
     one, two = rig(), rig(who=identity(model="two"))
     one.storage.open()
     two.storage.open()
-    assert one.driver.handle._connection is two.driver.handle._connection
+    assert one.connection is two.connection
     one.storage.close()
     assert two.put(chain("shared", 1)) == [True]
     with pytest.raises(StorageClosedError):
@@ -168,7 +168,7 @@ def test_threads_that_read_one_page(rig, way):
         thread.join()
     pages = [content(key, 0, rigs[0].page_bytes) for key in keys]
     assert told == [pages, pages[1:]] * 2
-    connection = rigs[0].driver.handle._connection
+    connection = rigs[0].connection
     assert not connection._kept
     # The first one that ends leaves the lookup to the others.
     name = rigs[0].name(keys[0])
@@ -233,7 +233,7 @@ def test_a_forked_child_replaces_no_connection(rig):
     if not child:
         end_after(60)
         try:
-            connections.replace(one.driver.handle._connection)
+            connections.replace(one.connection)
         except StorageForkedError:
             os._exit(7)
         os._exit(1)

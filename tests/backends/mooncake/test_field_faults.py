@@ -159,9 +159,9 @@ def test_what_another_has_repaired_is_not_removed(rig, stranger, apart, monkeypa
     one.put([key])
     stranger.remove(one.name(key))
     stranger.put(one.name(key), bytes(one.page_bytes + 64))
-    connection, answers = one.driver.handle._connection, []
+    connection, answers = one.connection, []
     other.storage.open()
-    assert (other.driver.handle._connection is not connection) == apart
+    assert (other.connection is not connection) == apart
     remove = connection.remove
 
     def later(names):

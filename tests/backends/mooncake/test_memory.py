@@ -16,7 +16,7 @@ def registering(rig, monkeypatch):
     """A storage whose memory is registered, as for other protocols than TCP."""
     one = rig()
     one.storage.open()
-    connection = one.driver.handle._connection
+    connection = one.connection
     fields = {
         name: getattr(connection.settings, name) for name in connection.settings.__struct_fields__
     }
@@ -32,7 +32,7 @@ def registering(rig, monkeypatch):
 
 def registered(rig):
     """What the storage's client has registered, with how often."""
-    return rig.driver.handle._connection._registered
+    return rig.connection._registered
 
 
 def regions(rig, pool="kv"):
@@ -101,17 +101,17 @@ def test_a_connection_that_is_replaced(rig, monkeypatch):
     one, two = rig(), rig()
     for each in (one, two):
         each.storage.open()
-    former, closed = one.driver.handle._connection, []
+    former, closed = one.connection, []
     monkeypatch.setattr(former, "close", lambda close=former.close: closed.append(close()))
     with one.driver.handle as connection:
         with monkeypatch.context() as stale:
             stale.setattr(type(former), "is_stale", True)
             one.driver.handle.replace_stale()
         assert connection is former
-        newer = one.driver.handle._connection
+        newer = one.connection
         assert newer is not former
         assert connection.exist(["nobody's"]) == [False]
-    assert two.driver.handle._connection is former
+    assert two.connection is former
     assert two.put(["a"]) == [True]
     one.expect(["a"])
     assert not closed

@@ -170,7 +170,7 @@ def two_stores():
 def homes(rig, keys):
     """Endpoints of the stores that keep pages, as the master says."""
     names = {rig.name(key): key for key in keys}
-    copies = rig.driver.handle._connection.copies(list(names))
+    copies = rig.connection.copies(list(names))
     return {names[name]: ends[0] for name, ends in copies.items()}
 
 
@@ -255,7 +255,7 @@ def test_a_store_is_restarted_under_its_old_name(monkeypatch):
     with DevCluster(1, 32 << 20, client_ttl_seconds=2, fixed_names=True) as cluster:
         rig = Rig(cluster.options, deadline=10.0)
         assert rig.put(["before"]) == [True]
-        first = rig.driver.handle._connection
+        first = rig.connection
         first.stale_seconds, closed = 1.0, []
         monkeypatch.setattr(first, "close", lambda close=first.close: closed.append(close()))
         cluster.stores[0].kill()
@@ -272,7 +272,7 @@ def test_a_store_is_restarted_under_its_old_name(monkeypatch):
             number += 1
         rig.expect([f"after {number}"])
         assert number
-        assert rig.driver.handle._connection is not first
+        assert rig.connection is not first
         assert len(closed) == 1
         rig.storage.close()
 
@@ -347,7 +347,7 @@ def test_a_write_that_could_not_be_given_up():
     with DevCluster(1, 16 << 20) as cluster:
         rig = Rig(cluster.options)
         rig.storage.open()
-        connection, name = rig.driver.handle._connection, rig.name("begun")
+        connection, name = rig.connection, rig.name("begun")
         assert connection.begin([name], [rig.page_bytes + 64], library.replicate_config(1)) == [0]
         cluster.master.kill()
         connection.revoke([name])

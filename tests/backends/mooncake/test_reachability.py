@@ -33,7 +33,7 @@ def test_no_memory_is_lent_under_a_name_that_does_not_lead_here(cluster, rig, na
     assert not health.ok
     assert f"local_hostname is {name!r}" in health.detail
     assert lender.put(chain("refused", 2)) == [False] * 2
-    assert cluster._capacity() == 2 * (64 << 20)
+    assert cluster.capacity() == 2 * (64 << 20)
 
 
 def test_the_doctor_names_the_host_name(cluster):

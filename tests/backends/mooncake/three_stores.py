@@ -161,13 +161,13 @@ class Cluster(DevCluster):
         super().__init__(*counts, **more)
         for store, host in zip(self.stores, HOSTS, strict=True):
             store.host = host
-            store._command[:] = [
+            store.command[:] = [
                 f"--host={store.host}" if word == "--host=127.0.0.1" else word
-                for word in store._command
+                for word in store.command
             ]
         # Mooncake's defaults: what is begun keeps its memory for as long as a transfer may take.
-        self.master._command[:] = [
-            word for word in self.master._command if not word.startswith("--put_start_")
+        self.master.command[:] = [
+            word for word in self.master.command if not word.startswith("--put_start_")
         ]
 
 
