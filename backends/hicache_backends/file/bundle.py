@@ -189,6 +189,8 @@ class Bundle(msgspec.Struct, eq=False, gc=False):
     checked: float = 0.0
     """When `modified` was read, on the monotonic clock."""
     gone: bool = False
+    suspect: bool = False
+    """Perhaps gone since before its announcement: its index is read from the file, not the log."""
     invalid: bool = False
     """The file has the name of a bundle and other content."""
 

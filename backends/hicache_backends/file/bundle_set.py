@@ -71,6 +71,7 @@ class _CatchUp:
     """By writer, the number of the last event that was applied."""
     invalidations: int
     """Count of invalidations at the start: a listing requested since is still to be made."""
+    listed: bool = False
 
 
 class BundleSet:
@@ -110,6 +111,12 @@ class BundleSet:
         self._seen: dict[str, int] = {}
         self._retired: dict[str, int] = {}
         """By retired writer, the number of the last event that was applied."""
+        self._buried = set[BundleId]()
+        """Removed before their writers have announced them: a late announcement adds nothing."""
+        self._since_listing: dict[str, int] | None = None
+        """By writer, its position in the first snapshot after the last listing."""
+        self._trusted = set[str]()
+        """Writers that have announced all bundles that were in place at the last listing."""
 
     @property
     def logs(self) -> EventLogs:
@@ -204,7 +211,8 @@ class BundleSet:
                     self._invalidations == plan.invalidations
                     and self._generation < snapshot.generation
                 ):
-                    self._seen = plan.seen
+                    self._note_positions(plan)
+                    self._buried = set(filter(self._is_unannounced, self._buried))
                     self._generation = snapshot.generation
                     self._epoch = snapshot.epoch
             break
@@ -234,7 +242,9 @@ class BundleSet:
         names = self._list_bundles(cursors)
         if not last and (unannounced := self._unannounced(names, cursors) - announced):
             return unannounced
-        return _CatchUp(self._apply_listing(names), seen, invalidations)
+        # The void ones, too: their writers may announce them later.
+        removed = [*self._apply_listing(names), *(bundle.id for bundle in self._orphans)]
+        return _CatchUp(removed, seen, invalidations, listed=True)
 
     def invalidate(self) -> None:
         """Make the next call list the bundles, to find also unannounced changes.
@@ -380,6 +390,8 @@ class BundleSet:
         with self.lock:
             known = list[Bundle]()
             for id in dict.fromkeys(ids):
+                if self._is_unannounced(id):
+                    self._buried.add(id)
                 # Another storage has found it by listing, and removed it before its announcement.
                 if (prepared := self._prepared.get(id)) is not None:
                     prepared.gone = True
@@ -489,6 +501,7 @@ class BundleSet:
         # Removals of all writers first: a bundle of one writer may have been removed by another,
         # whose cursor was read first.
         removed = {event.bundle for event in events if isinstance(event, Removed)}
+        void = removed | self._buried
         added = list[Bundle]()
         for event in events:
             if isinstance(event, Unlisted):
@@ -497,10 +510,48 @@ class BundleSet:
                 continue
             index = event.index if isinstance(event, Added) else None
             bundle = self._bundle_in_place(event.bundle, index)
-            if bundle.id not in self.bundles and bundle.id not in removed:
+            if bundle.id not in self.bundles and bundle.id not in void:
                 added.append(bundle)
+        self._suspect([bundle for bundle in added if bundle.name.writer not in self._trusted])
         self.add(added)
         return list(removed)
+
+    def _suspect(self, bundles: Sequence[Bundle]) -> None:
+        """Forget indexes that the log has of bundles whose files are gone.
+
+        These were perhaps removed before the last listing, which has not shown them, and announced
+        after it.
+        """
+        if any(bundle.keys for bundle in bundles):
+            present = {name.id for name in bundles_among(self._stable_listing())}
+            for bundle in bundles:
+                if bundle.id not in present:
+                    bundle.keys, bundle.envelopes = (), b""
+        for bundle in bundles:
+            bundle.suspect = not bundle.keys
+
+    def _note_positions(self, plan: _CatchUp) -> None:
+        """Note how far the events have been applied, and which writers can be trusted since.
+
+        A writer announces together all that it has renamed before. So once it has announced anything
+        after the first snapshot that follows a listing, none of its bundles of the time of that
+        listing is still to be announced.
+        """
+        before = self._since_listing
+        if plan.listed:
+            self._since_listing = None
+            self._trusted.clear()
+        elif before is None:
+            self._since_listing = plan.seen
+        else:
+            moved = [writer for writer, at in plan.seen.items() if at > before.get(writer, 0)]
+            self._trusted.update(moved)
+        self._seen = plan.seen
+
+    def _is_unannounced(self, id: BundleId) -> bool:
+        """Return whether the writer of a bundle is still to announce it, as far as is known."""
+        seen = self._seen.get(id.writer, self._retired.get(id.writer, 0))
+        return id.writer != self._feed.writer and seen < id.sequence
 
     def _note_leaving(
         self, events: Sequence[Event], removed: Sequence[BundleId], void: set[BundleId]

@@ -234,7 +234,7 @@ class PageIndex:
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
         unread = [bundle for bundle in bundles if not bundle.keys]
         self._unread.update(dict.fromkeys(unread))
-        self._search_logs |= len(unread) > MANY_UNREAD
+        self._search_logs |= sum(not bundle.suspect for bundle in unread) > MANY_UNREAD
         for bundle in bundles:
             if bundle.keys:
                 self._insert(bundle)
@@ -298,7 +298,7 @@ class PageIndex:
             return
         logged = dict[tuple[str, int], dict[BundleName, Bundle]]()
         for bundle in list(self._unread):
-            if (segment := segment_of(bundle.id)) in segments:
+            if not bundle.suspect and (segment := segment_of(bundle.id)) in segments:
                 logged.setdefault(segment, {})[bundle.name.plain] = bundle
         self._logged = logged
 

@@ -169,6 +169,38 @@ def test_a_bundle_that_another_removes_before_it_is_announced_does_not_stay(rigs
     assert b.holds(KEYS)
 
 
+@pytest.mark.parametrize("later", [12, 80])
+def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(
+    rigs, monkeypatch, later
+):
+    a, b, knows = rigs(), rigs(), rigs()
+    a.put(chain("other", 1))
+    for rig in (b, knows):
+        rig.hit(KEYS)
+    announce, readers = a.store.feed.announce, [knows]
+
+    def late(*, always_advance=False):
+        # Held up for so long that another takes the writer for killed, finds the bundle by a
+        # listing, and removes it.
+        b.store.bundle_sets.get(b.namespace).invalidate()
+        assert b.storage.delete(KEYS) == [True] * 3
+        readers.append(rigs())
+        for reader in (b, *readers):
+            assert reader.present(KEYS) == [False] * 3
+        announce(always_advance=always_advance)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(a.store.feed, "announce", late)
+        a.put(KEYS)
+    # Behind by more events than a cursor's name holds, others read the event log.
+    for number in range(later):
+        a.put(chain(f"later {number}", 1))
+    for reader in (a, b, *readers):
+        assert reader.present(KEYS) == [False] * 3
+    assert knows.put(KEYS) == [True] * 3
+    assert rigs().holds(KEYS)
+
+
 def test_a_delete_that_finds_nothing_tells_of_whoever_was_faster(rigs, monkeypatch):
     a, b, knows = rigs(), rigs(), rigs()
     a.put(KEYS)
