@@ -6,7 +6,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis object
 
-.PHONY: demo push test merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -68,11 +68,10 @@ examples: $(VENV)/.installed
 $(EXAMPLES:%=judge-%): judge-%:
 	PYTHONPATH=out/examples/site $(VENV)/bin/hicache conformance run $* --profile smoke --report out/examples/$*
 
-# The site, in out/site: built, its links checked, every code block of README and docs/ run. Tables of options are written anew by
-# scripts/docs/options.py, drawings by scripts/docs/diagrams.py; tests/docs says where a page is behind.
+# The site, in out/site: built, which checks its links, and every code block of README and docs/ run. Tables of options are written
+# anew by scripts/docs/options.py; tests/docs says where a page is behind.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
-	$(PYTHON) scripts/docs/links.py out/site
 	$(PYTHON) -m pytest -m "docs and $(LONG)" -n 2 --dist load $(SLOWEST) tests/docs
 
 # The quick start of each path, in a virtual environment that has nothing but torch, from this checkout's wheel and pip's index.
@@ -142,10 +141,6 @@ servers: $(VENV)/.installed
 # What each alert fires on, and what not; a part of `make test`.
 alerts: $(VENV)/.installed
 	$(PYTHON) -m pytest tests/observability/test_rules.py
-
-# Pictures of the status page for the documents, after ten minutes of load.
-screenshots: $(VENV)/.installed
-	$(PYTHON) scripts/page_screenshots.py --out docs/images
 
 benchmark:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)

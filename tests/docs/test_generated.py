@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(ROOT / "scripts" / "docs"))
 
-import diagrams
-import links
 import options
 
 
@@ -50,41 +48,3 @@ def test_the_driver_reference_names_all_that_a_driver_inherits() -> None:
         if not name.startswith("_") and not hasattr(HiCacheStorage, name)
     ]
     assert [name for name in inherited if not re.search(rf"\b{name}\b", page)] == []
-
-
-@pytest.mark.parametrize("name", diagrams.DRAWINGS)
-def test_drawings_are_as_they_are_drawn(name: str) -> None:
-    file = diagrams.IMAGES / f"{name}.svg"
-    assert file.read_text("utf-8") == diagrams.DRAWINGS[name]().svg(), (
-        "run: .venv/bin/python scripts/docs/diagrams.py"
-    )
-
-
-@pytest.mark.parametrize(
-    ("html", "said"),
-    [
-        ('<a href="b.html">b</a>', "leads nowhere"),
-        ('<a href="#there">here</a>', "no such anchor"),
-        ('<a href="c.html#there">c</a>', "no such anchor"),
-        ('<a href="http://">x</a>', "no address"),
-        ('<script src="https://cdn.example.org/x.js"></script>', "from another server"),
-        ('<link rel="stylesheet" href="//fonts.example.org/x.css">', "from another server"),
-        ('<img src="x.png">', "leads nowhere"),
-    ],
-)
-def test_what_is_wrong_with_a_site_is_found(html: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text(html)
-    (tmp_path / "c.html").write_text("<h1 id=here>c</h1>")
-    (problem, *_) = links.problems(tmp_path)
-    assert said in problem
-
-
-def test_a_right_site_has_no_problems(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "index.html").write_text(
-        '<h1 id="top"><a href="../#x">up</a><a href="https://example.org/">out</a>'
-    )
-    (tmp_path / "index.html").write_text(
-        '<p id="x"><a href="d/#top">down</a><link rel="canonical" href="https://example.org/">'
-    )
-    assert list(links.problems(tmp_path)) == []

@@ -1,8 +1,9 @@
-"""The site in a browser: no table is wider than its page."""
+"""The built site: it loads nothing from another server, and no table is wider than its page."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Final
@@ -27,14 +28,47 @@ return [...document.querySelectorAll('.md-typeset table')]
 """
 
 
-def test_tables_fit_their_pages(tmp_path: Path) -> None:
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+LOADED: Final = re.compile(
+    r"<(?:img|script|iframe|source|use)\b[^>]*\b(?:src|href)=[\"']?(?:\w+:)?//"
+    r"|<link\b(?![^>]*rel=[\"']?(?:canonical|next|prev|alternate))[^>]*href=[\"']?(?:\w+:)?//"
+)
+"""What a browser fetches by itself."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
     subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "-q", "-d", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "-q", "-d", directory],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         check=True,
     )
+    return directory
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="https://cdn.example.org/x.js"></script>',
+        '<link rel="stylesheet" href="//fonts.example.org/x.css">',
+        "<img src=http://example.org/x.png>",
+    ],
+)
+def test_what_comes_from_another_server_is_found(html: str) -> None:
+    assert LOADED.search(html)
+
+
+def test_nothing_comes_from_another_server(site: Path) -> None:
+    found = {
+        str(page.relative_to(site)): match[0]
+        for page in site.rglob("*.html")
+        if (match := LOADED.search(page.read_text("utf-8")))
+    }
+    assert found == {}
+
+
+def test_tables_fit_their_pages(site: Path) -> None:
     with browser() as page:
         for name in (
             "troubleshooting",
@@ -44,6 +78,6 @@ def test_tables_fit_their_pages(tmp_path: Path) -> None:
             "engines",
             "migration",
         ):
-            page.open(f"file://{tmp_path}/{name}/index.html", width=WIDTH)
+            page.open(f"file://{site}/{name}/index.html", width=WIDTH)
             assert page.all("table")
             assert page.run(TOO_WIDE) == [], name
