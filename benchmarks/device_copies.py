@@ -178,7 +178,7 @@ class Case:
             last[:] = [copy(self.indices)]
 
         copies = {
-            OUT: Copy(lambda: enqueue(OUT), lambda: last[0].wait()),
+            OUT: Copy(lambda: enqueue(OUT), lambda: last[0].synchronize()),
             IN: Copy(
                 lambda: enqueue(IN),
                 lambda: last[0].synchronize(),
@@ -194,7 +194,7 @@ class Case:
         slots = self.device_slots.to(parts[0].device)
         before = [part[slots] for part in parts]
         self.synchronize()
-        engine.write_back(self.indices).wait()
+        engine.write_back(self.indices).synchronize()
         for part in parts:
             part.zero_()
         self.synchronize()

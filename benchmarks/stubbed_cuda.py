@@ -4,7 +4,7 @@ costs, and where it leads."""
 from __future__ import annotations
 
 import ctypes
-from collections import Counter, deque
+from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -14,7 +14,6 @@ import torch
 from hicache_storage.transfer import CudaDevice, CudaStream
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import kernel as kernel_module
-from hicache_storage.transfer.cuda.device import CudaEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +53,7 @@ class CurrentDevice:
 
 
 class StubbedDevice(CudaDevice):
-    """Makes the SDK's streams and events of CUDA, on top of nothing. To be used within `stubbed`.
+    """Makes the SDK's streams of CUDA, on top of nothing. To be used within `stubbed`.
 
     Args:
         number: of the device. Its memory is the CPU's.
@@ -62,16 +61,10 @@ class StubbedDevice(CudaDevice):
 
     def __init__(self, number: int = 0) -> None:
         self._device = torch.device("cpu", number)
-        self._events = cast("deque[torch.cuda.Event]", deque[_Native]())
 
     def stream(self, name: str, priority: str | None = None) -> CudaStream:
         native = cast("torch.cuda.Stream", _Native())
         return CudaStream(native, may_capture=priority is None)
-
-    def event(self) -> CudaEvent:
-        if not self._events:
-            self._events.append(cast("torch.cuda.Event", _Native()))
-        return CudaEvent(self._events)
 
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -102,6 +95,7 @@ def stubbed(launch: Callable[[int, int, int], object] | None = None) -> Iterator
 
     stubs: list[tuple[object, str, object]] = [
         (torch.cuda, "device", CurrentDevice),
+        (torch.cuda, "Event", _Native),
         (torch.cuda, "stream", lambda native: nullcontext()),
         (torch.cuda, "current_stream", lambda device: _Native()),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),

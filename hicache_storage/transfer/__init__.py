@@ -10,13 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hicache_storage.transfer.engine import PageTransfers
+from hicache_storage.transfer.engine import Acknowledgement, LayerCounter, PageTransfers
 from hicache_storage.transfer.host_slots import HostSlots
-from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 from hicache_storage.transfer.plan import Way
 from hicache_storage.transfer.pool_copies import Indices, PoolPair
 from hicache_storage.transfer.simulator import StreamSimulator
-from hicache_storage.transfer.streams import Device, Event, Stream, StreamFailedError, recorded
+from hicache_storage.transfer.streams import Device, Event, Stream, StreamFailedError
 
 if TYPE_CHECKING:
     from hicache_storage.transfer.cuda.device import CudaDevice, CudaStream
@@ -36,7 +35,6 @@ __all__ = [
     "StreamFailedError",
     "StreamSimulator",
     "Way",
-    "recorded",
 ]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from hicache_storage.transfer.pages import DEVICE, HOST
 from hicache_storage.transfer.plan import How
-from hicache_storage.transfer.streams import RowSide, recorded
+from hicache_storage.transfer.streams import RowSide
 
 if TYPE_CHECKING:
     import torch
@@ -16,17 +17,11 @@ if TYPE_CHECKING:
 SideT = TypeVar("SideT")
 STAGING_BYTES: Final = 128 << 20
 """Length of a staging buffer; a direction whose plan needs them has two."""
-BUS_BLOCKS: Final = 8
-"""Multiprocessors of a kernel that reads or writes host memory: more are no faster."""
-DEVICE_BLOCKS: Final = 32
-"""Multiprocessors of a kernel that gathers or scatters on the device."""
 MAX_PIECES: Final = 1024
 """Pieces of a transfer that go by DMA; the kernel takes the other pages.
 
 A stream's queue has about as many places, and a call that finds none waits.
 """
-DEVICE, HOST = 0, 1
-"""Rows of page numbers."""
 
 
 class Run(NamedTuple):
@@ -78,7 +73,7 @@ class Lane:
         self._outwards = outwards
         how = group.out if outwards else group.into
         self._is_staged = how is How.STAGED
-        self._rows = self._row_copy(group.device, RowSide(group.host, HOST), BUS_BLOCKS)
+        self._rows = self._row_copy(group.device, RowSide(group.host, HOST))
         whole = range(group.layer_num)
         runs = [whole] if outwards and how is not How.DIRECT else [range(n, n + 1) for n in whole]
         if self._is_staged and not outwards:
@@ -97,15 +92,13 @@ class Lane:
             pages = min(self._max_pages, group.host[0].shape[0])
             size = max(1, min(staging_bytes // page_bytes, pages)) * page_bytes
             self.memory = [device.scratch(size, (self.filler, stream)) for _ in range(2)]
-            # Recorded again and again: waits that were enqueued before keep the position that an
-            # event had then.
-            self._filled, *self._drained = (device.event() for _ in range(3))
+            self._drained = [stream.record() for _ in self.memory]
             self._turn = 0
         self.runs = [self._run(layers) for layers in runs]
         views = group.device[0], group.host[0]
         pitches = [view.stride(0) * view.element_size() for view in views]
         self._pitches = torch.tensor(pitches).view(2, 1, 1)
-        self._pages, self._sent = torch.empty(2, 0), 0
+        self._pages, self._sent = torch.empty(2, 0, 1), 0
 
     def begin(self, pages: torch.Tensor) -> None:
         """Take the pages of the next transfer.
@@ -113,7 +106,7 @@ class Lane:
         Args:
             pages: their numbers in two rows, `DEVICE` and `HOST`: int64 on the CPU, and uploaded.
         """
-        self._pages = pages
+        self._pages = pages.unsqueeze(2)
         self._sent = min(pages.shape[1], self._max_pages)
         if self._is_staged:
             self._before_staging()
@@ -122,52 +115,53 @@ class Lane:
         """Enqueue the copies of some layers."""
         import torch
 
+        count = self._pages.shape[1]
         if self._sent:
-            sent = self._pages[:, : self._sent].unsqueeze(2)
+            sent = self._pages.narrow(1, 0, self._sent)
             on_device, on_host = torch.addcmul(run.starts, sent, self._pitches)
             if self._is_staged:
                 self._stage(on_host, run)
             else:
                 self._send(self._stream, on_device, on_host, run)
-        if self._sent < self._pages.shape[1]:
-            rest = range(self._sent, self._pages.shape[1])
+        if self._sent < count:
+            rest = range(self._sent, count)
             self._stream.copy_rows(self._rows, run.parts, rest, run.what)
 
     def _stage(self, on_host: torch.Tensor, run: Run) -> None:
-        # The kernels of a staging buffer know the parts of its run alone.
-        parts = range(len(run.parts))
+        fill, drain = self._to_from(self._pass_by_dma, self._pass_by_kernel)
         for start in range(0, self._sent, run.room):
             pages = range(start, min(start + run.room, self._sent))
             self._turn ^= 1
-            rows, on_device = run.buffers[self._turn]
-            filler, drainer = self.filler, self._stream
-            pieces = on_device, on_host[start : pages.stop]
             self._before_fill()
             try:
-                if self._outwards:
-                    filler.copy_rows(rows, parts, pages, run.what)
-                else:
-                    self._send(filler, *pieces, run)
+                fill(self.filler, on_host, pages, run)
             finally:
                 # Also behind a copy that was refused half-way: what was enqueued uses the pages.
                 self._hand_over()
-            if self._outwards:
-                self._send(drainer, *pieces, run)
-            else:
-                drainer.copy_rows(rows, parts, pages, run.what)
-            self._drained[self._turn].record(drainer)
+            drain(self._stream, on_host, pages, run)
+            self._drained[self._turn] = self._stream.record()
+
+    def _pass_by_kernel(
+        self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run
+    ) -> None:
+        rows, _ = run.buffers[self._turn]
+        # The kernels of a staging buffer know the parts of its run alone.
+        stream.copy_rows(rows, range(len(run.parts)), pages, run.what)
+
+    def _pass_by_dma(self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run) -> None:
+        _, staged = run.buffers[self._turn]
+        self._send(stream, staged, on_host.narrow(0, pages.start, len(pages)), run)
 
     # Methods of their own, so that tests can leave out one wait alone.
 
     def _before_staging(self) -> None:
-        self.filler.wait_event(recorded(self._device, self._stream))
+        self.filler.wait_event(self._stream.record())
 
     def _before_fill(self) -> None:
         self.filler.wait_event(self._drained[self._turn])
 
     def _hand_over(self) -> None:
-        self._filled.record(self.filler)
-        self._stream.wait_event(self._filled)
+        self._stream.wait_event(self.filler.record())
 
     def _send(
         self, stream: Stream, on_device: torch.Tensor, on_host: torch.Tensor, run: Run
@@ -178,9 +172,8 @@ class Lane:
     def _to_from(self, on_device: SideT, other: SideT) -> tuple[SideT, SideT]:
         return (other, on_device) if self._outwards else (on_device, other)
 
-    def _row_copy(self, on_device: list[torch.Tensor], other: RowSide, blocks: int) -> object:
-        sides = self._to_from(RowSide(on_device, DEVICE), other)
-        return self._device.row_copy(*sides, self._table, blocks)
+    def _row_copy(self, on_device: list[torch.Tensor], other: RowSide) -> object:
+        return self._device.row_copy(*self._to_from(RowSide(on_device, DEVICE), other), self._table)
 
     def _run(self, layers: range) -> Run:
         import torch
@@ -204,7 +197,7 @@ class Lane:
                 _like(regions[number % group.parts], block, view, on_host[number % group.parts])
                 for number, view in enumerate(on_host)
             ]
-            rows = self._row_copy(on_device, RowSide(staged, None), DEVICE_BLOCKS)
+            rows = self._row_copy(on_device, RowSide(staged, None))
             firsts = torch.tensor([region.data_ptr() for region in regions])
             buffers.append((rows, firsts + torch.arange(0, room * block, block).unsqueeze(1)))
         what = f"{direction} of {named}"

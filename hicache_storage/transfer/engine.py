@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Self
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.copies import STAGING_BYTES
-from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
-from hicache_storage.transfer.pool_copies import IN, OUT, PoolCopies, moved_pages
-from hicache_storage.transfer.streams import StreamFailedError, recorded
+from hicache_storage.transfer.pool_copies import IN, OUT, PoolCopies
+from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
@@ -24,6 +23,47 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.plan import Way
     from hicache_storage.transfer.pool_copies import Indices, PoolPair
     from hicache_storage.transfer.streams import Device, Event, Stream
+
+
+class Acknowledgement:
+    """The end of a copy: host pages of a write-back can be read, layers of a load have arrived.
+
+    Args:
+        events: of the copy, recorded on one stream in this order.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+        self._is_done = False
+
+    def done(self) -> bool:
+        """Return True if the copy has ended; does not block."""
+        # A query is a call of CUDA; what has ended is not asked about again.
+        self._is_done = self._is_done or self._events[-1].query()
+        return self._is_done
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the copy has ended."""
+        self._events[-1].synchronize()
+
+
+class LayerCounter(Acknowledgement):
+    """The layers of one load as they arrive, one event for each (rule ST-2).
+
+    A kernel in a CUDA graph cannot wait for one: the graph would have to know the events of every
+    later load. Let the stream wait for the graph's last layer before each replay; layers arrive in
+    order.
+    """
+
+    def wait(self, layer: int, stream: Stream) -> None:
+        """Let a stream wait until a layer has arrived.
+
+        To be called before the layer's kernels are launched.
+
+        Raises:
+            InvalidTransferError: a CUDA graph is being captured on the stream.
+        """
+        stream.wait_event(self._events[layer])
 
 
 class PageTransfers:
@@ -108,7 +148,7 @@ class PageTransfers:
             InvalidTransferError: the indices of a pool are not whole pages, as many each, or a host
                 page occurs twice, or there is no such pool; nothing is copied.
         """
-        return Acknowledgement(*self._enqueue(OUT, pages))
+        return Acknowledgement(self._enqueue(OUT, pages))
 
     def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
         """Copy host pages to device pages layer by layer, behind every kernel launched so far.
@@ -160,12 +200,13 @@ class PageTransfers:
             for lane in self.pools[name].lanes[direction]:
                 for run in lane.runs:
                     steps[pair.layers[run.layers.start]].append((name, lane, run))
-        return steps
+        # A write-back has no events of layers.
+        return steps if direction == IN else [step for step in steps if step]
 
     def _behind_compute(self, direction: str) -> None:
         # Behind all kernels launched so far: nothing tells which of them use these pages (rule
         # ST-1).
-        self.streams[direction].wait_event(recorded(self.device, self._compute))
+        self.streams[direction].wait_event(self._compute.record())
 
     def _enqueue(self, direction: str, indices: Mapping[str, Indices]) -> list[Event]:
         """Enqueue all copies; the event behind them, or behind those of each layer of a load."""
@@ -174,15 +215,7 @@ class PageTransfers:
         # All pools are checked before anything is enqueued: a transfer is made as a whole or not at
         # all.
         pools = {name: self._pool(name) for name in indices}
-        numbers = dict[tuple[int, int, int], "torch.Tensor"]()
-        pages = dict[str, "torch.Tensor"]()
-        for name, pool in pools.items():
-            (device, host), page_size = indices[name], pool.page_size
-            # Pools that follow another one are given the same indices, which are checked once.
-            key = id(device), id(host), page_size
-            numbers[key] = numbers[key] if key in numbers else moved_pages(device, host, page_size)
-            pool.check(direction, numbers[key])
-            pages[name] = numbers[key]
+        pages = {name: pool.pages(direction, indices[name]) for name, pool in pools.items()}
         stream = self.streams[direction]
         events: list[Event] = []
         with self.device.current():
@@ -191,16 +224,13 @@ class PageTransfers:
                 for name, pool in pools.items():
                     pool.begin(direction, pages[name])
                 for steps in self._steps[direction]:
-                    found = False
-                    for name, lane, run in steps:
-                        if name in pages:
-                            lane.enqueue(run)
-                            found = True
+                    mine = [(lane, run) for name, lane, run in steps if name in pages]
+                    for lane, run in mine:
+                        lane.enqueue(run)
                     if direction == IN:
                         # Layers that come together have one event.
-                        is_new = found or not events
-                        events.append(recorded(self.device, stream) if is_new else events[-1])
-                events = events or [recorded(self.device, stream)]
+                        events.append(stream.record() if mine or not events else events[-1])
+                events = events or [stream.record()]
             except BaseException:
                 # Which pool failed is not known: some copies of each may have been enqueued.
                 for name, pool in pools.items():

@@ -1,26 +1,80 @@
-"""Slots of a host pool that copies in flight keep from being handed out (rule ST-3)."""
+"""Pages that copies in flight use: fences for streams, and host slots that are not handed out."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections import deque
-from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 from hicache_storage.spec import SlotError
-from hicache_storage.transfer.pages import page_numbers
+from hicache_storage.transfer.pages import HOST, page_numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from hicache_storage.pools import HostPoolBase, SlotAllocator
+    from hicache_storage.transfer.streams import Event, Stream
 
+KEPT_EVENTS: Final = 256
+"""Events that are kept; a page whose copy is older waits for the oldest of them."""
 ASK_AT: Final = 64
-"""Number of recorded uses from which on finished ones are dropped.
+"""Number of uses from which on ended ones are dropped, also without a shortage of slots."""
 
-Also without a shortage of slots.
-"""
+
+class PageFences:
+    """For each page the last copy of one stream that uses it. Not thread-safe.
+
+    Copies of one stream end in the order in which they were noted, so the last of some pages stands
+    for all of them, and the stream's own copies need no fence. Pages are given by their numbers,
+    int64 on the CPU, in a row for each of two pools, or one for the first; no call depends on how
+    many they are but for a few vector operations.
+
+    Args:
+        pages: as many as the larger pool has.
+    """
+
+    def __init__(self, pages: int) -> None:
+        import torch
+
+        # Of each page the number of its copy, counted from 1 on.
+        self._last = torch.zeros(2, pages, dtype=torch.int64)
+        self._events = deque["Event"](maxlen=KEPT_EVENTS)
+        self._count = 0
+        self._ended = 0
+        """Number of the last copy that is known to have ended."""
+
+    def note(self, pages: torch.Tensor, until: Event) -> None:
+        """Note a copy that uses some pages until an event."""
+        # The former number may be overwritten: that copy is on the same stream and ends before.
+        self._events.append(until)
+        self._count += 1
+        self._last.scatter_(1, pages, self._count)
+
+    def wait(self, stream: Stream, pages: torch.Tensor) -> None:
+        """Let another stream wait for the copies that use some pages."""
+        # `gather`, `scatter_`: the fastest of torch's ways to find and mark numbered places.
+        number = int(self._last.gather(1, pages).max())
+        if number:
+            stream.wait_event(self._event(number))
+
+    def ask(self) -> None:
+        """Look which copies have ended, up to the first that has not.
+
+        Raises:
+            StreamFailedError: a copy failed.
+        """
+        while self._ended < self._count and self._event(self._ended + 1).query():
+            self._ended = max(self._ended, self._count - len(self._events)) + 1
+
+    def in_use(self, pages: torch.Tensor) -> torch.Tensor:
+        """By page of the host, whether a copy uses it that is not known to have ended."""
+        return self._last[HOST].take(pages) > self._ended
+
+    def _event(self, number: int) -> Event:
+        return self._events[max(number - self._count - 1, -len(self._events))]
 
 
 class Completion(Protocol):
@@ -41,21 +95,26 @@ class HostSlots:
 
     A page that is freed while a copy reads or writes it goes back to the pool when that copy is
     done. Thread-safe.
+
+    Args:
+        pool: has the slots.
+        fences: of the copies.
     """
 
-    def __init__(self, pool: HostPoolBase | SlotAllocator) -> None:
+    def __init__(
+        self, pool: HostPoolBase | SlotAllocator, fences: Collection[PageFences] = ()
+    ) -> None:
         import torch
 
         self._pool = pool
         self._page_size = pool.page_size
+        self._fences = fences
         self._lock = threading.Lock()
-        self._uses = dict[object, deque[_Use]]()
-        """Uses in the order in which they began, by what orders their ends."""
+        self._uses: list[_Use] = []
         self._ask_at = ASK_AT
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
         """By page, how many of the uses hold it."""
-        self._one = torch.ones(1, dtype=torch.int64)
         self._parked = torch.zeros(pages, dtype=torch.bool)
         """By page, whether it was freed and is still in use."""
 
@@ -80,7 +139,7 @@ class HostSlots:
         with self._lock:
             # The pool cannot notice it: for the pool a parked page is still in use.
             self._refuse("given back twice", pages[self._parked[pages]])
-            busy = self._users[pages] > 0
+            busy = self._in_use(pages)
             if not bool(busy.all()):
                 self._pool.free(slots[~busy].reshape(-1))
             self._parked[pages[busy]] = True
@@ -91,28 +150,21 @@ class HostSlots:
 
         Several may hold a page.
         """
-        self.hold_pages(self._pages(indices), until, object())
-
-    def hold_pages(self, pages: torch.Tensor, until: Completion, behind: object) -> None:
-        """Do the same for pages of the pool, given by their numbers.
-
-        Args:
-            pages: int64 on the CPU; kept.
-            until: ends the use.
-            behind: the stream or anything else that lets uses end in the order of these calls: only
-                the first one that has not ended is asked.
-        """
+        pages = self._pages(indices)
+        self.keep(pages)
         with self._lock:
-            # Not `+= 1`, which counts a page once that occurs twice in `pages`.
-            self._users.index_add_(0, pages, self._one.expand(pages.numel()))
-            self._uses.setdefault(behind, deque()).append(_Use(pages, until))
-            if sum(map(len, self._uses.values())) >= self._ask_at:
+            self._uses.append(_Use(pages, until))
+            if len(self._uses) >= self._ask_at:
                 # The next allocation reports a failed stream.
                 with contextlib.suppress(Exception):
                     self._release()
-                # Doubled while copies run: otherwise each further one would ask CUDA about all of
-                # them.
-                self._ask_at = max(ASK_AT, 2 * sum(map(len, self._uses.values())))
+                # Doubled while they last: otherwise each further one would ask about all of them.
+                self._ask_at = max(ASK_AT, 2 * len(self._uses))
+
+    def keep(self, pages: torch.Tensor) -> None:
+        """Never hand out some pages again, given by their numbers."""
+        with self._lock:
+            self._count(pages, 1)
 
     def available_size(self) -> int:
         """Number of slots that can be taken now."""
@@ -130,29 +182,31 @@ class HostSlots:
             slots = cast("list[int]", (pages * self._page_size).tolist())
             raise SlotError(f"slots {why}: {slots}")
 
+    def _count(self, pages: torch.Tensor, change: int) -> None:
+        # Not `+= change`, which counts a page once that occurs twice in `pages`.
+        self._users.index_add_(0, pages, pages.new_full((1,), change).expand(pages.numel()))
+
+    def _in_use(self, pages: torch.Tensor) -> torch.Tensor:
+        busy = self._users[pages] > 0
+        for fences in self._fences:
+            busy |= fences.in_use(pages)
+        return busy
+
     def _release(self) -> None:
-        """Forget the copies that are done, and give back what waited for them."""
+        """Forget the uses that are over, and give back what waited for them."""
         import torch
 
+        parked = self._parked.nonzero().view(-1)
         # All are asked before anything changes: a failed stream raises.
-        ended = [
-            (behind, use)
-            for behind, uses in self._uses.items()
-            for use in takewhile(lambda use: use.until.query(), uses)
-        ]
-        if not ended:
-            return
-        for behind, _ in ended:
-            self._uses[behind].popleft()
-            if not self._uses[behind]:
-                del self._uses[behind]
-        pages = torch.cat([use.pages for _, use in ended])
-        self._users.index_add_(0, pages, self._one.expand(pages.numel()), alpha=-1)
-        idle = pages[(self._users[pages] == 0) & self._parked[pages]]
+        over = [use.until.query() for use in self._uses]
+        for fences in self._fences if parked.numel() else ():
+            fences.ask()
+        for use, is_over in zip(self._uses, over, strict=True):
+            if is_over:
+                self._count(use.pages, -1)
+        self._uses = [use for use, is_over in zip(self._uses, over, strict=True) if not is_over]
+        idle = parked[~self._in_use(parked)]
         if idle.numel():
             self._parked[idle] = False
-            # A load may hold a page twice, which goes back once.
-            once = idle.sort().values
-            once = once[once.diff(prepend=once.new_full((1,), -1)) != 0]
-            slots = once.unsqueeze(1) * self._page_size + once.new_tensor(range(self._page_size))
+            slots = idle.unsqueeze(1) * self._page_size + torch.arange(self._page_size)
             self._pool.free(slots.view(-1))

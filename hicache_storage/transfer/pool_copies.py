@@ -7,12 +7,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.copies import DEVICE, HOST, Lane
-from hicache_storage.transfer.fences import PageFences
-from hicache_storage.transfer.host_slots import HostSlots
-from hicache_storage.transfer.pages import page_numbers
+from hicache_storage.transfer.copies import Lane
+from hicache_storage.transfer.host_slots import HostSlots, PageFences
+from hicache_storage.transfer.pages import DEVICE, HOST, page_numbers
 from hicache_storage.transfer.plan import describe, make_plan
-from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,8 +79,6 @@ class PoolCopies:
                 f"layers of pool {name!r} must be {host_pool.layer_num} ascending numbers from 0 "
                 f"on, got {[*layers]}"
             )
-        self.host_slots = HostSlots(host_pool)
-        self._device = device
         self._streams = streams
         self._pair = pair
         self.page_size = host_pool.page_size
@@ -104,66 +100,67 @@ class PoolCopies:
         """The copies of each direction."""
         pages = max(self._page_nums)
         self._fences = {direction: PageFences(pages) for direction in WRITTEN}
+        # The caller may free host pages at any time; they are handed out when the copies that use
+        # them have ended.
+        self.host_slots = HostSlots(host_pool, self._fences.values())
         self._marks = torch.zeros(pages, dtype=torch.int64)
         self._numbers = torch.arange(pages)
         logger.info("copies of %s, %s: %s", name, type(host_pool).__name__, describe(self.plan))
 
-    def check(self, direction: str, pages: torch.Tensor) -> None:
-        """Refuse page numbers of another pool, or a written page that occurs twice."""
-        self._check_range(pages)
-        # What is only read may occur twice.
-        if self._has_repeated(pages[WRITTEN[direction]]):
+    def pages(self, direction: str, indices: Indices) -> torch.Tensor:
+        """The page numbers of a transfer in two rows, `DEVICE` and `HOST`.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
+                page that is written occurs twice.
+        """
+        counts = [side.numel() for side in indices]
+        if counts[0] != counts[1] or not counts[0]:
             raise InvalidTransferError(
-                f"{NAMES[WRITTEN[direction]]} hold a page twice; what it would hold then is "
-                "undefined"
+                f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}"
             )
+        pages = self._existing(indices)
+        # What is only read may occur twice.
+        side = WRITTEN[direction]
+        if self._has_repeated(pages[side]):
+            raise InvalidTransferError(
+                f"{NAMES[side]} hold a page twice; what it would hold then is undefined"
+            )
+        return pages
 
     def begin(self, direction: str, pages: torch.Tensor) -> None:
         """Get ready for the copies of a transfer."""
-        self._behind_copies(direction, pages)
-        self._streams[direction].upload(self._tables[direction], pages)
+        stream = self._streams[direction]
+        # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
+        # (rule ST-3).
+        self._fences[IN if direction == OUT else OUT].wait(stream, pages)
+        stream.upload(self._tables[direction], pages)
         for lane in self.lanes[direction]:
             lane.begin(pages)
 
     def end(self, direction: str, pages: torch.Tensor, until: Event) -> None:
         """Fence the pages until an event that was recorded behind all copies."""
         self._fences[direction].note(pages, until)
-        # The caller may free the host pages at any time; they are handed out when the copy has
-        # ended. Copies of one direction end in order.
-        self.host_slots.hold_pages(pages[HOST], until, direction)
 
     def give_up(self, direction: str, pages: torch.Tensor) -> None:
-        """Fence the pages of a transfer that failed: some of its copies may have been enqueued.
-
-        Blocks only where no event can be recorded.
-        """
-        stream = self._streams[direction]
-        # First without waiting. A stream that refuses to record may still let the thread wait for
-        # it; one that refuses both tells nothing any more.
+        """Fence the pages of a transfer that failed: some of its copies may have been enqueued."""
         with suppress(Exception):
-            self.end(direction, pages, recorded(self._device, stream))
+            self.end(direction, pages, self._streams[direction].record())
             return
-        with suppress(Exception):
-            stream.synchronize()
-            return
-        # No stream can wait for it; the host pages are not handed out any more.
-        self.host_slots.hold_pages(pages[HOST], Never(), Never)
+        # A stream that refuses to record tells nothing any more: none can wait for it, and the host
+        # pages are not handed out again.
+        self.host_slots.keep(pages[HOST])
 
     def before_overwrite(self, compute: Stream, device_indices: torch.Tensor) -> None:
         """Let `compute` wait for the copies that use device pages."""
-        pages = page_numbers([device_indices], self.page_size)
-        if pages.numel():
-            self._check_range(pages)
+        if device_indices.numel():
+            pages = self._existing([device_indices])
             for fences in self._fences.values():
                 fences.wait(compute, pages)
 
-    def _behind_copies(self, direction: str, pages: torch.Tensor) -> None:
-        # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
-        # (rule ST-3).
-        other = self._fences[IN if direction == OUT else OUT]
-        other.wait(self._streams[direction], pages)
-
-    def _check_range(self, pages: torch.Tensor) -> None:
+    def _existing(self, sides: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The page numbers of indices of the device, or of both sides."""
+        pages = page_numbers(sides, self.page_size)
         low, high = (cast("list[int]", each.tolist()) for each in pages.aminmax(dim=1))
         for name, count, first, last in zip(NAMES, self._page_nums, low, high, strict=False):
             if first < 0 or last >= count:
@@ -171,34 +168,12 @@ class PoolCopies:
                     f"{name} must be slots in [0, {count * self.page_size}), got "
                     "pages that are not there"
                 )
+        return pages
 
     def _has_repeated(self, pages: torch.Tensor) -> bool:
         if pages.numel() > self._marks.numel():
             return True
         # Of two marks on a page one remains.
-        numbers = self._numbers[: pages.numel()]
+        numbers = self._numbers.narrow(0, 0, pages.numel())
         self._marks.scatter_(0, pages, numbers)
         return not self._marks.gather(0, pages).equal(numbers)
-
-
-def moved_pages(
-    device_indices: torch.Tensor, host_indices: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    """The page numbers of a transfer in two rows, `DEVICE` and `HOST`.
-
-    Raises:
-        InvalidTransferError: the indices are not whole pages, as many each.
-    """
-    counts = device_indices.numel(), host_indices.numel()
-    if counts[0] != counts[1] or not counts[0]:
-        raise InvalidTransferError(
-            f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}"
-        )
-    return page_numbers([device_indices, host_indices], page_size)
-
-
-class Never:
-    """The end of copies about which a failed stream tells nothing."""
-
-    def query(self) -> bool:
-        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +43,7 @@ class Access:
         return f"{self.what!r} ({self.where})"
 
 
-@dataclass(frozen=True, slots=True)
-class Race:
+class Race(NamedTuple):
     """Two operations on the same bytes, at least one of which writes, that nothing orders."""
 
     first: Access
@@ -52,14 +51,12 @@ class Race:
     second: Access
     first_writes: bool
     second_writes: bool
-    memory: str
-    """Description of the bytes."""
 
     def __str__(self) -> str:
         deeds = ("reads", "writes")
         return (
-            f"{self.second} {deeds[self.second_writes]} {self.memory}, and nothing orders it "
-            f"behind {self.first}, which {deeds[self.first_writes]} it"
+            f"{self.second} {deeds[self.second_writes]} memory that {self.first} "
+            f"{deeds[self.first_writes]}, and nothing orders it behind that"
         )
 
 
@@ -80,11 +77,6 @@ class ShadowMemory:
     def __init__(self) -> None:
         self._starts = [0]
         self._cells = [_Cell()]
-        self._names: list[tuple[int, int, str]] = []
-
-    def name(self, start: int, end: int, name: str) -> None:
-        """Name a range of addresses, for messages."""
-        self._names.append((start, end, name))
 
     def access(
         self, access: Access, runs: Sequence[tuple[int, int]], *, writes: bool
@@ -99,7 +91,7 @@ class ShadowMemory:
                 others = list(cell.reads.values()) if writes else []
                 for other in (*others, *([cell.write] if cell.write else [])):
                     if not access.follows(other):
-                        race = Race(other, access, other is cell.write, writes, self._describe(run))
+                        race = Race(other, access, other is cell.write, writes)
                         found.setdefault(other, race)
                 if writes:
                     # What follows this write follows the accesses before it as well, or their race
@@ -119,12 +111,6 @@ class ShadowMemory:
                 self._starts.insert(at, address)
                 self._cells.insert(at, _Cell(former.write, dict(former.reads)))
         return self._cells[bisect_left(self._starts, start) : bisect_left(self._starts, end)]
-
-    def _describe(self, run: tuple[int, int]) -> str:
-        for start, end, name in self._names:
-            if start <= run[0] < end:
-                return f"bytes {run[0] - start} to {run[1] - start} of {name}"
-        return f"{run[1] - run[0]} bytes of memory without a name"
 
 
 def byte_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -61,18 +61,6 @@ class SimulatedRows(NamedTuple):
         return numbers[row, pages.start : pages.stop]
 
 
-class Position(NamedTuple):
-    """A place in a stream: behind so many of its operations."""
-
-    stream: SimulatedStream
-    number: int
-    clock: Clock
-    """What has happened there."""
-
-    def is_reached(self) -> bool:
-        return self.stream.ran >= self.number
-
-
 class StreamSimulator:
     """A device whose streams run on the CPU, in the thread that waits for them.
 
@@ -119,36 +107,24 @@ class StreamSimulator:
             self._streams.append(stream)
         return stream
 
-    def event(self) -> SimulatedEvent:
-        return SimulatedEvent(self)
-
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
         """Memory that holds `POISON`, and is kept as long as the simulator is."""
         import torch
 
         memory = torch.full((size,), POISON, dtype=torch.uint8)
-        self.name("scratch memory", memory)
         self.keep([memory])
         return memory
 
     def page_table(self, pages: int) -> SimulatedTable:
         return SimulatedTable(pages)
 
-    def row_copy(
-        self, destination: RowSide, source: RowSide, table: object, blocks: int
-    ) -> SimulatedRows:
+    def row_copy(self, destination: RowSide, source: RowSide, table: object) -> SimulatedRows:
         # Also of copies by DMA, which know addresses only.
         self.keep([*destination.views, *source.views])
         for views in zip(destination.views, source.views, strict=True):
             # Refuses what the kernel does not know.
             geometry(*views)
         return SimulatedRows((destination, source), own(SimulatedTable, table))
-
-    def name(self, name: str, tensor: torch.Tensor) -> None:
-        """Say what messages call a contiguous tensor's memory."""
-        with self.lock:
-            for start, end in byte_runs(tensor):
-                self._shadow.name(start, end, name)
 
     def host(
         self, what: str, *, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
@@ -162,8 +138,8 @@ class StreamSimulator:
 
     def close(self) -> None:
         """Run what is enqueued."""
-        for stream in self._random.sample(self._streams, len(self._streams)):
-            self._run_until(stream.position())
+        for stream in self._streams:
+            self.run_until(stream.record())
 
     # For streams and events
     # ---------------------------------------------------------------------------------
@@ -189,19 +165,11 @@ class StreamSimulator:
                     break
                 self._random.choice(ready).run_next()
 
-    def wait(self, position: Position) -> None:
-        """Let the host wait until a stream has come to a position."""
-        self._run_until(position)
-        stream = position.stream
-        if stream.error is not None and position.number >= stream.failed_at:
-            raise StreamFailedError(f"an operation failed: {stream.error!r}") from stream.error
+    def run_until(self, event: SimulatedEvent) -> None:
+        """Run what an event is behind."""
         with self.lock:
-            join(self.clock, position.clock)
-
-    def _run_until(self, position: Position) -> None:
-        with self.lock:
-            while not position.is_reached():
-                stream = position.stream
+            while not event.is_reached():
+                stream = event.stream
                 while behind := stream.blocked_by():
                     stream = behind.stream
                 stream.run_next()
@@ -212,8 +180,8 @@ class SimulatedStream:
 
     def __init__(self, simulator: StreamSimulator, name: str, actor: int) -> None:
         self.name = name
-        self.queue = deque["Callable[[], object] | Position"]()
-        """Operations, and positions in other streams that the next ones wait for."""
+        self.queue = deque["Callable[[], object] | SimulatedEvent"]()
+        """Operations, and events that the next ones wait for."""
         self.ran = 0
         self.error: BaseException | None = None
         self.failed_at = 0
@@ -221,30 +189,28 @@ class SimulatedStream:
         self.clock: Clock = {actor: 0}
         """What the next operation follows."""
         self._actor = actor
-        self._simulator = simulator
+        self.simulator = simulator
 
-    def position(self) -> Position:
-        """The place behind everything enqueued so far."""
-        with self._simulator.lock:
+    def blocked_by(self) -> SimulatedEvent | None:
+        """The event that the first operation waits for."""
+        first = self.queue[0]
+        return first if isinstance(first, SimulatedEvent) and not first.is_reached() else None
+
+    def record(self) -> SimulatedEvent:
+        with self.simulator.lock:
             # What the host has seen complete happened before everything that it enqueues from now
             # on.
-            join(self.clock, self._simulator.clock)
-            return Position(self, self.ran + len(self.queue), dict(self.clock))
-
-    def blocked_by(self) -> Position | None:
-        """The position that the first operation waits for."""
-        first = self.queue[0]
-        return first if isinstance(first, Position) and not first.is_reached() else None
+            join(self.clock, self.simulator.clock)
+            return SimulatedEvent(self, self.ran + len(self.queue), dict(self.clock))
 
     def wait_event(self, event: Event) -> None:
-        position = own(SimulatedEvent, event).position
-        if position is not None:
-            with self._simulator.lock:
-                join(self.clock, position.clock)
-                self.queue.append(position)
+        event = own(SimulatedEvent, event)
+        with self.simulator.lock:
+            join(self.clock, event.clock)
+            self.queue.append(event)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
-        self._simulator.keep([destination, source])
+        self.simulator.keep([destination, source])
         reads, writes = byte_runs(source), byte_runs(destination)
         self._enqueue(what, lambda: destination.copy_(source), reads, writes)
 
@@ -293,21 +259,21 @@ class SimulatedStream:
         self._enqueue(what, run, reads, writes)
 
     def synchronize(self) -> None:
-        self._simulator.wait(self.position())
+        self.record().synchronize()
 
     def run_next(self) -> None:
         """Run the first operation."""
         operation = self.queue.popleft()
         try:
             # As on a GPU, a stream that has failed runs nothing more.
-            if self.error is None and not isinstance(operation, Position):
+            if self.error is None and not isinstance(operation, SimulatedEvent):
                 operation()
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for it
             self.error, self.failed_at = error, self.ran + 1
         self.ran += 1
 
     def _enqueue(self, what: str, run: Callable[[], object], reads: Runs, writes: Runs) -> None:
-        simulator = self._simulator
+        simulator = self.simulator
         with simulator.lock:
             self.queue.append(run)
             join(self.clock, simulator.clock)
@@ -316,28 +282,32 @@ class SimulatedStream:
             simulator.note(access, reads, writes)
 
 
-class SimulatedEvent:
-    """A place in a simulated stream. Made by `StreamSimulator.event`."""
+class SimulatedEvent(NamedTuple):
+    """A place in a simulated stream: behind so many of its operations."""
 
-    def __init__(self, simulator: StreamSimulator) -> None:
-        self.position: Position | None = None
-        """None where it was never recorded."""
-        self._simulator = simulator
+    stream: SimulatedStream
+    number: int
+    clock: Clock
+    """What has happened there."""
 
-    def record(self, stream: Stream) -> None:
-        self.position = own(SimulatedStream, stream).position()
+    def is_reached(self) -> bool:
+        return self.stream.ran >= self.number
 
     def query(self) -> bool:
-        self._simulator.run_some()
-        if self.position is not None and not self.position.is_reached():
+        self.stream.simulator.run_some()
+        if not self.is_reached():
             return False
         # A query that has seen the event orders the host behind it, just as a wait does.
         self.synchronize()
         return True
 
     def synchronize(self) -> None:
-        if self.position is not None:
-            self._simulator.wait(self.position)
+        stream, simulator = self.stream, self.stream.simulator
+        simulator.run_until(self)
+        if stream.error is not None and self.number >= stream.failed_at:
+            raise StreamFailedError(f"an operation failed: {stream.error!r}") from stream.error
+        with simulator.lock:
+            join(simulator.clock, self.clock)
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:

@@ -39,15 +39,7 @@ class RowSide(NamedTuple):
 
 
 class Event(Protocol):
-    """A place in a stream.
-
-    It stands for what the stream held when it was last recorded. One that was never recorded is
-    complete: waiting for it waits for nothing.
-    """
-
-    def record(self, stream: Stream) -> None:
-        """Record everything enqueued on `stream`; earlier waits keep the former position."""
-        ...
+    """A place in a stream: behind everything that it held when the event was recorded."""
 
     def query(self) -> bool:
         """Return True if the event has been reached; does not block.
@@ -73,8 +65,12 @@ class Stream(Protocol):
     run; `what` describes it in messages.
     """
 
+    def record(self) -> Event:
+        """Record a new event behind everything enqueued so far."""
+        ...
+
     def wait_event(self, event: Event) -> None:
-        """Make later operations wait for the position that `event` has; does not block."""
+        """Make later operations wait for an event; does not block."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
@@ -121,7 +117,7 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """Makes streams, events and memory of one device."""
+    """Makes streams and memory of one device."""
 
     def current(self) -> AbstractContextManager[object]:
         """Make it the calling thread's current device, in which kernels are launched."""
@@ -134,10 +130,6 @@ class Device(Protocol):
             name: for messages.
             priority: of a stream of copies, which no graph captures; None for any other.
         """
-        ...
-
-    def event(self) -> Event:
-        """A new event, not recorded."""
         ...
 
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
@@ -158,13 +150,12 @@ class Device(Protocol):
         """
         ...
 
-    def row_copy(self, destination: RowSide, source: RowSide, table: object, blocks: int) -> object:
+    def row_copy(self, destination: RowSide, source: RowSide, table: object) -> object:
         """Prepare a kernel that copies pages.
 
         Args:
             destination, source: as many parts each, of rows of one shape and element type.
             table: has the page numbers.
-            blocks: multiprocessors that it occupies at most.
 
         Raises:
             InvalidPoolError: the device cannot reach host memory that is not page-locked, or the
@@ -172,13 +163,6 @@ class Device(Protocol):
             ConfigError: the kernel cannot be compiled; the message names what is missing.
         """
         ...
-
-
-def recorded(device: Device, stream: Stream) -> Event:
-    """Record a new event behind everything enqueued on `stream` so far."""
-    event = device.event()
-    event.record(stream)
-    return event
 
 
 def own(kind: type[KindT], given: object) -> KindT:

@@ -7,7 +7,6 @@ import torch
 
 from hicache_storage.hybrid import HybridIndices, page_hashes
 from hicache_storage.spec import InvalidTransferError, SlotError
-from hicache_storage.transfer import recorded
 from tests.hybrid.stack import KV, MAMBA, PAGE, tokens
 from tests.support.waiting import eventually
 
@@ -71,7 +70,7 @@ def test_a_layer_is_waited_for_in_the_pools_that_have_it(stack):
     assert stack.controller.completed_loads() == []
     late = stack.simulator.stream("model 2")
     counter.wait(2, late)
-    event = recorded(stack.simulator, late)
+    event = late.record()
     assert not event.query()
     late.synchronize()
     assert not counter.done()

@@ -1,5 +1,4 @@
-"""Copies of pages between device and host: every pool and layout, random traffic, held host pages,
-refused arguments."""
+"""Copies of pages between device and host: every pool and layout, refused arguments."""
 
 from __future__ import annotations
 
@@ -8,14 +7,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, Bench, Simulated, fill, one_pool, same
+from transfer_bench import KINDS, PAGE, PAGES, POOLS, Bench, fill, one_pool, same
 
 from hicache_storage.pools import DevicePages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.plan import WAYS
-from hicache_storage.transfer.pool_copies import IN, OUT, moved_pages
+from hicache_storage.transfer import Indices
+from hicache_storage.transfer.pool_copies import IN, OUT
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
@@ -53,93 +50,6 @@ def _poisoned(bench, used):
     return len(pages) == 2 and same([parts], [expected])
 
 
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
-@pytest.mark.parametrize("way", WAYS)
-@settings(
-    max_examples=10,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(data=st.data())
-def test_random_traffic(way, kind, layout, data):
-    """Kernels, write-backs and loads in any order, nothing waited for: a model of who holds what is
-    right, and no race."""
-    place = Simulated("traffic")
-    try:
-        _Traffic(Bench(place, kind, layout, way), data.draw).run()
-    finally:
-        place.close()
-
-
-class _Traffic:
-    """A random program, and what every page holds by the order of the calls."""
-
-    def __init__(self, bench, draw):
-        self._bench, self._draw = bench, draw
-        self._contents = [bench.content(seed) for seed in range(PAGES)]
-        self._device, self._host = {}, {}
-        self._seen = []
-
-    def run(self):
-        for page, content in enumerate(self._contents):
-            self._bench.run_kernel(page, content)
-            self._device[page] = content
-        for _ in range(self._draw(st.integers(1, 6))):
-            self._draw(st.sampled_from([self._kernel, self._write_back, self._load]))()
-        for page, content in self._device.items():
-            self._seen.append((self._bench.read(page), content))
-        self._bench.finish()
-        assert all(same(seen, content) for seen, content in self._seen)
-
-    def _kernel(self):
-        page, content = (
-            self._draw(st.integers(0, PAGES - 1)),
-            self._draw(st.sampled_from(self._contents)),
-        )
-        self._bench.run_kernel(page, content)
-        self._device[page] = content
-
-    def _write_back(self):
-        sources = self._draw(
-            st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True)
-        )
-        targets = self._draw(st.permutations(range(PAGES)))[: len(sources)]
-        self._bench.write_back(self._bench.slots(*sources), self._bench.slots(*targets))
-        self._host.update(
-            {to: self._device[page] for page, to in zip(sources, targets, strict=True)}
-        )
-
-    def _load(self):
-        targets = self._draw(
-            st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True)
-        )
-        known = sorted(self._host)
-        if not known:
-            return
-        sources = [self._draw(st.sampled_from(known)) for _ in targets]
-        counter = self._bench.load(self._bench.slots(*sources), self._bench.slots(*targets))
-        self._device.update(
-            {to: self._host[page] for page, to in zip(sources, targets, strict=True)}
-        )
-        page = targets[0]
-        self._seen.append((self._bench.read(page, counter), self._device[page]))
-        counter.wait(LAYERS - 1, self._bench.compute)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_counter_tells_what_has_arrived(simulated, way):
-    bench = Bench(simulated, "mha", "page_first_direct", way)
-    host = bench.filled_host(bench.content(0))
-    simulated.hold()
-    counter = bench.load(host, bench.slots(0))
-    compute = simulated.device.stream("layer 0")
-    counter.wait(0, compute)
-    compute.synchronize()
-    assert counter.arrived() == 1
-    counter.synchronize()
-    assert counter.arrived() == LAYERS
-
-
 def test_indices_that_do_not_fit_are_refused(simulated):
     bench = Bench(simulated, "mha", "page_first", None)
     host = bench.alloc(2)
@@ -174,7 +84,7 @@ def test_repeated_pages_are_found(simulated):
                 if len(set(pages)) < len(pages)
                 else nullcontext()
             ):
-                bench.pool.check(direction, moved_pages(*indices, PAGE))
+                bench.pool.pages(direction, Indices(*indices))
 
 
 def test_pools_that_do_not_fit_are_refused(simulated):

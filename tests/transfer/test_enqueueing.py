@@ -15,10 +15,10 @@ from transfer_bench import KINDS, LAYERS, PAGES, POOLS, fill, moved, one_pool, r
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import CudaStream, StreamFailedError, copies
-from hicache_storage.transfer.copies import DEVICE, HOST
 from hicache_storage.transfer.cuda import device as cuda_module
-from hicache_storage.transfer.cuda import dma
+from hicache_storage.transfer.cuda import driver as driver_module
 from hicache_storage.transfer.cuda import kernel as kernel_module
+from hicache_storage.transfer.pages import DEVICE, HOST
 from hicache_storage.transfer.plan import WAYS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -147,15 +147,16 @@ class Driver:
         return (0,)
 
     def use(self, monkeypatch):
-        monkeypatch.setattr(dma, "driver", lambda: self)
-        monkeypatch.setattr(dma, "memcpy_batch", dma.memcpy_batch.__wrapped__)
+        monkeypatch.setattr(driver_module, "driver", lambda: self)
+        uncached = driver_module.memcpy_batch.__wrapped__
+        monkeypatch.setattr(driver_module, "memcpy_batch", uncached)
 
 
 def test_batches_are_called_as_cuda_declares_them(monkeypatch):
     driver = Driver(knows_batches=True)
     driver.use(monkeypatch)
     to, origin = torch.arange(4).view(2, 2), torch.arange(6).view(3, 2)
-    assert dma.copy_pieces(to, origin, 9, 15) == 0
+    assert driver_module.copy_pieces(to, origin, 9, 15) == 0
     (arguments,) = driver.calls
     addresses = tuple(each.data_ptr() for each in (to, origin))
     assert (*arguments[:2], arguments[3], arguments[6], arguments[8]) == (*addresses, 4, 1, 15)
@@ -167,7 +168,7 @@ def test_batches_are_called_as_cuda_declares_them(monkeypatch):
 def test_without_batches_pieces_are_copied_one_by_one(monkeypatch):
     driver = Driver(knows_batches=False)
     driver.use(monkeypatch)
-    assert dma.copy_pieces(torch.tensor([1, 2]), torch.tensor([3, 4]), 5, 7) == 0
+    assert driver_module.copy_pieces(torch.tensor([1, 2]), torch.tensor([3, 4]), 5, 7) == 0
     assert driver.single == [(1, 3, 5, 7), (2, 4, 5, 7)]
 
 
@@ -192,7 +193,7 @@ def test_no_transfer_locks_memory_or_makes_events(way):
         transfers(300)
         with (
             patch.object(cuda_module, "_pinned") as pinned,
-            patch("stubbed_cuda._Native") as native,
+            patch.object(torch.cuda, "Event") as native,
         ):
             transfers(20)
         assert not pinned.called
@@ -202,38 +203,24 @@ def test_no_transfer_locks_memory_or_makes_events(way):
 def test_a_buffer_is_used_again_when_its_upload_is_over():
     numbers = torch.tensor([[5, 7], [1, 2]])
     with stubbed():
-        table = StubbedDevice().page_table(8)
-        first, uploaded = table.take(numbers)
-        assert list((ctypes.c_int64 * 4).from_address(first)) == [5, 7, 1, 2]
-        assert table.rows[1] - table.rows[0] == 16
-        for _ in range(cuda_module.PREPARED_UPLOADS - 1):
-            table.take(numbers)
-        with patch.object(uploaded, "query", lambda: False, create=True):
-            assert table.take(numbers)[0] != first
-        assert table.take(numbers)[0] == first
-
-
-def test_an_event_that_was_used_before_is_complete_until_it_is_recorded():
-    with stubbed():
         device = StubbedDevice()
-        event = device.event()
-        event.record(device.stream("a"))
-        native = event.native
-        del event
-        again = device.event()
-        assert again.native is native
-        native.query = lambda: False
-        assert again.query()
-        again.record(device.stream("a"))
-        assert not again.query()
+        table, stream = device.page_table(8), device.stream("a")
+        for _ in range(cuda_module.PREPARED_UPLOADS):
+            stream.upload(table, numbers)
+        (buffer, uploaded), *_ = table.used
+        assert buffer[:4].tolist() == [5, 7, 1, 2]
+        assert table.rows[1] - table.rows[0] == 16
+        with patch.object(uploaded, "query", lambda: False):
+            assert table.fill(numbers) is not buffer
+        assert table.fill(numbers) is buffer
 
 
 def test_nothing_goes_into_a_graph_that_is_being_captured():
     with stubbed():
-        device = StubbedDevice()
-        stream, event = device.stream("compute"), device.event()
+        stream = StubbedDevice().stream("compute")
+        event = stream.record()
         with patch.object(cuda_module, "is_capturing", lambda stream: True):
-            for call in (lambda: stream.wait_event(event), lambda: event.record(stream)):
+            for call in (lambda: stream.wait_event(event), stream.record):
                 with pytest.raises(InvalidTransferError, match="being captured"):
                     call()
 
@@ -257,6 +244,6 @@ class Failed:
 )
 def test_a_failed_kernel_is_a_failed_stream(kind, call):
     made = kind.__new__(kind)
-    made.native, made.is_recorded = Failed(), True
+    made.native, made._pool = Failed(), []
     with pytest.raises(StreamFailedError, match="illegal memory access"):
         getattr(made, call)()

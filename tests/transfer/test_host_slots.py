@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import InvalidTransferError, SlotError
-from hicache_storage.transfer import HostSlots
-from hicache_storage.transfer import fences as fences_module
-from hicache_storage.transfer.fences import PageFences
+from hicache_storage.transfer import HostSlots, host_slots
+from hicache_storage.transfer.host_slots import PageFences
 
 
 class Use:
@@ -124,37 +123,19 @@ def test_host_slots_against_a_model(data):
     assert host.available_size() == 2 * (pages - len(owned))
 
 
-@pytest.mark.parametrize("behind", [None, "load"])
-def test_uses_that_have_ended_are_forgotten_where_nobody_is_short(behind):
+def test_uses_that_have_ended_are_forgotten_where_nobody_is_short():
     host, uses = HostSlots(SlotAllocator(8, 2)), []
     slots = host.alloc(4)
     for number in range(500):
-        host.hold_pages(slots[::2] // 2, use := Use(), behind or number)
+        host.hold(slots, use := Use())
         use.over = number >= 50
         uses.append(use)
-    left = sum(map(len, host._uses.values()))
-    assert left <= (120 if behind is None else 500)
+    assert len(host._uses) <= 120
     for use in uses:
         use.over = True
-    host.hold(slots, uses[0])
     host.free(slots)
     assert host.available_size() == 8
-    assert not any(host._uses.values())
-
-
-def test_of_uses_in_order_only_the_first_that_has_not_ended_is_asked():
-    host = HostSlots(SlotAllocator(8, 2))
-    uses = [Use() for _ in range(4)]
-    for use in uses:
-        host.hold_pages(host.alloc(2)[::2] // 2, use, "load")
-    uses[0].over = uses[2].over = True
-    asked = []
-    for use in uses:
-        use.query = lambda use=use: asked.append(use) or use.over
-    host.available_size()
-    assert asked == uses[:2]
-    host.available_size()
-    assert asked == [*uses[:2], uses[1]]
+    assert not host._uses
 
 
 # Fences
@@ -177,7 +158,7 @@ def test_fences_against_a_model(data, kept):
     """A stream waits for the last copy that uses its pages, and so for all before it. Where that
     event is not kept, for the oldest one that is: a later one, on the same stream."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fences_module, "KEPT_EVENTS", kept)
+        patch.setattr(host_slots, "KEPT_EVENTS", kept)
         fences, last = PageFences(6), {}
     for number in range(data.draw(st.integers(1, 30))):
         pages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
@@ -187,3 +168,54 @@ def test_fences_against_a_model(data, kept):
         assert stream.events == [max(*known, number - kept)] if known else not stream.events
         fences.note(torch.tensor([pages] * 2), number)
         last.update(dict.fromkeys(pages, number))
+
+
+class Event:
+    """A place in a stream that is told when it is reached."""
+
+    def __init__(self):
+        self.is_over, self.asked = False, 0
+
+    def query(self):
+        self.asked += 1
+        return self.is_over
+
+
+def test_of_copies_in_order_only_the_first_that_has_not_ended_is_asked():
+    fences = PageFences(8)
+    host = HostSlots(SlotAllocator(8, 2), [fences])
+    events = [Event() for _ in range(4)]
+    for event in events:
+        page = host.alloc(2)[::2] // 2
+        fences.note(torch.stack([page, page]), event)
+    assert host.available_size() == 0
+    assert not any(event.asked for event in events), "nothing waits for a copy"
+    host.free(torch.arange(8))
+    events[0].is_over = events[2].is_over = True
+    assert host.available_size() == 2
+    assert [event.asked for event in events] == [1, 1, 0, 0]
+    events[1].is_over = True
+    assert host.available_size() == 6
+    assert [event.asked for event in events] == [1, 2, 1, 1]
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 4))
+def test_pages_of_copies_are_in_use_until_these_have_ended(data, kept):
+    """Where an event is not kept, until the oldest that is has been reached."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_slots, "KEPT_EVENTS", kept)
+        fences = PageFences(6)
+    events, last = [], {}
+    for _ in range(data.draw(st.integers(1, 20))):
+        pages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+        events.append(Event())
+        fences.note(torch.tensor([pages] * 2), events[-1])
+        last.update(dict.fromkeys(pages, len(events)))
+    over = data.draw(st.integers(0, len(events)))
+    for event in events[:over]:
+        event.is_over = True
+    fences.ask()
+    ended = over if over > len(events) - kept else 0
+    expected = [last.get(page, 0) > ended for page in range(6)]
+    assert fences.in_use(torch.arange(6)).tolist() == expected

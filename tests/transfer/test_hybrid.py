@@ -8,7 +8,6 @@ from transfer_bench import KINDS, PAGES, Rig, poison, random_bytes, same
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import Indices, PageTransfers, PoolPair
-from hicache_storage.transfer import engine as engine_module
 from hicache_storage.transfer.plan import WAYS
 from hicache_storage.transfer.pool_copies import IN, OUT
 
@@ -39,7 +38,7 @@ class Model(Rig):
         )
         if place.where == "cuda":
             # Kernels are loaded before one waits for the host.
-            self.transfers.write_back(self.indices((0,), (0,))).wait()
+            self.transfers.write_back(self.indices((0,), (0,))).synchronize()
             self.transfers.load(self.indices((0,), (0,))).synchronize()
             torch.cuda.synchronize()
 
@@ -107,7 +106,7 @@ def move_together(model):
     model.wait(acknowledgement)
     model.finish()
     assert all(map(same, seen, contents))
-    assert counter.arrived() == model.transfers.layer_num
+    assert counter.done()
 
 
 def overwrite_one_pool(name):
@@ -170,7 +169,7 @@ def test_one_state_goes_to_two_slots(place, way):
 def test_layers_come_in_the_order_of_the_model(simulated, way):
     model = Model(simulated, way)
     content = model.run_kernels(4, 0)
-    model.transfers.write_back(model.indices((4,), (1,))).wait()
+    model.transfers.write_back(model.indices((4,), (1,))).synchronize()
     # Layer 3 of the model is the last one of the Mamba pool, and layer 4 the second of attention.
     simulated.hold()
     counter = model.transfers.load(model.indices((2,), (1,)))
@@ -178,9 +177,10 @@ def test_layers_come_in_the_order_of_the_model(simulated, way):
     sources = (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))
     seen = [model.see(part[2], "kernel that reads layers 0 and 1") for part in sources]
     model.compute.synchronize()
-    assert counter.arrived() == 3
+    assert not counter.done()
     counter.synchronize()
-    assert counter.arrived() == model.transfers.layer_num == 6
+    assert counter.done()
+    assert model.transfers.layer_num == 6
     simulated.check()
     assert same([seen], [[part for (part,) in content[: len(seen)]]])
 
@@ -189,7 +189,7 @@ def test_pools_without_pages_are_left_out(simulated):
     model = Model(simulated, None)
     content = model.run_kernels(4, 0)
     pages = {"mamba": Indices(model.slots("mamba", 4), model.slots("mamba", 1))}
-    model.transfers.write_back(pages).wait()
+    model.transfers.write_back(pages).synchronize()
     model.transfers.load(
         {"mamba": Indices(model.slots("mamba", 2), model.slots("mamba", 1))}
     ).synchronize()
@@ -212,20 +212,6 @@ def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
     with pytest.raises(InvalidTransferError, match="no such pool: swa"):
         model.transfers.before_overwrite({"kv": good.device, "swa": good.device})
     assert not any(fences._count for fences in model.transfers.pools["kv"]._fences.values())
-
-
-def test_indices_that_several_pools_share_are_checked_once(simulated, monkeypatch):
-    maps = {"kv": ("mla", range(3)), "indexer": ("indexer", range(3))}
-    model, asked = Model(simulated, None, maps), []
-    check = engine_module.moved_pages
-    monkeypatch.setattr(
-        engine_module, "moved_pages", lambda *given: asked.append(given) or check(*given)
-    )
-    shared = Indices(model.slots("kv", 4), model.slots("kv", 1))
-    model.transfers.write_back({"kv": shared, "indexer": shared}).wait()
-    assert len(asked) == 1
-    model.transfers.write_back(model.indices((4,), (1,))).wait()
-    assert len(asked) == 3
 
 
 class Refused(Exception):

@@ -15,7 +15,7 @@ from hicache_storage.pools import (
 )
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.copies import growing
-from hicache_storage.transfer.pages import page_numbers
+from hicache_storage.transfer.pages import check_pages, page_numbers
 from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, describe, make_plan
 
 KERNEL, STAGED, DIRECT = How.KERNEL, How.STAGED, How.DIRECT
@@ -124,12 +124,14 @@ def test_pages_are_whole_and_in_order():
     assert page_numbers(two, 4).tolist() == [[2, 0], [0, 1]]
     assert page_numbers([torch.tensor([[4, 5], [2, 3]])], 2).tolist() == [[2, 1]]
     assert page_numbers([torch.tensor([7, 3, 7])], 1).tolist() == [[7, 3, 7]]
+    # Not next to each other in memory; and pages of another number than a power of two.
+    assert page_numbers([torch.tensor([6, 0, 7, 0, 8, 0])[::2]], 3).tolist() == [[2]]
     many = torch.randperm(5000).unsqueeze(1) * 16 + torch.arange(16)
     assert torch.equal(page_numbers([many.view(-1)] * 2, 16)[1], many[:, 0] // 16)
     wrong = many.clone()
     wrong[4321, 7] += 1
     with pytest.raises(InvalidTransferError, match="whole pages of 16"):
-        page_numbers([many.view(-1), wrong.view(-1)], 16)
+        check_pages(wrong.view(-1), 16)
 
 
 @pytest.mark.parametrize(

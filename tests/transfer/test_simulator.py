@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from hicache_storage.transfer import StreamFailedError, StreamSimulator, recorded
+from hicache_storage.transfer import StreamFailedError, StreamSimulator
 from hicache_storage.transfer.races import byte_runs
 
 
@@ -40,7 +40,7 @@ def test_streams_overtake_each_other():
             for value, name in ((1, "a"), (2, "b")):
                 stream = simulator.stream(name)
                 stream.copy(memory, numbers(value), name)
-                events.append(recorded(simulator, stream))
+                events.append(stream.record())
             seen.add(tuple(event.query() for event in events))
         last.add(int(memory[0]))
     assert last == {1, 2}
@@ -56,42 +56,26 @@ def test_copies_take_effect_when_they_run(simulator):
     assert torch.equal(memory, numbers(7))
 
 
-def test_an_event_that_was_never_recorded_is_complete(simulator):
-    stream, memory, event = simulator.stream("a"), numbers(0), simulator.event()
-    assert event.query()
-    event.synchronize()
-    stream.wait_event(event)
-    stream.copy(memory, numbers(1), "copy")
-    stream.synchronize()
-    assert torch.equal(memory, numbers(1))
-
-
-def test_recording_takes_a_snapshot(simulator):
+def test_an_event_is_behind_what_was_enqueued_before_it(simulator):
     first, second, held = simulator.stream("a"), simulator.stream("b"), numbers(0)
-    event = recorded(simulator, first)
+    event = first.record()
     simulator.is_held = True
     first.copy(held, numbers(1), "enqueued after the record")
-    event.synchronize()
+    assert event.query()
     second.wait_event(event)
-    # Recorded anew, it stands for the held copy; who waited before goes on waiting for the former
-    # place.
-    event.record(first)
-    assert not event.query()
     second.synchronize()
     assert not held.any()
-    event.synchronize()
-    assert event.query()
-    assert held.all()
+    assert not first.record().query()
 
 
 def test_a_wait_runs_what_it_is_behind_and_no_more(simulator):
     first, second = simulator.stream("a"), simulator.stream("b")
     held, other, behind = numbers(0), numbers(0), numbers(0)
     first.copy(held, numbers(1), "held")
-    event = recorded(simulator, first)
+    event = first.record()
     first.copy(numbers(0), numbers(3), "behind the event")
     second.copy(other, numbers(2), "before the wait")
-    done = recorded(simulator, second)
+    done = second.record()
     second.wait_event(event)
     second.copy(behind, held, "behind the wait")
     done.synchronize()
@@ -107,14 +91,13 @@ def test_a_wait_runs_what_it_is_behind_and_no_more(simulator):
 def test_a_missing_wait_is_found_and_no_other_is(simulator, wait):
     compute, copies = simulator.stream("compute"), simulator.stream("copies")
     page, host = numbers(0), numbers(0)
-    simulator.name("page 3", page)
     compute.copy(page, numbers(1), "kernel")
     if wait:
-        copies.wait_event(recorded(simulator, compute))
+        copies.wait_event(compute.record())
     copies.copy(host, page, "write-back")
     race = (
-        "'write-back' (stream copies) reads bytes 0 to 64 of page 3, and nothing orders it behind "
-        "'kernel' (stream compute), which writes it"
+        "'write-back' (stream copies) reads memory that 'kernel' (stream compute) writes, and "
+        "nothing orders it behind that"
     )
     assert list(map(str, simulator.races)) == [race] * (not wait)
 
@@ -124,7 +107,7 @@ def test_a_race_is_found_although_the_timing_was_good(simulator):
     first.copy(memory, numbers(1), "first")
     # It has ended; nothing that the streams or the host did says so.
     while not torch.equal(memory, numbers(1)):
-        simulator.event().query()
+        simulator.stream("other").record().query()
     second.copy(memory, numbers(2), "second")
     assert len(simulator.races) == 1
     assert simulator.races[0].first_writes
@@ -142,7 +125,7 @@ def test_a_race_is_found_although_the_timing_was_good(simulator):
 def test_the_host_orders_what_it_has_waited_for(simulator, learn):
     first, second, memory = simulator.stream("a"), simulator.stream("b"), numbers(0)
     first.copy(memory, numbers(1), "first")
-    learn(first, recorded(simulator, first))
+    learn(first, first.record())
     second.copy(memory, numbers(2), "second")
     simulator.host("too early", reads=[memory])
     assert [race.second.what for race in simulator.races] == ["too early"]
@@ -155,9 +138,9 @@ def test_order_is_transitive(simulator):
         numbers(0),
     )
     one.copy(memory, numbers(1), "first")
-    two.wait_event(recorded(simulator, one))
+    two.wait_event(one.record())
     two.copy(other, numbers(2), "between")
-    three.wait_event(recorded(simulator, two))
+    three.wait_event(two.record())
     three.copy(memory, numbers(3), "last")
     assert not simulator.races
 
@@ -167,7 +150,7 @@ def test_reads_do_not_conflict_and_writes_behind_them_do(simulator):
     one.copy(numbers(0), memory, "read 1")
     two.copy(numbers(0), memory, "read 2")
     assert not simulator.races
-    three.wait_event(recorded(simulator, one))
+    three.wait_event(one.record())
     three.copy(memory, numbers(1), "write")
     assert [(race.first.what, race.first_writes) for race in simulator.races] == [("read 2", False)]
 
@@ -194,7 +177,7 @@ def test_host_accesses_are_judged(simulator):
 def test_an_error_surfaces_where_it_is_waited_for(simulator):
     stream, other, memory = simulator.stream("a"), simulator.stream("b"), numbers(0)
     stream.copy(memory, numbers(1, 3), "shapes differ")
-    event = recorded(simulator, stream)
+    event = stream.record()
     for wait in (event.synchronize, stream.synchronize):
         with pytest.raises(StreamFailedError, match="an operation failed") as raised:
             wait()
@@ -218,8 +201,6 @@ def test_closing_runs_what_is_left():
 def test_foreign_events_are_refused(simulator):
     with pytest.raises(TypeError, match="needs a SimulatedEvent, got object"):
         simulator.stream("a").wait_event(object())
-    with pytest.raises(TypeError, match="needs a SimulatedStream, got object"):
-        simulator.event().record(object())
 
 
 @pytest.mark.parametrize(

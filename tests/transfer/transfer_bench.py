@@ -188,7 +188,7 @@ class Rig:
         # One that is over already has waited for no gate, and what it copies must not, either.
         if not copy.done():
             self.place.release()
-        copy.wait()
+        copy.synchronize()
 
     def finish(self):
         self.place.release()
@@ -216,7 +216,7 @@ class Bench(Rig):
         self.host_slots = self.pool.host_slots
         if place.where == "cuda":
             # Kernels are loaded before one waits for the host.
-            self.write_back(self.slots(0), self.slots(0)).wait()
+            self.write_back(self.slots(0), self.slots(0)).synchronize()
             self.load(self.slots(0), self.slots(0)).synchronize()
         poison(self.device_pool, self.host_pool)
         if place.where == "cuda":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from hicache_storage.hybrid.pools.indices import HybridIndices
 from hicache_storage.hybrid.pools.tiers import PoolTier
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName
-from hicache_storage.transfer.pages import page_numbers
+from hicache_storage.transfer.pages import check_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -222,7 +222,7 @@ def _owns(entry: PoolEntry) -> bool:
 
 def _check_pages(name: str, slots: torch.Tensor, page_size: int) -> None:
     try:
-        page_numbers([slots], page_size)
+        check_pages(slots, page_size)
     except InvalidTransferError as error:
         raise InvalidTransferError(f"{name}: {error}") from None
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.cuda.dma import copy_pieces, memcpy
-from hicache_storage.transfer.cuda.kernel import CudaRowCopy, is_capturing
+from hicache_storage.transfer.cuda.driver import copy_pieces, is_capturing, memcpy
+from hicache_storage.transfer.cuda.kernel import CudaRowCopy
 from hicache_storage.transfer.streams import StreamFailedError, own
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hicache_storage.transfer.streams import Event, Priority, RowSide, Stream
 
@@ -23,43 +23,28 @@ PREPARED_UPLOADS: Final = 4
 
 
 class CudaEvent:
-    """A `torch.cuda.Event` without timing.
+    """A recorded `torch.cuda.Event` without timing.
 
     Args:
-        pool: where it comes from and goes back to; making an event of CUDA for every copy costs as
-            much as a small copy.
+        pool: where it goes back to; making one for every copy costs as much as a small copy.
     """
 
-    _pool: deque[torch.cuda.Event] | None = None
-    is_recorded = False
-
-    def __init__(self, pool: deque[torch.cuda.Event] | None = None) -> None:
-        self.native: torch.cuda.Event = pool.pop() if pool else torch.cuda.Event()  # type: ignore[no-untyped-call] # torch does not annotate it
+    def __init__(self, native: torch.cuda.Event, pool: deque[torch.cuda.Event]) -> None:
+        self.native = native
         self._pool = pool
 
     def __del__(self) -> None:
         # Streams that wait for it already go on waiting for the place it stood for then.
-        if self._pool is not None:
-            self._pool.append(self.native)
-
-    def record(self, stream: Stream) -> None:
-        cuda = own(CudaStream, stream)
-        if cuda.may_capture:
-            cuda.refuse_capture()
-        self.native.record(cuda.native)
-        self.is_recorded = True
+        self._pool.append(self.native)
 
     def query(self) -> bool:
-        if not self.is_recorded:
-            return True
         try:
             return bool(self.native.query())  # type: ignore[no-untyped-call] # torch does not annotate it
         except RuntimeError as error:
             raise StreamFailedError(str(error)) from error
 
     def synchronize(self) -> None:
-        if self.is_recorded:
-            _wait(self.native)
+        _wait(self.native)
 
 
 class CudaStream:
@@ -78,13 +63,19 @@ class CudaStream:
         self.native = native
         self.may_capture = may_capture
         self._handle: int = native.cuda_stream
+        self._events = deque[torch.cuda.Event]()
+
+    def record(self) -> CudaEvent:
+        if self.may_capture:
+            self._refuse_capture()
+        native = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call] # torch does not annotate it
+        native.record(self.native)
+        return CudaEvent(native, self._events)
 
     def wait_event(self, event: Event) -> None:
-        event = own(CudaEvent, event)
         if self.may_capture:
-            self.refuse_capture()
-        if event.is_recorded:
-            self.native.wait_event(event.native)
+            self._refuse_capture()
+        self.native.wait_event(own(CudaEvent, event).native)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         with torch.cuda.stream(self.native):
@@ -92,14 +83,12 @@ class CudaStream:
 
     def upload(self, table: object, numbers: torch.Tensor) -> None:
         table = own(CudaPageTable, table)
-        pinned, uploaded = table.take(numbers)
-        _check(memcpy(table.rows[0], pinned, numbers.nbytes, self._handle), "upload")
-        uploaded.record(self)
+        pinned = table.fill(numbers)
+        _check(memcpy(table.rows[0], pinned.data_ptr(), numbers.nbytes, self._handle), "upload")
+        table.used.append((pinned, self.record()))
 
     def copy_rows(self, rows: object, parts: range, pages: range, what: str) -> None:
-        error = own(CudaRowCopy, rows).launch(self._handle, parts, pages)
-        if error:
-            raise StreamFailedError(f"{what} failed with CUDA error {error}")
+        _check(own(CudaRowCopy, rows).launch(self._handle, parts, pages), what)
 
     def copy_pieces(
         self, destinations: torch.Tensor, sources: torch.Tensor, size: int, what: str
@@ -109,12 +98,9 @@ class CudaStream:
     def synchronize(self) -> None:
         _wait(self.native)
 
-    def refuse_capture(self) -> None:
-        """Refuse a stream that is being captured into a graph.
-
-        A copy would become part of the graph, or end its capture: each replay needs events and
-        pages of its own.
-        """
+    def _refuse_capture(self) -> None:
+        # A copy would become part of the graph, or end its capture: each replay needs events and
+        # pages of its own.
         if is_capturing(self._handle):
             raise InvalidTransferError(
                 "a CUDA graph is being captured on this stream; call the cache, and "
@@ -129,31 +115,24 @@ class CudaPageTable:
     free.
     """
 
-    def __init__(self, pages: int, device: torch.device, event: Callable[[], CudaEvent]) -> None:
-        self._pages = pages
+    def __init__(self, pages: int, device: torch.device) -> None:
         self._memory = torch.empty(2 * pages, dtype=torch.int64, device=device)
         # A former owner of this memory may still use it.
         torch.cuda.current_stream(device).synchronize()
-        self._event = event
-        self._buffers = deque((_pinned(2 * pages), event()) for _ in range(PREPARED_UPLOADS))
+        self._free = [_pinned(2 * pages) for _ in range(PREPARED_UPLOADS)]
+        self.used = deque[tuple[torch.Tensor, CudaEvent]]()
+        """Buffers, and the events behind the uploads from them."""
         self.rows = [self._memory.data_ptr()] * 2
         """Addresses of the two rows of the last upload."""
 
-    def take(self, numbers: torch.Tensor) -> tuple[int, CudaEvent]:
-        """Put page numbers into a buffer.
-
-        Returns its address, and the event to be recorded behind the upload from it.
-        """
-        buffer, uploaded = self._buffers[0]
-        if uploaded.query():
-            self._buffers.popleft()
-        else:
-            buffer, uploaded = _pinned(2 * self._pages), self._event()
-        self._buffers.append((buffer, uploaded))
+    def fill(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Put page numbers into a buffer; returns it."""
+        if self.used and self.used[0][1].query():
+            self._free.append(self.used.popleft()[0])
+        buffer = self._free.pop() if self._free else _pinned(self._memory.numel())
         self.rows[1] = self.rows[0] + numbers.nbytes // 2
-        address = buffer.data_ptr()
-        ctypes.memmove(address, numbers.data_ptr(), numbers.nbytes)
-        return address, uploaded
+        ctypes.memmove(buffer.data_ptr(), numbers.data_ptr(), numbers.nbytes)
+        return buffer
 
 
 class CudaDevice:
@@ -168,7 +147,6 @@ class CudaDevice:
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = cuda_device("cuda" if device is None else device)
-        self._events = deque[torch.cuda.Event]()
 
     def current(self) -> torch.cuda.device:
         return torch.cuda.device(self._device)
@@ -178,9 +156,6 @@ class CudaDevice:
         number = highest if priority == "highest" else lowest
         native = torch.cuda.Stream(self._device, priority=number)  # type: ignore[no-untyped-call] # torch does not annotate it
         return CudaStream(native, may_capture=priority is None)
-
-    def event(self) -> CudaEvent:
-        return CudaEvent(self._events)
 
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
         try:
@@ -199,14 +174,12 @@ class CudaDevice:
         return memory
 
     def page_table(self, pages: int) -> CudaPageTable:
-        return CudaPageTable(pages, self._device, self.event)
+        return CudaPageTable(pages, self._device)
 
-    def row_copy(
-        self, destination: RowSide, source: RowSide, table: object, blocks: int
-    ) -> CudaRowCopy:
+    def row_copy(self, destination: RowSide, source: RowSide, table: object) -> CudaRowCopy:
         rows = own(CudaPageTable, table).rows
         with self.current():
-            return CudaRowCopy((destination, source), rows, self._device, blocks)
+            return CudaRowCopy((destination, source), rows, self._device)
 
 
 def cuda_device(device: torch.device | str) -> torch.device:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hicache_storage.spec import ConfigError, InvalidPoolError
+from hicache_storage.spec import InvalidPoolError
+from hicache_storage.transfer.cuda.driver import address, driver, launch, missing, nvidia
 from hicache_storage.transfer.plan import MAX_PART_WORDS, geometry, word_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.streams import RowSide
 
 SOURCE: Final = Path(__file__).with_name("rows.cu")
-THREADS: Final = 512
+BUS_BLOCKS: Final = 8
+"""Multiprocessors of a kernel that reads or writes host memory: more are no faster."""
+DEVICE_BLOCKS: Final = 32
+"""Multiprocessors of a kernel that gathers or scatters on the device."""
 
 
 class _Side(ctypes.Structure):
@@ -55,7 +58,6 @@ class CudaRowCopy:
         sides: where it writes, and where it reads.
         rows: addresses of the rows of page numbers of the next launch.
         device: where it runs, with its number.
-        blocks: multiprocessors that it occupies at most.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class CudaRowCopy:
         sides: tuple[RowSide, RowSide],
         rows: Sequence[int],
         device: torch.device,
-        blocks: int,
     ) -> None:
         self._rows = rows
-        self._blocks = blocks
+        # A staging buffer's pages have no numbers.
+        is_staged = any(side.row is None for side in sides)
+        self._blocks = DEVICE_BLOCKS if is_staged else BUS_BLOCKS
         addresses = [[address(view) for view in side.views] for side in sides]
         self.move, word = make_move(sides, addresses)
         major, minor = torch.cuda.get_device_capability(device)
@@ -137,63 +140,10 @@ def compiled(arch: str) -> Any:
             # No folder that can be written to: compiled by each process.
             return program.compile("cubin")
     except RuntimeError as error:
-        raise _missing(error) from error
+        raise missing(error) from error
 
 
 @functools.cache
 def kernel(arch: str, word: int) -> Any:
     """The kernel that moves words of so many bytes, as the driver launches it."""
     return driver().CUfunction(int(compiled(arch).get_kernel(f"rows{word}").handle))
-
-
-def launch(function: Any, blocks: int, stream: int, arguments: int) -> int:
-    """Enqueue a kernel; returns CUDA's error."""
-    grid, block = (blocks, 1, 1), (THREADS, 1, 1)
-    return int(driver().cuLaunchKernel(function, *grid, *block, 0, stream, arguments, 0)[0])
-
-
-def address(view: torch.Tensor) -> int:
-    """Where kernels find memory, of the device or page-locked.
-
-    Raises:
-        InvalidPoolError: they do not reach it.
-    """
-    if view.device.type == "cuda":
-        return view.data_ptr()
-    error, found = driver().cuMemHostGetDevicePointer(view.data_ptr(), 0)
-    if int(error):
-        raise InvalidPoolError(
-            f"kernels cannot reach the host pool's memory (CUDA error {int(error)}); make the pool "
-            "with pin_memory=True"
-        )
-    return int(found)
-
-
-def is_capturing(stream: int) -> bool:
-    """Return True while a stream is captured into a graph."""
-    return bool(int(driver().cuStreamIsCapturing(stream)[1] or 0))
-
-
-def nvidia(module: str) -> Any:
-    """A module of NVIDIA's.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise _missing(error) from error
-
-
-def _missing(error: Exception) -> ConfigError:
-    return ConfigError(
-        "copies on CUDA need cuda-core, cuda-bindings and NVRTC, which compiles their kernel: "
-        f"pip install 'hicache-storage[cuda]' ({error})"
-    )
-
-
-@functools.cache
-def driver() -> Any:
-    """NVIDIA's bindings of the driver."""
-    return nvidia("cuda.bindings.driver")

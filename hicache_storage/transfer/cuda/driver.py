@@ -1,28 +1,30 @@
-"""DMA: many contiguous pieces in one call of the driver.
-
-NVIDIA's bindings take lists, which costs a conversion for each piece.
-"""
+"""Calls of NVIDIA's driver: kernels, DMA in batches, and addresses."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, Final, cast
+import importlib
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from hicache_storage.transfer.cuda.kernel import driver
+from hicache_storage.spec import ConfigError, InvalidPoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+THREADS: Final = 512
 _FIRST_WITH_BATCHES: Final = 12080
 _STREAM_ORDER: Final = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read when the stream comes to its copy."""
 
 
 def copy_pieces(destinations: torch.Tensor, sources: torch.Tensor, size: int, stream: int) -> int:
-    """Enqueue copies; returns CUDA's error. See `Stream.copy_pieces`."""
+    """Enqueue copies; returns CUDA's error. See `Stream.copy_pieces`.
+
+    One call for all: NVIDIA's bindings take lists, which costs a conversion for each piece.
+    """
     count, batch = min(destinations.numel(), sources.numel()), memcpy_batch()
     if batch is not None:
         sizes = _sizes(count, size).data_ptr()
@@ -62,3 +64,57 @@ def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
     return lambda to, origin, sizes, count, stream: int(
         function(to, origin, sizes, count, *same, stream)
     )
+
+
+def launch(function: Any, blocks: int, stream: int, arguments: int) -> int:
+    """Enqueue a kernel; returns CUDA's error."""
+    grid, block = (blocks, 1, 1), (THREADS, 1, 1)
+    return int(driver().cuLaunchKernel(function, *grid, *block, 0, stream, arguments, 0)[0])
+
+
+def address(view: torch.Tensor) -> int:
+    """Where kernels find memory, of the device or page-locked.
+
+    Raises:
+        InvalidPoolError: they do not reach it.
+    """
+    if view.device.type == "cuda":
+        return view.data_ptr()
+    error, found = driver().cuMemHostGetDevicePointer(view.data_ptr(), 0)
+    if int(error):
+        raise InvalidPoolError(
+            f"kernels cannot reach the host pool's memory (CUDA error {int(error)}); make the pool "
+            "with pin_memory=True"
+        )
+    return int(found)
+
+
+def is_capturing(stream: int) -> bool:
+    """Return True while a stream is captured into a graph."""
+    return bool(int(driver().cuStreamIsCapturing(stream)[1] or 0))
+
+
+def nvidia(module: str) -> Any:
+    """A module of NVIDIA's.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing(error) from error
+
+
+def missing(error: Exception) -> ConfigError:
+    """What to say where a part of NVIDIA's is not there."""
+    return ConfigError(
+        "copies on CUDA need cuda-core, cuda-bindings and NVRTC, which compiles their kernel: "
+        f"pip install 'hicache-storage[cuda]' ({error})"
+    )
+
+
+@functools.cache
+def driver() -> Any:
+    """NVIDIA's bindings of the driver."""
+    return nvidia("cuda.bindings.driver")
