@@ -1,4 +1,4 @@
-"""Count the files that three flows enter, and the hops between files: how far a reader has to go.
+"""Count the files that four flows enter, and the hops between files: how far a reader has to go.
 
     python scripts/flows.py [CHECKOUT]
 
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,34 @@ with tempfile.TemporaryDirectory() as path:
     sys.flows_end()
     storage.close()
 """
+PREFIX = """
+import sys
+import torch
+from hicache_storage.hybrid import AttentionGeometry, MambaGeometry, MambaStackConfig
+from hicache_storage.hybrid import build_mamba_hybrid_stack
+
+attention = AttentionGeometry(layers=(1,), head_num=1, head_dim=8, dtype=torch.bfloat16)
+mamba = MambaGeometry(
+    layers=(0,),
+    temporal_shape=(2, 2),
+    conv_shapes=((2, 2),),
+    temporal_dtype=torch.float32,
+    conv_dtype=torch.bfloat16,
+)
+sizes = dict(page_size=16, checkpoint_interval=64, device_tokens=128, host_tokens=128)
+states = dict(device_states=4, host_states=4, device="cpu")
+config = MambaStackConfig(attention=attention, mamba=mamba, **sizes, **states)
+with build_mamba_hybrid_stack(config) as stack:
+    cache, tokens = stack.cache, list(range(64))
+    cache.insert(tokens, cache.alloc_kv(64), {64: int(cache.alloc_state())})
+    assert stack.drain(60)
+    cache.evict(64, 1)
+    sys.flows_begin()
+    lock = cache.lock(cache.match(tokens))
+    assert cache.load(lock) is not None
+    stack.controller.layer_counter(cache.start_loading()).synchronize()
+    sys.flows_end()
+"""
 SERVE = """
 import sys
 sys.argv[1:] = ["serve", "--port", sys.argv[1]]
@@ -118,7 +147,8 @@ def main() -> None:
     checkout = parser.parse_args().checkout.resolve()
     print("| flow | files | hops |\n|---|---|---|")
     for name, flow in (
-        ("the first set of a page with `file`", first_set),
+        ("the first set of a page with `file`", partial(run_code, PAGE)),
+        ("a prefix of the hybrid cache, from its match to the device", partial(run_code, PREFIX)),
         ("a reserve and commit over HTTP", reserve_and_commit),
         ("one conformance case, from the command line to its verdict", conformance_case),
     ):
@@ -140,10 +170,10 @@ def main() -> None:
         print(f"| {name} | {len(files)} | {sum(int(lines[0]) for lines in found)} |")
 
 
-def first_set(environment: dict[str, str]) -> None:
-    """Set the first page of a store in a temporary directory."""
+def run_code(code: str, environment: dict[str, str]) -> None:
+    """Run code that says itself where its flow begins and ends."""
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PAGE],
+        [sys.executable, "-W", "ignore", "-c", code],
         env=environment,
         cwd=environment["FLOWS_ROOT"],
         check=True,

@@ -1,1 +1,0 @@
-"""Copies of all pools between the device and the host."""

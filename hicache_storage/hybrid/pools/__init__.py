@@ -1,1 +1,0 @@
-"""The pools of a hybrid model as one allocator on each tier."""

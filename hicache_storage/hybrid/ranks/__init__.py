@@ -1,1 +1,0 @@
-"""Decisions that all ranks of a replica take together."""
