@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hicache_storage.hybrid.controller import HybridCacheController
-    from hicache_storage.hybrid.copies.operations import CacheOperation
     from hicache_storage.hybrid.hashing import namespace_seed, page_hashes
     from hicache_storage.hybrid.policies import (
         PrefetchPolicy,
@@ -20,12 +19,14 @@ if TYPE_CHECKING:
         PrefetchTimeout,
         WritePolicy,
     )
-    from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
-    from hicache_storage.hybrid.pools.indices import HybridIndices
-    from hicache_storage.hybrid.ranks.consistency import OtherRankError
-    from hicache_storage.hybrid.ranks.group import RankGroup, RankGroupError, SingleRank
-    from hicache_storage.hybrid.ranks.parallel import ParallelConfig
-    from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
+    from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolEntry
+    from hicache_storage.hybrid.ranks import (
+        OtherRankError,
+        ParallelConfig,
+        RankGroup,
+        RankGroupError,
+        SingleRank,
+    )
     from hicache_storage.hybrid.stack import (
         AttentionGeometry,
         DSAHybridStack,
@@ -41,18 +42,18 @@ if TYPE_CHECKING:
         build_mamba_hybrid_stack,
     )
     from hicache_storage.hybrid.stats import ControllerStats
-    from hicache_storage.hybrid.storage_io.binding import StorageAttachedError
-    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
-    from hicache_storage.hybrid.storage_io.results import (
-        BackupResult,
+    from hicache_storage.hybrid.storage_io.backups import BackupResult
+    from hicache_storage.hybrid.storage_io.prefetch import (
+        PrefetchOperation,
         PrefetchOutcome,
         PrefetchResult,
     )
+    from hicache_storage.hybrid.storage_io.workers import StorageAttachedError
+    from hicache_storage.hybrid.torch_group import TorchRankGroup
 
 __all__ = [
     "AttentionGeometry",
     "BackupResult",
-    "CacheOperation",
     "ControllerStats",
     "DSAHybridStack",
     "DSAStackConfig",
@@ -87,49 +88,25 @@ __all__ = [
     "page_hashes",
 ]
 
-_HOMES = {
-    "AttentionGeometry": "stack",
-    "BackupResult": "storage_io.results",
-    "CacheOperation": "copies.operations",
-    "ControllerStats": "stats",
-    "DSAHybridStack": "stack",
-    "DSAStackConfig": "stack",
-    "HostPoolGroup": "pools.group",
-    "HybridCacheController": "controller",
-    "HybridIndices": "pools.indices",
-    "HybridStack": "stack",
-    "IndexerGeometry": "stack",
-    "MLAGeometry": "stack",
-    "MambaGeometry": "stack",
-    "MambaHybridStack": "stack",
-    "MambaStackConfig": "stack",
-    "OtherRankError": "ranks.consistency",
-    "ParallelConfig": "ranks.parallel",
-    "PoolEntry": "pools.group",
-    "PrefetchOperation": "storage_io.prefetch",
-    "PrefetchOutcome": "storage_io.results",
-    "PrefetchPolicy": "policies",
-    "PrefetchResult": "storage_io.results",
-    "PrefetchRules": "policies",
-    "PrefetchTimeout": "policies",
-    "RankGroup": "ranks.group",
-    "RankGroupError": "ranks.group",
-    "SingleRank": "ranks.group",
-    "StorageAttachedError": "storage_io.binding",
-    "StorageConfig": "stack",
-    "TorchRankGroup": "ranks.torch_group",
-    "WritePolicy": "policies",
-    "build_dsa_hybrid_stack": "stack",
-    "build_mamba_hybrid_stack": "stack",
-    "namespace_seed": "hashing",
-    "page_hashes": "hashing",
+_MODULES = {
+    "controller": ("HybridCacheController",),
+    "hashing": ("namespace_seed", "page_hashes"),
+    "policies": ("PrefetchPolicy", "PrefetchRules", "PrefetchTimeout", "WritePolicy"),
+    "pools": ("HostPoolGroup", "HybridIndices", "PoolEntry"),
+    "ranks": ("OtherRankError", "ParallelConfig", "RankGroup", "RankGroupError", "SingleRank"),
+    "stats": ("ControllerStats",),
+    "storage_io.backups": ("BackupResult",),
+    "storage_io.prefetch": ("PrefetchOperation", "PrefetchOutcome", "PrefetchResult"),
+    "storage_io.workers": ("StorageAttachedError",),
+    "torch_group": ("TorchRankGroup",),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'stack')}"), name)
 
 
 def __dir__() -> list[str]:

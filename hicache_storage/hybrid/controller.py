@@ -4,38 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from hicache_storage.hybrid.copies.device_copies import DeviceCopies
+import torch
+
+from hicache_storage.hybrid.copies import CacheOperation, CopyQueue, LoadProgress
 from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import PrefetchRules
-from hicache_storage.hybrid.pools.tiers import CollectiveAllocator
-from hicache_storage.hybrid.ranks.consistency import check_consistent
-from hicache_storage.hybrid.ranks.group import SingleRank
-from hicache_storage.hybrid.ranks.parallel import ParallelConfig
+from hicache_storage.hybrid.ranks import ParallelConfig, SingleRank, check_consistent
 from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.hybrid.storage_io.backups import StorageBackups
-from hicache_storage.hybrid.storage_io.binding import (
+from hicache_storage.hybrid.storage_io.prefetch import Prefetcher
+from hicache_storage.hybrid.storage_io.workers import (
     StorageAttachedError,
     StorageBinding,
+    StorageLink,
     call_with_timeout,
     close_quietly,
     register,
 )
-from hicache_storage.hybrid.storage_io.prefetch import Prefetcher
-from hicache_storage.spec import ConfigError, StorageUnavailableError
+from hicache_storage.spec import ConfigError, InvalidTransferError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    import torch
-
-    from hicache_storage.hybrid.copies.operations import LoadProgress
-    from hicache_storage.hybrid.pools.group import HostPoolGroup
-    from hicache_storage.hybrid.pools.indices import HybridIndices
-    from hicache_storage.hybrid.ranks.group import RankGroup
+    from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolTier
+    from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.stats import ControllerStats
-    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
-    from hicache_storage.hybrid.storage_io.results import BackupResult, PrefetchResult
+    from hicache_storage.hybrid.storage_io.backups import BackupResult
+    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation, PrefetchResult
     from hicache_storage.spec import HiCacheStorage, PoolName
     from hicache_storage.transfer import PageTransfers
 
@@ -93,25 +89,26 @@ class HybridCacheController:
         attach_seconds: float = ATTACH_SECONDS,
         stop_seconds: float = STOP_SECONDS,
     ) -> None:
+        rank_group = rank_group or SingleRank()
         self.group = group
         self.parallel = parallel or ParallelConfig()
-        rank_group = rank_group or SingleRank()
+        self.bigram = bigram
+        """Whether page keys are of pairs of tokens."""
         rules = rules or PrefetchRules()
         invariants = _rank_invariants(group, rules, bigram)
         # A wrong size is passed on, not raised: the other ranks wait in this collective.
         check_consistent(rank_group, invariants, _size_error(rank_group, self.parallel))
         self._rank_group = rank_group
-        self._bigram = bigram
+        self._transfers = transfers
         self._call_seconds = storage_call_seconds
         self._attach_seconds = attach_seconds
         self._stop_seconds = stop_seconds
         self._counter = StatsCounter()
-        allocator = CollectiveAllocator(rank_group)
-        self._transfers = transfers
-        self._copies = DeviceCopies(group, transfers, allocator, rank_group, self._counter)
-        self._prefetcher = Prefetcher(group, allocator, rank_group, rules, self._counter)
-        self._backups = StorageBackups(group, rank_group, self._counter)
-        self._binding: StorageBinding | None = None
+        self._writes = CopyQueue(group, rank_group, transfers.write_back)
+        self._loads = CopyQueue(group, rank_group, transfers.load)
+        self._link = StorageLink()
+        self._prefetcher = Prefetcher(group, rank_group, rules, self._counter, self._link)
+        self._backups = StorageBackups(group, rank_group, self._counter, self._link)
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +143,16 @@ class HybridCacheController:
         Raises:
             InvalidTransferError: the span does not fit the pools; nothing is taken.
         """
-        return self._copies.write(transfers, node_id, priority)
+        self.group.check(transfers)
+        host = self._allocate(self.group.host, transfers, {})
+        if host is None:
+            self._counter.count(writes_without_room=1)
+            return None
+        operation = CacheOperation(host, [node_id], priority, transfers)
+        # The cache may free the host slots before the copy has ended.
+        self.group.hold(self.group.owned(host), operation)
+        self._writes.queued.append(operation)
+        return host
 
     def start_writing(self) -> int:
         """Launch all queued write-backs as one operation; returns the number of tokens.
@@ -155,14 +161,18 @@ class HybridCacheController:
             InvalidTransferError: a device slot is out of range; none of the queued spans is copied,
                 and `completed_writes` returns none of their ids.
         """
-        return self._copies.start_writing()
+        tokens = self._writes.launch()
+        self._counter.count(tokens_written_back=tokens)
+        return tokens
 
     def completed_writes(self) -> list[int]:
         """Return node ids whose write-back has ended on every rank, each once.
 
         A collective while there are any.
         """
-        return self._copies.completed_writes()
+        # Here, because it is called once in every step.
+        self.group.release()
+        return self._writes.completed()
 
     def load(
         self,
@@ -191,7 +201,25 @@ class HybridCacheController:
             InvalidTransferError: the span does not fit the pools, or `into` does not fit the span;
                 nothing is taken.
         """
-        return self._copies.load(host, node_ids, into or {}, priority)
+        given = into or {}
+        self.group.check(host)
+        self._check_given(host, given)
+        operation = CacheOperation(host, list(node_ids), priority)
+        device = None
+        try:
+            # Reserve the host pages before memory is taken: that may evict the node that holds
+            # them.
+            self.group.hold(self.group.owned(host), operation)
+            device = self._allocate(self.group.device, host, given)
+        finally:
+            if device is None:
+                operation.drop()
+        if device is None:
+            self._counter.count(loads_without_room=1)
+            return None
+        operation.device = device
+        self._loads.queued.append(operation)
+        return device
 
     def start_loading(self) -> int:
         """Launch all queued loads as one operation; returns the id for `layer_counter`.
@@ -202,21 +230,25 @@ class HybridCacheController:
         Raises:
             InvalidTransferError: as for `start_writing`; also where two loads have one device page.
         """
-        return self._copies.start_loading()
+        self._counter.count(tokens_loaded=self._loads.launch())
+        return next(reversed(self._loads.running), -1)
 
     def layer_counter(self, consumer: int) -> LoadProgress:
         """Return the layer counter that a step's kernels wait for before cached pages.
 
         For -1 it waits for nothing.
         """
-        return self._copies.layer_counter(consumer)
+        # Without loads of later steps: kernels of this step would wait for pages that they do not
+        # use.
+        running = self._loads.running.items()
+        return LoadProgress([counter for number, (counter, _) in running if number <= consumer])
 
     def completed_loads(self) -> list[int]:
         """Return node ids whose load has ended on every rank, each once.
 
         A collective while there are any.
         """
-        return self._copies.completed_loads()
+        return self._loads.completed()
 
     def before_overwrite(self, device: HybridIndices) -> None:
         """Let the compute stream wait for the copies of device pages to be overwritten.
@@ -232,22 +264,19 @@ class HybridCacheController:
     def free_host(self, host: HybridIndices) -> None:
         """Free host slots of all pools.
 
+        Slots that a copy or a call of the storage uses stay reserved until it ends.
+
         Raises:
             SlotError: slots were not allocated, or are freed twice; those of other pools are free.
         """
-        self.group.free_host(host)
+        self.group.host.free(self.group.owned(host))
 
     # Storage -------------------------------------------------------------------------------------
 
     @property
-    def bigram(self) -> bool:
-        """True if page keys are of pairs of tokens."""
-        return self._bigram
-
-    @property
     def attached(self) -> bool:
         """True if a storage is attached."""
-        return self._binding is not None
+        return self._link.binding is not None
 
     def attach(self, storage: HiCacheStorage) -> None:
         """Use a storage from now on, on every rank or on none. A collective.
@@ -263,7 +292,7 @@ class HybridCacheController:
             StorageUnavailableError: it failed on another rank, or cannot be reached.
             HiCacheError: the error of the storage on this rank, such as `InvalidPoolError`.
         """
-        if self._binding is not None:
+        if self.attached:
             # Without a collective: every rank attaches and detaches in the same order, so all
             # raise.
             raise StorageAttachedError("a storage is attached; detach it first")
@@ -273,9 +302,7 @@ class HybridCacheController:
         if not self._rank_group.all_reduce_min([int(error is None)])[0]:
             close_quietly(storage, self._stop_seconds, self._counter)
             raise error or StorageUnavailableError("another rank could not attach its storage")
-        self._binding = StorageBinding(storage, self.group, self._call_seconds, self._counter)
-        self._prefetcher.attach(self._binding)
-        self._backups.attach(self._binding)
+        self._link.binding = StorageBinding(storage, self.group, self._call_seconds, self._counter)
 
     def detach(self) -> None:
         """Stop using the storage and close it. Idempotent.
@@ -284,10 +311,10 @@ class HybridCacheController:
         `stop_seconds`, even if the storage hangs.
         """
         # Operations end before the workers are stopped, so that no retry is submitted to them.
-        binding = self._binding
-        self._binding = None
-        self._prefetcher.detach()
-        self._backups.detach()
+        binding = self._link.binding
+        self._link.binding = None
+        self._prefetcher.abort()
+        self._backups.cancel()
         if binding is not None:
             binding.close(self._stop_seconds)
 
@@ -313,8 +340,7 @@ class HybridCacheController:
         Returns:
             None if there is no storage, the span is too short, or too many tokens are in flight.
         """
-        page_size, bigram = self.group.page_size, self._bigram
-        keys = page_hashes(tokens, page_size, prior=last_hash, bigram=bigram)
+        keys = page_hashes(tokens, self.group.page_size, prior=last_hash, bigram=self.bigram)
         return self._prefetcher.begin(request_id, keys, prefix_hashes)
 
     def advance_prefetches(self) -> None:
@@ -356,8 +382,6 @@ class HybridCacheController:
         """
         return self._backups.completed()
 
-    # Everything ----------------------------------------------------------------------------------
-
     def reset(self) -> None:
         """Drop all queued and running operations; the storage stays attached.
 
@@ -367,7 +391,8 @@ class HybridCacheController:
         """
         self._prefetcher.abort()
         self._backups.reset()
-        self._copies.reset()
+        self._writes.reset()
+        self._loads.reset()
 
     def close(self) -> None:
         """Reset and detach; does not wait for running copies."""
@@ -380,6 +405,35 @@ class HybridCacheController:
     def stats(self) -> ControllerStats:
         """Return a snapshot of this rank's counters."""
         return self._counter.snapshot()
+
+    def _allocate(
+        self, tier: PoolTier, like: HybridIndices, given: Mapping[PoolName, torch.Tensor]
+    ) -> HybridIndices | None:
+        """Take the slots that a span has, except those given, on every rank or on none."""
+        owned = self.group.owned(like)
+        needs = {name: slots.numel() for name, slots in owned.items() if name not in given}
+        fits, _ = tier.make_room(needs, self._rank_group)
+        taken = tier.alloc(needs) if fits else None
+        return None if taken is None else self.group.span({**taken, **given}, like.endpoints)
+
+    def _check_given(self, host: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> None:
+        for name, slots in given.items():
+            wanted = host.side[name].numel() if name in host.side else 0
+            if not wanted or slots.dtype != torch.int64 or slots.numel() != wanted:
+                raise InvalidTransferError(
+                    f"into: {name!r} must have {wanted} slots of int64, got {slots.numel()} of "
+                    f"{slots.dtype}"
+                    + ("" if wanted else "; the span has nothing for it, leave it out")
+                )
+            sides = [load.device.side for load in self._loads.queued]
+            # Of two loads into one slot only the later one's bytes remain: a request would continue
+            # from another's state.
+            taken = torch.cat([*(side[name] for side in sides if name in side), slots])
+            if bool((taken.sort().values.diff() == 0).any()):
+                raise InvalidTransferError(
+                    f"into: {name!r} has a slot that another load of this step goes to: "
+                    f"{slots.tolist()}"
+                )
 
     def _register(self, storage: HiCacheStorage) -> BaseException | None:
         try:

@@ -1,260 +1,171 @@
-"""Write-backs and loads of all pools: queued by the cache, launched once a step."""
+"""Queues of copies between device and host: launched once a step, ended on every rank."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import torch
-
-from hicache_storage.hybrid.copies.operations import CacheOperation, LoadProgress, PendingCopy
-from hicache_storage.spec import InvalidTransferError
+from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.transfer import Indices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from hicache_storage.hybrid.copies.operations import SupportsDone
-    from hicache_storage.hybrid.pools.group import HostPoolGroup
-    from hicache_storage.hybrid.pools.indices import HybridIndices
-    from hicache_storage.hybrid.pools.tiers import CollectiveAllocator, PoolTier
-    from hicache_storage.hybrid.ranks.group import RankGroup
-    from hicache_storage.hybrid.stats import StatsCounter
-    from hicache_storage.spec import PoolName
-    from hicache_storage.transfer import LayerCounter, PageTransfers
-
-DoneT = TypeVar("DoneT", bound="SupportsDone")
+    from hicache_storage.hybrid.pools import HostPoolGroup
+    from hicache_storage.hybrid.ranks import RankGroup
+    from hicache_storage.transfer import LayerCounter, Stream
 
 
-class RunningCopies:
-    """Operations of one direction that were launched and have not ended on every rank."""
+class SupportsDone(Protocol):
+    """An acknowledgement or a layer counter of a copy."""
 
-    def __init__(self, rank_group: RankGroup) -> None:
+    def done(self) -> bool:
+        """Return whether the copy has ended; does not block."""
+        ...
+
+
+CopyT = TypeVar("CopyT", bound=SupportsDone)
+
+
+class LoadProgress:
+    """Several loads as one: a layer has arrived when it has in all of them.
+
+    At once if there are none.
+    """
+
+    def __init__(self, loads: Sequence[LayerCounter] = ()) -> None:
+        self._loads = loads
+
+    def wait(self, layer: int, stream: Stream) -> None:
+        """Let a stream wait until a layer has arrived; call it before the layer's kernels."""
+        for load in self._loads:
+            load.wait(layer, stream)
+
+    def done(self) -> bool:
+        """Return whether all layers have arrived; does not block."""
+        return all(load.done() for load in self._loads)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all layers have arrived."""
+        for load in self._loads:
+            load.synchronize()
+
+
+@dataclass(slots=True, eq=False)
+class CacheOperation:
+    """A span to be copied in one direction, all pools.
+
+    Its host pages stay reserved until the copy has ended.
+    """
+
+    host: HybridIndices
+    node_ids: Sequence[int]
+    """Ids of the cache nodes that it copies; returned when the copy has ended."""
+    priority: int
+    """Smaller is copied earlier within a step."""
+    device: HybridIndices = field(default_factory=HybridIndices.empty)
+    copy: SupportsDone | None = None
+    """The copy, once it is launched."""
+
+    def query(self) -> bool:
+        """Return whether the copy was launched and has ended; does not block.
+
+        Raises:
+            StreamFailedError: the copy failed.
+        """
+        return self.copy is not None and self.copy.done()
+
+    def drop(self) -> None:
+        """End the operation without a copy."""
+        self.copy = LoadProgress()
+
+
+class CopyQueue(Generic[CopyT]):
+    """Operations of one direction: queued, launched together, and ended on every rank.
+
+    Args:
+        copy: enqueues the copies of all pools, given by their names.
+    """
+
+    def __init__(
+        self,
+        group: HostPoolGroup,
+        rank_group: RankGroup,
+        copy: Callable[[dict[str, Indices]], CopyT],
+    ) -> None:
+        self._group = group
         self._rank_group = rank_group
-        self._operations: list[CacheOperation] = []
+        self._copy = copy
+        self._launches = 0
+        self.queued: list[CacheOperation] = []
+        self.running: dict[int, tuple[CopyT, list[int]]] = {}
+        """Launched copies and their nodes, by their numbers from 1 on."""
 
-    def add(self, operation: CacheOperation) -> None:
-        """Add an operation that was launched."""
-        self._operations.append(operation)
+    def launch(self) -> int:
+        """Launch the queued operations as one copy; returns the number of tokens.
 
-    def completed(self) -> list[CacheOperation]:
-        """Remove and return the operations that have ended on every rank.
+        Raises:
+            InvalidTransferError: a slot is out of range; nothing is copied, and all have ended.
+        """
+        # A stable sort: within a priority the order of the calls is kept, which is the same on
+        # every rank.
+        operations = sorted(self.queued, key=lambda operation: operation.priority)
+        # Before the copy, which may raise: a span that was refused must not be launched again.
+        self.queued = []
+        if not operations:
+            return 0
+        page_size = self._group.page_size
+        spans = [
+            HybridIndices.concat([operation.device for operation in operations], page_size),
+            HybridIndices.concat([operation.host for operation in operations], page_size),
+        ]
+        pages: dict[str, Indices] = {}
+        for name in self._group.entries:
+            device, host = (self._group.slots(span, name) for span in spans)
+            # A span may have no slots of a pool, and be a state alone.
+            if device is not None and host is not None and device.numel():
+                pages[name] = Indices(device, host)
+        try:
+            copy = self._copy(pages)
+        except BaseException:
+            for operation in operations:
+                operation.drop()
+            raise
+        for operation in operations:
+            operation.copy = copy
+        self._launches += 1
+        nodes = [node for operation in operations for node in operation.node_ids]
+        self.running[self._launches] = copy, nodes
+        return spans[0].anchor.numel()
+
+    def completed(self) -> list[int]:
+        """Return the nodes of copies that have ended on every rank, each once.
 
         A collective while there are any.
 
         Raises:
             StreamFailedError: a copy of this rank failed; it votes that the copy has not ended.
         """
-        # The same operations run on every rank, in the same order, so the test is the same on all.
-        if not self._operations:
+        # The same copies run on every rank, in the same order, so the test is the same on all.
+        if not self.running:
             return []
         votes, error = list[int](), None
-        for operation in self._operations:
+        for copy, _ in self.running.values():
             try:
-                votes.append(int(operation.done()))
+                votes.append(int(copy.done()))
             except Exception as failure:  # noqa: BLE001 - raised below, after the collective that the others wait for
                 votes.append(0)
                 error = failure
         agreed = self._rank_group.all_reduce_min(votes)
-        outcomes = list(zip(self._operations, agreed, strict=True))
-        self._operations = [operation for operation, vote in outcomes if not vote]
+        ended = [number for number, vote in zip(self.running, agreed, strict=True) if vote]
+        nodes = [node for number in ended for node in self.running.pop(number)[1]]
         if error is not None:
             raise error
-        return [operation for operation, vote in outcomes if vote]
-
-    def clear(self) -> None:
-        """Drop all operations; their host pages stay reserved until the copies end."""
-        self._operations = []
-
-
-class DeviceCopies:
-    """Write-backs and loads.
-
-    All methods are called by the scheduler's thread, in the same order on every rank.
-    """
-
-    def __init__(
-        self,
-        group: HostPoolGroup,
-        transfers: PageTransfers,
-        allocator: CollectiveAllocator,
-        rank_group: RankGroup,
-        stats: StatsCounter,
-    ) -> None:
-        self._group = group
-        self._transfers = transfers
-        self._allocator = allocator
-        self._stats = stats
-        self._queued_writes: list[CacheOperation] = []
-        self._queued_loads: list[CacheOperation] = []
-        self._writing = RunningCopies(rank_group)
-        self._loading = RunningCopies(rank_group)
-        self._counters: dict[int, LayerCounter] = {}
-        self._last_consumer = 0
-
-    def write(self, device: HybridIndices, node_id: int, priority: int) -> HybridIndices | None:
-        """Take host slots for a span and queue its copy.
-
-        None if there is not enough memory.
-        """
-        self._group.check(device)
-        host = self._allocate(self._group.host, device, {})
-        if host is None:
-            self._stats.count(writes_without_room=1)
-            return None
-        operation = CacheOperation(device, host, [node_id], priority)
-        # The cache may free the host slots before the copy has ended.
-        self._group.hold(self._group.owned(host), operation.pending[0])
-        self._queued_writes.append(operation)
-        return host
-
-    def load(
-        self,
-        host: HybridIndices,
-        node_ids: Sequence[int],
-        given: Mapping[PoolName, torch.Tensor],
-        priority: int,
-    ) -> HybridIndices | None:
-        """Take device slots for a span, except those given, and queue its copy.
-
-        None if there is not enough memory.
-        """
-        self._group.check(host)
-        self._check_given(host, given)
-        pending = PendingCopy()
-        try:
-            # Reserve the host pages before memory is taken: that may evict the node that holds
-            # them. Where it fails, the reservation ends at once.
-            self._group.hold(self._group.owned(host), pending)
-            device = self._allocate(self._group.device, host, given)
-        except BaseException:
-            pending.mark_started(LoadProgress())
-            raise
-        if device is None:
-            pending.mark_started(LoadProgress())
-            self._stats.count(loads_without_room=1)
-            return None
-        self._queued_loads.append(CacheOperation(device, host, list(node_ids), priority, [pending]))
-        return device
-
-    def start_writing(self) -> int:
-        """Launch the queued write-backs as one; returns the number of tokens."""
-        if not self._queued_writes:
-            return 0
-        queued = _by_priority(self._queued_writes)
-        operation = CacheOperation.merge_ops(queued, self._group.page_size)
-        # Before `_start`, which may raise: a span that was refused must not be launched again.
-        self._queued_writes = []
-        self._start(operation, self._transfers.write_back)
-        self._writing.add(operation)
-        self._stats.count(tokens_written_back=operation.host.anchor.numel())
-        return operation.host.anchor.numel()
-
-    def start_loading(self) -> int:
-        """Launch the queued loads as one.
-
-        Returns the id of the counter of all running loads.
-
-        -1 if no load is running.
-        """
-        # A request of this step may use pages of an earlier load that is still running.
-        if not self._queued_loads:
-            return next(reversed(self._counters), -1)
-        queued = _by_priority(self._queued_loads)
-        operation = CacheOperation.merge_ops(queued, self._group.page_size)
-        self._queued_loads = []
-        counter = self._start(operation, self._transfers.load)
-        self._loading.add(operation)
-        self._last_consumer += 1
-        self._counters[self._last_consumer] = counter
-        self._stats.count(tokens_loaded=operation.device.anchor.numel())
-        return self._last_consumer
-
-    def layer_counter(self, consumer: int) -> LoadProgress:
-        """Return the progress of a step's loads, and of earlier ones still running."""
-        counters = self._counters.items()
-        # Without loads of later steps: kernels of this step would wait for pages that they do not
-        # use.
-        return LoadProgress([counter for started, counter in counters if started <= consumer])
-
-    def completed_writes(self) -> list[int]:
-        """Return the nodes whose write-back has ended on every rank, each once."""
-        # Here, because it is called once in every step.
-        self._group.release()
-        return [node for operation in self._writing.completed() for node in operation.node_ids]
-
-    def completed_loads(self) -> list[int]:
-        """Return the nodes whose load has ended on every rank."""
-        completed = [node for operation in self._loading.completed() for node in operation.node_ids]
-        self._counters = {
-            consumer: counter for consumer, counter in self._counters.items() if not counter.done()
-        }
-        return completed
+        return nodes
 
     def reset(self) -> None:
-        """Drop all copies; the host pages of running ones stay reserved until they end."""
-        for operation in (*self._queued_writes, *self._queued_loads):
-            operation.mark_started(LoadProgress())
-        self._queued_writes = []
-        self._queued_loads = []
-        self._writing.clear()
-        self._loading.clear()
-        self._counters = {}
-
-    def _allocate(
-        self, tier: PoolTier, like: HybridIndices, given: Mapping[PoolName, torch.Tensor]
-    ) -> HybridIndices | None:
-        needs = {
-            name: slots.numel()
-            for name, slots in self._group.owned(like).items()
-            if name not in given
-        }
-        taken = self._allocator.alloc(tier, needs)
-        return None if taken is None else self._group.span({**taken, **given}, like.endpoints)
-
-    def _check_given(self, host: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> None:
-        for name, slots in given.items():
-            wanted = host.side[name].numel() if name in host.side else 0
-            if not wanted or slots.dtype != torch.int64 or slots.numel() != wanted:
-                raise InvalidTransferError(
-                    f"into: {name!r} must have {wanted} slots of int64, got {slots.numel()} of "
-                    f"{slots.dtype}"
-                    + ("" if wanted else "; the span has nothing for it, leave it out")
-                )
-            queued = [
-                load.device.side[name] for load in self._queued_loads if name in load.device.side
-            ]
-            # Of two loads into one slot only the later one's bytes remain: a request would continue
-            # from another's state.
-            taken = torch.cat([*queued, slots])
-            if bool((taken.sort().values.diff() == 0).any()):
-                raise InvalidTransferError(
-                    f"into: {name!r} has a slot that another load of this step goes to: "
-                    f"{slots.tolist()}"
-                )
-
-    def _start(
-        self, operation: CacheOperation, copy: Callable[[dict[str, Indices]], DoneT]
-    ) -> DoneT:
-        """Enqueue the copies of all pools; if that raises, the operation has ended."""
-        pages: dict[str, Indices] = {}
-        for name in self._group.entries:
-            device, host = (
-                self._group.slots(operation.device, name),
-                self._group.slots(operation.host, name),
-            )
-            # A span may have no slots of a pool, and be a state alone.
-            if device is not None and host is not None and device.numel():
-                pages[name] = Indices(device, host)
-        try:
-            copies = copy(pages)
-        except BaseException:
-            operation.mark_started(LoadProgress())
-            raise
-        operation.mark_started(copies)
-        return copies
-
-
-def _by_priority(operations: Sequence[CacheOperation]) -> list[CacheOperation]:
-    # A stable sort: within a priority the order of the calls is kept, which is the same on every
-    # rank.
-    return sorted(operations, key=lambda operation: operation.priority)
+        """Drop all operations; the host pages of running ones stay reserved until they end."""
+        for operation in self.queued:
+            operation.drop()
+        self.queued = []
+        self.running = {}

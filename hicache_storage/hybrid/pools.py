@@ -1,23 +1,114 @@
-"""All pools of a hybrid model: an anchor that counts the tokens, and side pools."""
+"""Pools of a hybrid model: spans of their slots, and allocation of all pools or none."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from hicache_storage.hybrid.pools.indices import HybridIndices
-from hicache_storage.hybrid.pools.tiers import PoolTier
+import torch
+
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName
 from hicache_storage.transfer.pages import check_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import torch
-
-    from hicache_storage.hybrid.pools.tiers import Slots
+    from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.transfer import HostSlots
     from hicache_storage.transfer.host_slots import Completion
+
+logger = logging.getLogger(__name__)
+
+
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HybridIndices:
+    """Slots of one span of pages on the device or the host, without ownership.
+
+    Pools whose slots derive from the anchor's (an indexer beside KV) do not appear: they use
+    `anchor`.
+
+    Raises:
+        InvalidTransferError: a tensor is not one row of int64, or slots and endpoints do not fit
+            each other.
+    """
+
+    anchor: torch.Tensor
+    """int64 (pages * page_size,): slots of the anchor pool.
+
+    Whole pages in the order of the tokens. May be empty where only states are moved.
+    """
+    side: Mapping[PoolName, torch.Tensor] = field(default_factory=dict[PoolName, torch.Tensor])
+    """int64, for each pool with slots of its own: `len(endpoints[pool])` of its pages.
+
+    One slot each for Mamba.
+    """
+    endpoints: Mapping[PoolName, tuple[int, ...]] = field(
+        default_factory=dict[PoolName, tuple[int, ...]]
+    )
+    """For each pool in `side`, in order: the endpoints of its pages, in pages of this span.
+
+    Page i of the pool belongs to the prefix that ends there, and is stored under the key of its
+    last page. A Mamba state at endpoint p is the state after pages [0, p); 0 means the state at the
+    start of the span.
+    """
+
+    def __post_init__(self) -> None:
+        for name, slots in (("anchor", self.anchor), *self.side.items()):
+            if slots.dtype != torch.int64 or slots.dim() != 1:
+                raise InvalidTransferError(
+                    f"{name}: slots must be one row of int64, got {slots.dtype} "
+                    f"{tuple(slots.shape)}"
+                )
+        if self.side.keys() != self.endpoints.keys():
+            raise InvalidTransferError(
+                f"side names {sorted(self.side)}, endpoints {sorted(self.endpoints)}; give both "
+                "for each"
+            )
+        for name, ends in self.endpoints.items():
+            count = self.side[name].numel()
+            if (count % len(ends) if ends else count) or any(
+                a > b for a, b in pairwise((0, *ends))
+            ):
+                raise InvalidTransferError(
+                    f"{name}: {count} slots do not fit the endpoints {ends}, in order and from 0 on"
+                )
+
+    def __bool__(self) -> bool:
+        """Return whether there is any slot."""
+        return bool(self.anchor.numel()) or any(slots.numel() for slots in self.side.values())
+
+    @classmethod
+    def empty(cls) -> HybridIndices:
+        """Return a span without slots."""
+        return cls(NO_SLOTS)
+
+    @classmethod
+    def concat(cls, parts: Sequence[HybridIndices], page_size: int) -> HybridIndices:
+        """Concatenate consecutive spans in copies of the tensors.
+
+        A single one is returned as it is.
+
+        Args:
+            parts: one at least, in the order of the tokens.
+            page_size: tokens per page of the anchor.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        slots: dict[PoolName, list[torch.Tensor]] = {}
+        ends: dict[PoolName, tuple[int, ...]] = {}
+        before = 0
+        for part in parts:
+            for name, rows in part.side.items():
+                slots.setdefault(name, []).append(rows)
+                ends[name] = (*ends.get(name, ()), *(before + end for end in part.endpoints[name]))
+            before += part.anchor.numel() // page_size
+        anchor = torch.cat([part.anchor for part in parts])
+        return cls(anchor, {name: torch.cat(rows) for name, rows in slots.items()}, ends)
 
 
 class HostMemory(Protocol):
@@ -30,6 +121,120 @@ class HostMemory(Protocol):
     def size(self) -> int: ...
 
 
+class DeviceSlots(HostMemory, Protocol):
+    """Slot allocator of a device pool: slots are int64 on the CPU, in whole pages."""
+
+    def alloc(self, count: int) -> torch.Tensor | None: ...
+
+    def free(self, indices: torch.Tensor) -> int: ...
+
+    def available_size(self) -> int: ...
+
+
+class PoolTier:
+    """Slots of several pools on the device or on the host, taken and freed together.
+
+    Pools are used in the order of their names, so that every rank does the same.
+
+    Args:
+        pools: by name; those whose slots derive from another's are left out.
+    """
+
+    def __init__(self, pools: Mapping[PoolName, DeviceSlots | HostSlots]) -> None:
+        self._pools = {name: pools[name] for name in sorted(pools)}
+        self._evictors: dict[PoolName, Callable[[int], object]] = {}
+
+    def on_shortage(self, name: PoolName, evict: Callable[[int], object]) -> None:
+        """Register the evictor of a pool, which is called on every rank alike.
+
+        Args:
+            evict: frees so many slots, or as many as it can.
+        """
+        self._evictors[name] = evict
+
+    def alloc(self, needs: Mapping[PoolName, int]) -> dict[PoolName, torch.Tensor] | None:
+        """Take slots of every pool, or of none; None if a pool has too few.
+
+        A count of 0 gives an empty tensor.
+
+        Raises:
+            SlotError: a number is not whole pages; nothing is taken.
+        """
+        taken: dict[PoolName, torch.Tensor] = {}
+        complete = False
+        try:
+            for name, count in sorted(needs.items()):
+                slots = self._pools[name].alloc(count) if count else NO_SLOTS
+                if slots is None:
+                    return None
+                taken[name] = slots
+            complete = True
+        # Not `except`: it also runs for a pool that is short, which returns and does not raise.
+        finally:
+            if not complete:
+                self.free(taken)
+        return taken
+
+    def free(self, slots: Mapping[PoolName, torch.Tensor]) -> None:
+        """Free slots of every pool.
+
+        An error of one pool does not keep the others from being freed.
+
+        Raises:
+            SlotError: the first that a pool raised.
+        """
+        errors = list[Exception]()
+        for name, indices in sorted(slots.items()):
+            if indices.numel():
+                try:
+                    self._pools[name].free(indices)
+                except Exception as error:  # noqa: BLE001 - raised below, once the other pools are freed
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def available(self, names: Iterable[PoolName]) -> dict[PoolName, int]:
+        """Return the number of free slots of each pool."""
+        return {name: self._pools[name].available_size() for name in sorted(names)}
+
+    def make_room(
+        self, needs: Mapping[PoolName, int], rank_group: RankGroup
+    ) -> tuple[bool, dict[PoolName, int]]:
+        """Evict once if slots are missing on some rank. A collective, two where it evicts.
+
+        Ranks may have different numbers of free slots at an instant, since a freed page stays
+        reserved until the copies and calls that use it end. So the minimum over all ranks decides,
+        and all ranks evict the same.
+
+        Returns:
+            Whether every rank has the slots now, and the free slots of each pool on the rank that
+            has the fewest.
+        """
+        free = self._min_available(needs, rank_group)
+        short = {name: count - free[name] for name, count in needs.items() if count > free[name]}
+        # If one pool that is short cannot evict, evicting from the others would lose pages in vain.
+        if short and short.keys() <= self._evictors.keys():
+            try:
+                for name, count in sorted(short.items()):
+                    self._evictors[name](count)
+            except Exception:
+                # The other ranks wait in the collective below.
+                logger.exception("eviction failed; going on with what is free")
+            free = self._min_available(needs, rank_group)
+        return all(free[name] >= count for name, count in needs.items()), free
+
+    def _min_available(
+        self, names: Iterable[PoolName], rank_group: RankGroup
+    ) -> dict[PoolName, int]:
+        try:
+            free = self.available(names)
+        except Exception:
+            # The other ranks wait in the collective: this one takes part with zeros.
+            logger.exception("the number of free slots is unknown; counting none")
+            free = dict.fromkeys(sorted(names), 0)
+        return dict(zip(free, rank_group.all_reduce_min(list(free.values())), strict=True))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolEntry:
     """One kind of state: its device pool and its host pool."""
@@ -40,7 +245,7 @@ class PoolEntry:
     """Registered with the storage under the name."""
     host_slots: HostSlots
     """Allocates the host pool: of the engine that copies between the two."""
-    device_pool: Slots | None = None
+    device_pool: DeviceSlots | None = None
     """Allocates device slots; None where the indices derive from another pool's."""
     is_primary_index_anchor: bool = False
     """Tokens are counted in this pool's slots; of one entry in a group."""
@@ -159,24 +364,6 @@ class HostPoolGroup:
         for name, slots in owned.items():
             if slots.numel():
                 self.entries[name].host_slots.hold(slots, until)
-
-    def free_host(self, indices: HybridIndices) -> None:
-        """Free the host slots of all pools.
-
-        Slots that a copy or a call of the storage uses stay reserved until it ends.
-
-        Raises:
-            SlotError: slots of a pool were not allocated, or are freed twice; the others are free.
-        """
-        self.host.free(self.owned(indices))
-
-    def free_device(self, indices: HybridIndices) -> None:
-        """Free the device slots of all pools.
-
-        Raises:
-            SlotError: as for `free_host`.
-        """
-        self.device.free(self.owned(indices))
 
     def check(self, indices: HybridIndices) -> None:
         """Check that a span fits the pools.

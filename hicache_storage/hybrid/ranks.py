@@ -1,18 +1,22 @@
-"""Position of a rank in the parallel layout.
-
-Identity, writers and groups follow from it.
-"""
+"""Ranks of a replica: their positions, their collectives, and checks that they are alike."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+import hashlib
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
-from hicache_storage.spec import ConfigError
+from hicache_storage.spec import ConfigError, HiCacheError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
     from hicache_storage.spec import StorageIdentity
 
+MadeT = TypeVar("MadeT")
+
+MAX_EXACT_NUMBER: Final = 1 << 56
+"""Largest number that is compared as it is; every other value is compared by a larger digest."""
 AXES = ("tp", "cp", "pp", "dp")
 """From the innermost to the outermost: neighbouring ranks differ in `tp_rank`."""
 
@@ -91,14 +95,7 @@ class ParallelConfig:
 
     def identity(self, base: StorageIdentity) -> StorageIdentity:
         """Return `base` with the position of this rank."""
-        return replace(
-            base,
-            **{
-                f"{axis}_{part}": getattr(self, f"{axis}_{part}")
-                for axis in AXES
-                for part in ("rank", "size")
-            },
-        )
+        return replace(base, **asdict(self))
 
     def check(self, identity: StorageIdentity) -> None:
         """Check that a storage reads and writes the bytes of this rank.
@@ -108,14 +105,138 @@ class ParallelConfig:
         """
         # A storage of another rank would deliver that rank's bytes: right by its checksums, wrong
         # for this rank.
-        for axis in AXES:
-            for part in ("rank", "size"):
-                name = f"{axis}_{part}"
-                if getattr(identity, name) != getattr(self, name):
-                    raise ConfigError(
-                        f"the storage's identity has {name}={getattr(identity, name)}, this rank "
-                        f"{getattr(self, name)}; create the storage with ParallelConfig.identity()"
-                    )
+        for name, ours in asdict(self).items():
+            if getattr(identity, name) != ours:
+                raise ConfigError(
+                    f"the storage's identity has {name}={getattr(identity, name)}, this rank "
+                    f"{ours}; create the storage with ParallelConfig.identity()"
+                )
 
     def _at(self, axis: str) -> tuple[int, int]:
         return getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
+
+
+class RankGroupError(HiCacheError):
+    """A collective failed: a rank is gone.
+
+    Ranks may have diverged, so the engine must stop.
+
+    Each later collective of the group raises it as well, at once.
+    """
+
+    code = "agreement"
+
+
+class RankGroup(Protocol):
+    """Collectives of the ranks of one replica. Used by one thread."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        ...
+
+    def all_reduce_min(self, values: Sequence[int]) -> list[int]:
+        """Reduce a vector over all ranks: the element-wise minimum.
+
+        A collective: every rank calls it, with a vector of the same length.
+
+        Raises:
+            RankGroupError: a rank did not take part in time.
+        """
+        ...
+
+
+class SingleRank:
+    """A group of one rank."""
+
+    size = 1
+
+    def all_reduce_min(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+
+def reduce_each(rank_group: RankGroup, votes: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Reduce several vectors in one collective: each to its minimum over all ranks."""
+    mine = list(votes)
+    agreed = iter(rank_group.all_reduce_min([vote for own in mine for vote in own]))
+    return [[next(agreed) for _ in own] for own in mine]
+
+
+class OtherRankError(HiCacheError, RuntimeError):
+    """Another rank failed while this one could go on.
+
+    That rank's own error has the cause.
+    """
+
+    code = "other-rank"
+
+
+def check_consistent(
+    rank_group: RankGroup, values: Mapping[str, object], refusal: BaseException | None = None
+) -> None:
+    """Check that no rank refuses, and that all ranks have the same values.
+
+    A collective.
+
+    Args:
+        values: by the names that messages use, the same names on every rank. Two values are equal
+            if their `repr` is.
+        refusal: this rank's own error; its values are ignored then.
+
+    Raises:
+        OtherRankError: another rank refuses.
+        ConfigError: values differ; the message names them.
+        BaseException: `refusal`.
+    """
+    # A rank that refuses sends zeros: the vector has the same length on every rank.
+    mine = [_number(value) if refusal is None else 0 for value in values.values()]
+    # One reduction gives both bounds: the maximum is the negated minimum of the negated numbers.
+    accepted, *lowest = rank_group.all_reduce_min(
+        [int(refusal is None), *mine, *(-number for number in mine)]
+    )
+    if refusal is not None:
+        raise refusal
+    if not accepted:
+        raise OtherRankError("another rank refuses its configuration; its own error says why")
+    bounds = zip(values.items(), lowest[: len(mine)], lowest[len(mine) :], strict=True)
+    wrong = [
+        _difference(name, value, low, -high) for (name, value), low, high in bounds if low != -high
+    ]
+    if wrong:
+        raise ConfigError(f"ranks differ in {', '.join(wrong)}; make it the same on every rank")
+
+
+def make_on_all_ranks(rank_group: RankGroup, what: str, make: Callable[[], MadeT]) -> MadeT:
+    """Call `make` on every rank; where it fails on one, all ranks raise. A collective.
+
+    Raises:
+        OtherRankError: `make` failed on another rank.
+        BaseException: the error of `make` on this rank.
+    """
+    made, error = None, None
+    try:
+        made = make()
+    except BaseException as failure:  # noqa: BLE001 - raised below, once the other ranks know; drivers call sys.exit
+        error = failure
+    all_made = rank_group.all_reduce_min([int(error is None)])[0]
+    if error is not None:
+        raise error
+    if not all_made or made is None:
+        raise OtherRankError(f"another rank could not make its {what}")
+    return made
+
+
+def _number(value: object) -> int:
+    if isinstance(value, int) and abs(value) <= MAX_EXACT_NUMBER:
+        return value
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    # 56 bits of the digest above the exact numbers: the sum and its negation fit into int64, in
+    # which ranks reduce.
+    return MAX_EXACT_NUMBER + 1 + int.from_bytes(digest[:7])
+
+
+def _difference(name: str, value: object, low: int, high: int) -> str:
+    # Digests are not shown: they mean nothing to a reader.
+    if type(value) is int and high <= MAX_EXACT_NUMBER:
+        return f"{name} ({value} here, {low} to {high} in all)"
+    return name

@@ -106,7 +106,7 @@ class Rank:
             self.controller.attach(storage)
             result = self.fetched(seed, keys)
             self.tell("restored", result.tokens // PAGE)
-            self.stack.group.free_host(result.host)
+            self.stack.give("host", result.host)
             self.controller.detach()
 
     def chances(self):
@@ -139,7 +139,7 @@ class Rank:
             self.controller = impatient if faulty else self.stack.controller
             self.controller.attach(storage)
             result = self.fetched(seed, keys, polls=common.randrange(6) if early else None)
-            self.stack.group.free_host(others)
+            self.stack.give("host", others)
             self.tell(
                 "round",
                 number,
@@ -218,7 +218,7 @@ class Rank:
         self.stack.fill("host", host, labels)
         self.controller.write_storage(host, keys)
         [stored] = eventually(self.controller.completed_backups)
-        self.stack.group.free_host(host)
+        self.stack.give("host", host)
         written = {name: stats.pages_written for name, stats in storage.get_stats().pools.items()}
         self.tell("stored", stored.stored_pages, stored.complete)
         result = self.fetched(0, keys, labels=labels)
@@ -270,7 +270,7 @@ class Rank:
                 for name in present
             ]
             assert all(all(pages) for pages in storage.batch_set_v2(transfers).values())
-            self.stack.group.free_host(host)
+            self.stack.give("host", host)
         fresh = MemoryStorage(identity(self.parallel), storage.objects)
         storage.close()
         return keys, fresh
@@ -299,14 +299,14 @@ class Rank:
             self.controller.start_writing()
             if host is not None:
                 told += eventually(self.controller.completed_writes)
-                self.stack.group.free_host(host)
-            self.stack.group.free_device(device)
+                self.stack.give("host", host)
+            self.stack.give("device", device)
         return told
 
     def stored(self, keys, result):
         """What was fetched is backed up again; a rank whose storage fails decides for all."""
         number = self.controller.write_storage(result.host, result.hashes)
-        self.stack.group.free_host(result.host)
+        self.stack.give("host", result.host)
         [told] = eventually(self.controller.completed_backups)
         assert told.operation_id == number
         return told.stored_pages, told.complete

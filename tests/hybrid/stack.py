@@ -148,10 +148,13 @@ class Stack:
         assert taken is not None
         return self.group.span(taken, {MAMBA: tuple(ends)} if MAMBA in needs else {})
 
-    def free(self):
-        """Free slots of the host by pool."""
-        names = sorted({KV, *self.group.side})
-        return dict(zip(names, self.group.host.available(names), strict=True))
+    def give(self, tier, indices):
+        """Free what `take` took."""
+        getattr(self.group, tier).free(self.group.owned(indices))
+
+    def free(self, tier="host"):
+        """Free slots of a tier by pool."""
+        return getattr(self.group, tier).available({KV, *self.group.side})
 
     def total(self):
         return {

@@ -88,7 +88,7 @@ def test_a_step_waits_for_earlier_loads_too(stack):
     first = stack.controller.start_loading()
     assert stack.controller.completed_loads() == []
     assert stack.controller.start_loading() == first
-    _, more = host.split(1, PAGE)
+    more = HybridIndices(host.anchor[PAGE:], host.side, {MAMBA: (1,)})
     stack.controller.load(more, [2])
     second = stack.controller.start_loading()
     assert second > first
@@ -150,9 +150,9 @@ def test_without_room_nothing_is_taken(make_stack):
     assert stack.free() == stack.total()
     host = stack.take("host", 2, ends=(2,))
     stack.take("device", 5)
-    before = stack.group.device.available([KV, MAMBA])
+    before = stack.free("device")
     assert stack.controller.load(host, [1]) is None
-    assert stack.group.device.available([KV, MAMBA]) == before
+    assert stack.free("device") == before
     assert stack.controller.start_writing() == 0
     assert stack.controller.start_loading() == -1
     assert (
@@ -164,7 +164,7 @@ def test_without_room_nothing_is_taken(make_stack):
 def test_refused_spans_take_nothing(stack):
     device = stack.take("device", 2, ends=(2,))
     host = stack.take("host", 2, ends=(2,))
-    free = stack.free(), stack.group.device.available([KV, MAMBA])
+    free = stack.free(), stack.free("device")
     with pytest.raises(InvalidTransferError, match="anchor"):
         stack.controller.write(HybridIndices(device.anchor[1:]), 1)
     with pytest.raises(InvalidTransferError, match="into: 'mamba' must have 1 slots"):
@@ -173,7 +173,7 @@ def test_refused_spans_take_nothing(stack):
         stack.controller.load(host, [1], into={KV: torch.arange(2 * PAGE)})
     with pytest.raises(InvalidTransferError, match="leave it out"):
         stack.controller.load(host, [1], into={KV: torch.arange(0)})
-    assert (stack.free(), stack.group.device.available([KV, MAMBA])) == free
+    assert (stack.free(), stack.free("device")) == free
 
 
 def test_reset_drops_what_is_queued_and_lets_the_rest_end(stack):
@@ -213,10 +213,10 @@ def test_two_loads_of_a_step_into_one_slot_are_refused_before_anything_is_copied
     _, host = written(stack, 2, ends=(2,))
     own = stack.take("device", 0, ends=(1,)).side[MAMBA]
     assert stack.controller.load(host, [1], into={MAMBA: own}) is not None
-    free = stack.group.device.available([KV, MAMBA])
+    free = stack.free("device")
     with pytest.raises(InvalidTransferError, match="a slot that another load of this step goes to"):
         stack.controller.load(host, [2], into={MAMBA: own})
-    assert stack.group.device.available([KV, MAMBA]) == free
+    assert stack.free("device") == free
     stack.controller.layer_counter(stack.controller.start_loading()).synchronize()
     assert eventually(stack.controller.completed_loads) == [1]
     assert stack.controller.load(host, [2], into={MAMBA: own}) is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_storage.hybrid import HostPoolGroup, HybridIndices, PoolEntry, SingleRank
-from hicache_storage.hybrid.pools.tiers import CollectiveAllocator, PoolTier
+from hicache_storage.hybrid.pools import PoolTier
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import (
     InvalidPoolError,
@@ -53,6 +53,14 @@ def tier(calls):
     return PoolTier({PoolName(name): Recorded(name, calls) for name in ("swa", "kv", "mamba")})
 
 
+def free(tier):
+    return list(tier.available(SIZES).values())
+
+
+def make_room(tier, **needs):
+    return tier.make_room(needs, SingleRank())[0]
+
+
 def test_pools_are_asked_in_the_order_of_their_names(tier, calls):
     taken = tier.alloc({"swa": 2, "mamba": 1, "kv": 8})
     assert {name: slots.numel() for name, slots in taken.items()} == {"kv": 8, "mamba": 1, "swa": 2}
@@ -62,13 +70,13 @@ def test_pools_are_asked_in_the_order_of_their_names(tier, calls):
 def test_one_short_pool_gives_all_back(tier, calls):
     assert tier.alloc({"kv": 4, "mamba": 4, "swa": 2}) is None
     assert calls == [("alloc", "kv", 4), ("alloc", "mamba", 4), ("free", "kv", 4)]
-    assert tier.available(["kv", "mamba", "swa"]) == [32, 3, 8]
+    assert free(tier) == [32, 3, 8]
 
 
 def test_a_refused_number_gives_all_back(tier):
     with pytest.raises(SlotError, match="multiple of 2"):
         tier.alloc({"kv": 4, "mamba": 1, "swa": 3})
-    assert tier.available(["kv", "mamba", "swa"]) == [32, 3, 8]
+    assert free(tier) == [32, 3, 8]
 
 
 def test_nothing_is_an_empty_tensor(tier):
@@ -81,7 +89,7 @@ def test_an_error_of_one_pool_does_not_keep_the_others(tier):
     taken = tier.alloc({"kv": 4, "mamba": 1, "swa": 2})
     with pytest.raises(SlotError):
         tier.free({**taken, "mamba": torch.tensor([2])})
-    assert tier.available(["kv", "mamba", "swa"]) == [32, 2, 8]
+    assert free(tier) == [32, 2, 8]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 5)), max_size=12))
@@ -89,19 +97,19 @@ def test_all_or_none(requests):
     tier = PoolTier({PoolName(name): Recorded(name, []) for name in SIZES})
     held = []
     for kv, mamba, swa in requests:
-        before = tier.available(sorted(SIZES))
+        before = free(tier)
         needs = {"kv": kv * 4, "mamba": mamba, "swa": swa * 2}
         taken = tier.alloc(needs)
         fits = all(needs[name] <= free for name, free in zip(sorted(SIZES), before, strict=True))
         assert (taken is not None) is fits
         if taken is None:
-            assert tier.available(sorted(SIZES)) == before
+            assert free(tier) == before
         else:
             held.append(taken)
     for name, (size, _) in SIZES.items():
         slots = torch.cat([taken[name] for taken in held] or [torch.empty(0, dtype=torch.int64)])
         assert slots.unique().numel() == slots.numel()
-        assert tier.available([name]) == [size - slots.numel()]
+        assert tier.available([name]) == {name: size - slots.numel()}
 
 
 def test_room_is_made_once_by_what_is_missing(tier):
@@ -114,18 +122,17 @@ def test_room_is_made_once_by_what_is_missing(tier):
 
     tier.on_shortage(PoolName("kv"), lambda slots: evict("kv", slots))
     tier.on_shortage(PoolName("mamba"), lambda slots: evict("mamba", slots))
-    room = CollectiveAllocator(SingleRank())
-    assert room.alloc(tier, {"kv": 16, "mamba": 1, "swa": 2}) is not None
+    assert make_room(tier, kv=16, mamba=1, swa=2)
     assert asked == [("kv", 8), ("mamba", 1)]
-    assert room.alloc(tier, {"swa": 8}) is None
-    assert tier.available(["swa"]) == [6]
+    assert not make_room(tier, swa=10)
+    assert free(tier) == [16, 1, 8]
 
 
 def test_nobody_evicts_where_one_pool_cannot(tier):
     tier.alloc({"kv": 32, "mamba": 3})
     asked = []
     tier.on_shortage(PoolName("kv"), asked.append)
-    assert CollectiveAllocator(SingleRank()).alloc(tier, {"kv": 4, "mamba": 1}) is None
+    assert not make_room(tier, kv=4, mamba=1)
     assert asked == []
 
 
@@ -135,7 +142,7 @@ def test_an_eviction_that_fails_leaves_what_is_free(tier, caplog):
 
     tier.alloc({"kv": 32})
     tier.on_shortage(PoolName("kv"), fail)
-    assert CollectiveAllocator(SingleRank()).alloc(tier, {"kv": 4}) is None
+    assert not make_room(tier, kv=4)
     assert "eviction failed" in caplog.text
 
 
@@ -151,15 +158,15 @@ def test_derived_pools_use_their_sources_slots(stack):
     assert group.endpoints(span, MAMBA) == (1, 3)
     assert list(group.owned(span)) == [KV, MAMBA]
     assert group.needs(3) == {KV: 12, MAMBA: 1}
-    group.free_host(span)
+    stack.give("host", span)
     assert stack.free() == stack.total()
 
 
 def test_slots_are_given_back_once(stack):
     span = stack.take("host", 2, ends=(2,))
-    stack.group.free_host(span)
+    stack.give("host", span)
     with pytest.raises(SlotError):
-        stack.group.free_host(span)
+        stack.give("host", span)
     assert stack.free() == stack.total()
 
 

@@ -85,7 +85,7 @@ def test_a_short_host_gets_the_max_restorable_prefix_that_fits(
     assert result.outcome is (
         PrefetchOutcome.COMPLETE if pages == 8 else PrefetchOutcome.HOST_CAPACITY
     )
-    stack.group.free_host(others)
+    stack.give("host", others)
     check(stack, result, keys, pages, (pages,) if pages else ())
     assert stack.controller.stats().tokens_without_room == (8 - pages) * PAGE
 
@@ -346,7 +346,7 @@ def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
     eventually(lambda: stack.free() == {KV: 8 * PAGE, MAMBA: 8})
     assert stack.holds("host", others, page_hashes(tokens(8, seed=1), PAGE))
     assert stack.controller.stats().stuck_calls == 0
-    stack.group.free_host(others)
+    stack.give("host", others)
     check(stack, fetched(stack, 8), keys, 8, (8,))
 
 

@@ -122,7 +122,7 @@ class Programs(RuleBasedStateMachine):
             self.controller.start_writing()
             assert eventually(self.controller.completed_writes) == [self.nodes]
             self.owned.append((host, CHAINS[seed]))
-        self.stack.group.free_device(device)
+        self.stack.give("device", device)
 
     @rule(pick=PICKS)
     def load(self, pick):
@@ -134,7 +134,7 @@ class Programs(RuleBasedStateMachine):
         self.controller.layer_counter(self.controller.start_loading()).synchronize()
         assert eventually(self.controller.completed_loads) == [0]
         assert self.stack.holds("device", device, keys)
-        self.stack.group.free_device(device)
+        self.stack.give("device", device)
 
     @rule(pick=PICKS)
     def free(self, pick):

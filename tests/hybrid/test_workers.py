@@ -8,8 +8,7 @@ import time
 import pytest
 
 from hicache_storage.hybrid.stats import StatsCounter
-from hicache_storage.hybrid.storage_io.prefetch_buffers import PrefetchRequest
-from hicache_storage.hybrid.storage_io.prefetch_jobs import QueryJob
+from hicache_storage.hybrid.storage_io.prefetch_jobs import PrefetchRequest, QueryJob
 from hicache_storage.hybrid.storage_io.workers import Job, StorageWorker
 from hicache_storage.spec import seconds_since_asked
 from tests.support.waiting import eventually

@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage.hybrid.pools.indices import HybridIndices
-from hicache_storage.hybrid.radix.eviction import Evicted, Evictor
-from hicache_storage.hybrid.radix.loading import DeviceLoads
-from hicache_storage.hybrid.radix.nodes import SlotKind
+from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.hybrid.radix.prefetching import RequestPrefetches
-from hicache_storage.hybrid.radix.prefixes import PrefixLocks, PrefixMatcher
-from hicache_storage.hybrid.radix.results import CacheUsage, InsertResult, MatchResult, Prefix
-from hicache_storage.hybrid.radix.slot_ownership import SlotOwnership
-from hicache_storage.hybrid.radix.tree import RadixTree
+from hicache_storage.hybrid.radix.prefixes import MatchResult, Prefix, PrefixLocks, PrefixMatcher
+from hicache_storage.hybrid.radix.slots import Evicted, SlotOwnership
+from hicache_storage.hybrid.radix.tree import RadixTree, SlotKind
 from hicache_storage.hybrid.radix.write_back import NodeWriteBack
 from hicache_storage.spec import ConfigError, HiCacheError, InvalidTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hicache_storage.hybrid.controller import HybridCacheController
+    from hicache_storage.hybrid.pools import DeviceSlots
     from hicache_storage.hybrid.radix.config import RadixCacheConfig
-    from hicache_storage.hybrid.radix.nodes import Node, Units
-    from hicache_storage.hybrid.radix.results import LoadResult, PrefixLock
-    from hicache_storage.hybrid.radix.tiers import DeviceSlots, TierController
+    from hicache_storage.hybrid.radix.prefixes import LoadResult, PrefixLock
+    from hicache_storage.hybrid.radix.tree import Node, Units
 
 
 class CacheInUseError(HiCacheError, RuntimeError):
     """The cache cannot be emptied while prefixes are locked."""
 
     code = "cache-in-use"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InsertResult(Prefix):
+    """Prefix in the cache after an insertion; all of it is on the device."""
+
+    new_states: int
+    """Number of states that were inserted; the cache had the others, and freed their slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUsage:
+    """Contents and counters of a cache."""
+
+    device_tokens: int
+    device_states: int
+    host_tokens: int
+    host_states: int
+    evictable_tokens: int
+    """Tokens on the device that are not locked."""
+    evictable_states: int
+    """States on the device that are not locked."""
+    locks: int
+    declined_writes: int
+    """Nodes that were not copied to the host for lack of memory, since the cache was made."""
+    dropped_tokens: int
+    """Tokens that were fetched in vain.
+
+    The prefix before them was evicted meanwhile, or did not fit into host memory.
+    """
+    tokens_stored_again: int
+    """Tokens stored again because the storage had lost them while they were cached here."""
 
 
 class HiMambaRadixCache:
@@ -63,7 +93,7 @@ class HiMambaRadixCache:
     def __init__(
         self,
         config: RadixCacheConfig,
-        controller: TierController[Any],
+        controller: HybridCacheController,
         kv_slots: DeviceSlots,
         state_slots: DeviceSlots | None = None,
     ) -> None:
@@ -83,14 +113,11 @@ class HiMambaRadixCache:
         self._ownership = SlotOwnership(
             self._tree, self._device_pools, controller.free_host, config.state_pool
         )
-        self._locks = PrefixLocks(self._ownership)
+        self._locks = PrefixLocks(self._ownership, controller)
         self._matcher = PrefixMatcher(self._tree, self._ownership)
-        self._write_back = NodeWriteBack(self._ownership, controller, config.page_size)
-        save = self._write_back.back_up if config.write_policy.writes_on_eviction else None
-        self._evictor = Evictor(self._tree, self._ownership, save)
-        self._loads = DeviceLoads(self._ownership, self._locks, controller, config.page_size)
+        self._write_back = NodeWriteBack(self._tree, self._ownership, controller)
         self._prefetches = RequestPrefetches(
-            self._ownership, controller, self._write_back, config.page_size
+            self._tree, self._ownership, controller, self._write_back
         )
         self._register_evictors()
 
@@ -169,7 +196,7 @@ class HiMambaRadixCache:
             raise InvalidTransferError(
                 f"state_slot must be in [0, {states.size if states else 0}), got {state_slot}"
             )
-        return self._loads.load(lock, state_slot)
+        return self._locks.load(lock, state_slot)
 
     def start_loading(self) -> int:
         """Launch the loads of this step.
@@ -216,7 +243,7 @@ class HiMambaRadixCache:
         node, new_states = self._insert_nodes(self._tree.root(namespace), pages, kv_indices, states)
         self._refresh(node)
         self._write_if_due(node)
-        rows = self._ownership.rows(self._ownership.device, list(node.upward())[::-1])
+        rows = self._ownership.rows(self._ownership.device, node.downward())
         return InsertResult(len(pages), rows, 0, node.id, new_states)
 
     # Memory -------------------------------------------------------------------------------------
@@ -234,7 +261,8 @@ class HiMambaRadixCache:
 
     def evict(self, tokens: int = 0, states: int = 0) -> Evicted:
         """Free device slots, the least recently used first, KV before states."""
-        evicted = self._evictor.device(tokens, states)
+        save = self._write_back.back_up if self.config.write_policy.writes_on_eviction else None
+        evicted = self._ownership.evict(self._ownership.device, tokens, states, save)
         # The next user of the slots waits for the copies that read them, so they have to be
         # launched.
         self._controller.start_writing()
@@ -242,7 +270,7 @@ class HiMambaRadixCache:
 
     def evict_host(self, tokens: int = 0, states: int = 0) -> Evicted:
         """Free host slots in the same way."""
-        return self._evictor.host(tokens, states)
+        return self._ownership.evict(self._ownership.host, tokens, states)
 
     # Storage ------------------------------------------------------------------------------------
 
@@ -298,11 +326,11 @@ class HiMambaRadixCache:
         self._controller.start_writing()
         self._controller.advance_prefetches()
         self._write_back.poll()
-        self._loads.poll()
+        self._locks.poll()
 
     def idle(self) -> bool:
         """Return whether no operation is running on any tier, those before a `reset` included."""
-        return not (len(self._write_back) or len(self._loads) or len(self._prefetches))
+        return not (self._write_back.running or self._locks.loading or self._prefetches.running)
 
     def reset(self) -> None:
         """Remove all nodes and free all slots. Pages in the storage stay there.
@@ -321,7 +349,7 @@ class HiMambaRadixCache:
         self._controller.start_loading()
         # Only the bookkeeping: reservations of host slots last until the copies end.
         self._write_back.clear()
-        self._loads.clear()
+        self._locks.clear()
         self._ownership.clear()
         self._tree.clear()
 
@@ -362,7 +390,7 @@ class HiMambaRadixCache:
 
     def _refresh(self, node: Node) -> None:
         """Make the path to a node, and its state, the most recently used on both tiers."""
-        for tier in (self._ownership.device, self._ownership.host):
+        for tier in self._ownership.tiers:
             for lru in tier.values():
                 lru.touch(node)
 

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING
 
-from hicache_storage.hybrid.radix.nodes import SlotKind, hashes_of, prefix_hashes, tokens_of
-from hicache_storage.hybrid.radix.tiers import Operation
+from hicache_storage.hybrid.radix.slots import SlotLocks
+from hicache_storage.hybrid.radix.tree import SlotKind
 
 if TYPE_CHECKING:
-    from hicache_storage.hybrid.radix.nodes import Node, Units
-    from hicache_storage.hybrid.radix.slot_ownership import SlotOwnership
-    from hicache_storage.hybrid.radix.tiers import TierController
+    from hicache_storage.hybrid.controller import HybridCacheController
+    from hicache_storage.hybrid.radix.slots import SlotOwnership
+    from hicache_storage.hybrid.radix.tree import Node, RadixTree, Units
     from hicache_storage.hybrid.radix.write_back import NodeWriteBack
-    from hicache_storage.hybrid.storage_io.results import PrefetchResult
+    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation, PrefetchResult
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefetch(Generic[Operation]):
+class _Prefetch:
     """A running prefetch."""
 
-    operation: Operation
+    operation: PrefetchOperation
     node: Node
     """Fetched pages are inserted below this node."""
-    kept: Node | None
-    """The lowest node of that path that was on the host; it is locked there."""
+    kept: SlotLocks
+    """Keeps the part of that path that was on the host."""
     tokens: Units
 
     def is_wanted(self) -> bool:
@@ -32,30 +32,31 @@ class _Prefetch(Generic[Operation]):
         return not self.node.tokens or self.node.parent is not None
 
 
-class RequestPrefetches(Generic[Operation]):
+class RequestPrefetches:
     """All prefetches, at most one for each request."""
 
     def __init__(
         self,
+        tree: RadixTree,
         ownership: SlotOwnership,
-        controller: TierController[Operation],
+        controller: HybridCacheController,
         write_back: NodeWriteBack,
-        page_size: int,
     ) -> None:
+        self._tree = tree
         self._ownership = ownership
         self._controller = controller
         self._write_back = write_back
-        self._page_size = page_size
-        self._running: dict[str, _Prefetch[Operation]] = {}
+        self._running: dict[str, _Prefetch] = {}
         self.dropped_tokens = 0
         """Tokens that were fetched and freed, as the prefix before them was missing."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._running
 
-    def __len__(self) -> int:
-        """Number of prefetches that have not ended."""
-        return sum(not running.operation.done for running in self._running.values())
+    @property
+    def running(self) -> bool:
+        """Whether a prefetch has not ended."""
+        return any(not running.operation.done for running in self._running.values())
 
     def start(self, request_id: str, node: Node, tokens: Units) -> bool:
         """Start a prefetch of whole pages that follow `node`; False if none was started.
@@ -64,22 +65,19 @@ class RequestPrefetches(Generic[Operation]):
         """
         if not tokens or not self._controller.attached:
             return False
-        last = hashes_of(node, self._page_size, bigram=self._controller.bigram)
-        before = prefix_hashes(node, self._page_size, bigram=self._controller.bigram)
+        last = self._tree.hashes(node)
         operation = self._controller.prefetch(
             request_id,
-            tokens_of(tokens, bigram=self._controller.bigram),
+            self._tree.tokens_of(tokens),
             last[-1] if last else None,
-            before,
+            self._tree.prefix_hashes(node),
         )
         if operation is None:
             return False
+        # After `prefetch`, which may decline. Fetched pages follow this path, and are worth nothing
+        # without it.
         host = self._ownership.host[SlotKind.KV]
-        kept = next((each for each in node.upward() if host.holds(each)), None)
-        # After `prefetch`, which may decline: then there is nothing to unlock. Fetched pages follow
-        # this path, and are worth nothing without it.
-        if kept:
-            host.lock(kept)
+        kept = SlotLocks({host: next((each for each in node.upward() if host.holds(each)), None)})
         self._running[request_id] = _Prefetch(operation, node, kept, tokens)
         return True
 
@@ -114,8 +112,7 @@ class RequestPrefetches(Generic[Operation]):
         else:
             self._controller.free_host(result.host)
             self.dropped_tokens += result.tokens
-        if running.kept:
-            self._ownership.host[SlotKind.KV].unlock(running.kept)
+        running.kept.release()
         return result.tokens if wanted else 0
 
     def end_all(self) -> None:
@@ -130,7 +127,7 @@ class RequestPrefetches(Generic[Operation]):
 
         Slots of pages that are there already are freed.
         """
-        host, size = self._ownership.host, self._page_size
+        host, size = self._ownership.host, self._tree.page_size
         states = self._ownership.state_slots(result.host)
         node, done = anchor, 0
         for pages in sorted({*states, result.tokens // size}):

@@ -1,4 +1,4 @@
-"""Match of prefixes in the tree, and locks that keep them on their tiers."""
+"""Prefixes of requests: matched in the tree, locked on their tiers, loaded from the host."""
 
 from __future__ import annotations
 
@@ -8,15 +8,77 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage.hybrid.radix.nodes import Node, SlotKind
-from hicache_storage.hybrid.radix.results import MatchResult, PrefixLock, StalePrefixError
+from hicache_storage.hybrid.radix.slots import SlotLocks
+from hicache_storage.hybrid.radix.tree import Node, SlotKind
+from hicache_storage.spec import HiCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.hybrid.radix.results import Prefix
-    from hicache_storage.hybrid.radix.slot_ownership import SlotOwnership
+    from hicache_storage.hybrid.controller import HybridCacheController
+    from hicache_storage.hybrid.pools import HybridIndices
+    from hicache_storage.hybrid.radix.slots import SlotOwnership
     from hicache_storage.hybrid.radix.tree import RadixTree
+
+
+class StalePrefixError(HiCacheError, RuntimeError):
+    """A prefix has changed since it was matched or inserted; match again."""
+
+    code = "stale-prefix"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """Cached prefix of a request, valid until a part is evicted; `lock` keeps it."""
+
+    length: int
+    """Tokens, whole pages."""
+    device_indices: torch.Tensor
+    """int64 (length - host_length,): KV rows of the tokens on the device, from the first on."""
+    host_length: int
+    """Number of tokens after those, whose KV is on the host only."""
+    node_id: int
+    """Id of the node in which the prefix ends; used by the cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatchResult(Prefix):
+    """The longest usable prefix of a request."""
+
+    state_slot: int | None
+    """The device slot of the state after the prefix, which a request copies.
+
+    None where the model has no states, nothing matched, or the state is on the host only.
+    """
+    state_on_host: bool
+    """Whether the state has to be loaded."""
+
+    @property
+    def needs_load(self) -> bool:
+        """True if the prefix has to be loaded from the host before it can be used."""
+        return bool(self.host_length) or self.state_on_host
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadResult:
+    """A queued load; `start_loading` launches it and returns its layer counter."""
+
+    device_indices: torch.Tensor
+    """int64: the KV rows of the whole prefix."""
+    state_slot: int | None
+    """The request's slot that the state after the prefix is loaded into.
+
+    None if the state is on the device, or there is none.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLock:
+    """Keeps a prefix on the tiers where it is, from `lock` to `unlock`."""
+
+    lock_id: int
+    length: int
+    """Tokens."""
 
 
 class PrefixMatcher:
@@ -57,16 +119,13 @@ class PrefixMatcher:
         return self._ownership.split(node, prefix.length) if prefix.length < node.end else node
 
     def _usable(self, node: Node, known: int, *, device_only: bool) -> bool:
-        device = self._ownership.device
-        if device_only and not device[SlotKind.KV].holds(node):
+        tiers = (self._ownership.device,) if device_only else self._ownership.tiers
+        if not any(tier[SlotKind.KV].holds(node) for tier in tiers):
             return False
-        if not self._ownership.has_states:
-            return True
-        on_device = device[SlotKind.STATE].holds(node)
         # The state of a node is the one after its last token: a partial match cannot use it.
-        if known != node.end:
-            return False
-        return on_device or (not device_only and self._ownership.has_state(node))
+        return not self._ownership.has_states or (
+            known == node.end and any(tier[SlotKind.STATE].holds(node) for tier in tiers)
+        )
 
     def _describe(self, node: Node, length: int) -> MatchResult:
         """Describe the first `length` tokens of the path to `node`.
@@ -75,7 +134,7 @@ class PrefixMatcher:
         """
         device = self._ownership.device
         # A prefix of the path: a node is on a tier only if its parent is.
-        path = [each for each in reversed(list(node.upward())) if device[SlotKind.KV].holds(each)]
+        path = [each for each in node.downward() if device[SlotKind.KV].holds(each)]
         rows = self._ownership.rows(device, path)[:length]
         state = device[SlotKind.STATE].of(node).indices
         on_host = state is None and self._ownership.host[SlotKind.STATE].holds(node)
@@ -101,51 +160,101 @@ class PrefixMatcher:
 
 @dataclass(slots=True)
 class HeldLock:
-    """Nodes that one lock keeps."""
+    """What one lock of a request keeps."""
 
     node: Node
     """The node at the end of its prefix."""
-    device: Node | None = None
-    """The lowest node whose KV it keeps on the device."""
-    host: Node | None = None
-    """The lowest node whose KV it keeps on the host."""
-    device_state: bool = False
-    host_state: bool = False
+    slots: SlotLocks
 
 
 class PrefixLocks:
-    """All locks that are held."""
+    """Locks that requests hold on prefixes, and the loads of what they lock on the host.
 
-    def __init__(self, ownership: SlotOwnership) -> None:
+    KV is loaded into the tree, the state into a slot of the request.
+    """
+
+    def __init__(self, ownership: SlotOwnership, controller: HybridCacheController) -> None:
         self._ownership = ownership
+        self._controller = controller
         self._held: dict[int, HeldLock] = {}
-        self._ids = count(1)
+        self._lock_ids = count(1)
+        self._load_ids = count()
+        self._loads: dict[int, SlotLocks | None] = {}
+        """What running loads lock; None after `clear`."""
 
     def __len__(self) -> int:
+        """Number of locks that are held."""
         return len(self._held)
+
+    @property
+    def loading(self) -> bool:
+        """Whether a load is running."""
+        return bool(self._loads)
 
     def lock(self, node: Node, *, with_state: bool) -> PrefixLock:
         """Keep the KV up to the end of `node` on its tiers, and its state if `with_state`."""
-        held = HeldLock(node)
         device, host = self._ownership.device, self._ownership.host
         kv, state = SlotKind.KV, SlotKind.STATE
-        held.device_state = with_state and device[state].holds(node)
+        state_on_device = with_state and device[state].holds(node)
         # The state on the host is only locked if it has to be loaded.
-        held.host_state = with_state and not held.device_state and host[state].holds(node)
-        held.device = next((each for each in node.upward() if device[kv].holds(each)), None)
-        needs_host = held.device is not node or held.host_state
-        held.host = node if node.parent and needs_host else None
-        self._apply(held)
-        lock = PrefixLock(next(self._ids), node.end)
-        self._held[lock.lock_id] = held
+        state_on_host = with_state and not state_on_device and host[state].holds(node)
+        # The lowest node whose KV is on the device.
+        loaded = next((each for each in node.upward() if device[kv].holds(each)), None)
+        needs_host = node.parent and (loaded is not node or state_on_host)
+        locks = SlotLocks(
+            {
+                device[kv]: loaded,
+                host[kv]: node if needs_host else None,
+                device[state]: node if state_on_device else None,
+                host[state]: node if state_on_host else None,
+            }
+        )
+        lock = PrefixLock(next(self._lock_ids), node.end)
+        self._held[lock.lock_id] = HeldLock(node, locks)
         return lock
 
-    def held(self, lock: PrefixLock) -> HeldLock:
-        """Return the nodes that a lock keeps.
+    def unlock(self, lock: PrefixLock) -> None:
+        """End a lock; KV that has no other lock becomes the most recently used."""
+        self._find(lock).slots.release()
+        del self._held[lock.lock_id]
 
-        Raises:
-            StalePrefixError: it was unlocked.
+    def release_state(self, lock: PrefixLock) -> None:
+        """End the lock of the state on the device."""
+        # The request has copied it; the slot may go to another state while the request runs on.
+        self._find(lock).slots.release(self._ownership.device[SlotKind.STATE])
+
+    def load(self, lock: PrefixLock, state_slot: int | None) -> LoadResult | None:
+        """Queue the load of slots that are not on the device.
+
+        None, with nothing changed, if the device has not enough free slots.
         """
+        held, device = self._find(lock), self._ownership.device
+        loaded_slot = None
+        if self._ownership.host[SlotKind.KV] in held.slots.nodes:
+            taken = self._take_device_slots(held, state_slot)
+            if taken is None:
+                return None
+            loaded_slot = next(
+                (int(slot) for slot in self._ownership.state_slots(taken).values()), None
+            )
+            # The new lock comes first, so that nothing of the prefix is unlocked in between.
+            before, state = held.slots, device[SlotKind.STATE]
+            held.slots = SlotLocks({device[SlotKind.KV]: held.node, state: before.nodes.get(state)})
+            before.release()
+        return LoadResult(self._ownership.rows(device, held.node.downward()), loaded_slot)
+
+    def poll(self) -> None:
+        """Process loads that have ended: unlock the slots that they read and write."""
+        for load_id in self._controller.completed_loads():
+            locks = self._loads.pop(load_id, None)
+            if locks is not None:
+                locks.release()
+
+    def clear(self) -> None:
+        """Forget the nodes, which are removed; what is running goes on."""
+        self._loads = dict.fromkeys(self._loads)
+
+    def _find(self, lock: PrefixLock) -> HeldLock:
         try:
             return self._held[lock.lock_id]
         except KeyError:
@@ -153,51 +262,35 @@ class PrefixLocks:
                 f"lock {lock.lock_id} is not held; unlock a lock once, and do not use it after that"
             ) from None
 
-    def move_to_device(self, lock: PrefixLock) -> None:
-        """Keep the KV on the device instead of the host, once it has slots there."""
-        before = self.held(lock)
-        after = HeldLock(before.node, before.node if before.node.parent else None)
-        after.device_state = before.device_state
-        # The new lock comes first, so that nothing of the prefix is unlocked in between.
-        self._apply(after)
-        self._undo(before)
-        self._held[lock.lock_id] = after
-
-    def release_state(self, lock: PrefixLock) -> None:
-        """Keep only the KV."""
-        held = self.held(lock)
-        if held.device_state:
-            # The request has copied it; the slot may go to another state while the request runs on.
-            held.device_state = False
-            self._ownership.device[SlotKind.STATE].unlock(held.node)
-
-    def unlock(self, lock: PrefixLock) -> None:
-        """End a lock; KV that has no other lock becomes the most recently used.
-
-        Raises:
-            StalePrefixError: it was unlocked before.
-        """
-        self._undo(self.held(lock))
-        del self._held[lock.lock_id]
-
-    def _apply(self, held: HeldLock) -> None:
-        device, host = self._ownership.device, self._ownership.host
-        if held.device:
-            device[SlotKind.KV].lock(held.device)
-        if held.host:
-            host[SlotKind.KV].lock(held.host)
-        if held.device_state:
-            device[SlotKind.STATE].lock(held.node)
-        if held.host_state:
-            host[SlotKind.STATE].lock(held.node)
-
-    def _undo(self, held: HeldLock) -> None:
-        device, host = self._ownership.device, self._ownership.host
-        if held.device:
-            device[SlotKind.KV].unlock(held.device)
-        if held.host:
-            host[SlotKind.KV].unlock(held.host)
-        if held.device_state:
-            device[SlotKind.STATE].unlock(held.node)
-        if held.host_state:
-            host[SlotKind.STATE].unlock(held.node)
+    def _take_device_slots(self, held: HeldLock, state_slot: int | None) -> HybridIndices | None:
+        """Queue a load and insert its rows into the nodes; returns the device slots."""
+        host, device = self._ownership.host, self._ownership.device
+        nodes = [node for node in held.node.downward() if not device[SlotKind.KV].holds(node)]
+        rows = self._ownership.rows(host, nodes)
+        state_node = held.slots.nodes.get(host[SlotKind.STATE])
+        state = None if state_node is None else host[SlotKind.STATE].of(state_node).indices
+        source = self._ownership.transfer(rows, state)
+        if not nodes and state is None:
+            return source  # loaded or inserted by another request
+        load_id = next(self._load_ids)
+        into = (
+            {} if state_slot is None else {name: torch.tensor([state_slot]) for name in source.side}
+        )
+        taken = self._controller.load(source, [load_id], into=into)
+        if taken is None:
+            return None
+        for node, part in zip(
+            nodes, torch.split(taken.anchor, [len(node.tokens) for node in nodes]), strict=True
+        ):
+            # A copy: a view of one node's rows would keep those of all nodes alive.
+            device[SlotKind.KV].add(node, part.clone())
+        # Until the load has ended: neither the rows that it writes nor those that it reads may be
+        # evicted, even if the request unlocks its prefix.
+        self._loads[load_id] = SlotLocks(
+            {
+                device[SlotKind.KV]: held.node,
+                host[SlotKind.KV]: held.node,
+                host[SlotKind.STATE]: state_node,
+            }
+        )
+        return taken

@@ -1,17 +1,107 @@
-"""Radix tree over pages of tokens, independent of the slots that nodes hold."""
+"""Radix tree over pages of tokens: its nodes hold slots on both tiers, and page hashes."""
 
 from __future__ import annotations
 
-from itertools import count
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, TypeAlias, cast
 from weakref import WeakValueDictionary
 
-from hicache_storage.hybrid.radix.nodes import HeldSlots, Node, SlotKind, units_of
+from hicache_storage.hybrid.hashing import page_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicache_storage.hybrid.radix.nodes import Units
+    import torch
+
+Bigram: TypeAlias = tuple[int, int]
+Units: TypeAlias = "tuple[int, ...] | tuple[Bigram, ...]"
+"""One unit for each row of KV: a token or, for EAGLE, a pair of tokens (bigram).
+
+A draft model's row of a token depends on the token after it, so that both are its key.
+"""
+
+
+class SlotKind(StrEnum):
+    """Kind of slots that a node can hold."""
+
+    KV = "kv"
+    """A row for each of its tokens, and the rows derived from them (an indexer's)."""
+    STATE = "state"
+    """The recurrent state after its last token."""
+
+
+@dataclass(slots=True)
+class HeldSlots:
+    """Slots of one kind that a node holds on one tier."""
+
+    indices: torch.Tensor | None = None
+    """int64 on the CPU: one slot for each token (KV), or one in all (state). None: no slots."""
+    locks: int = 0
+    """Number of users that keep the slots from being evicted."""
+
+
+def _held_slots() -> dict[SlotKind, HeldSlots]:
+    return {kind: HeldSlots() for kind in SlotKind}
+
+
+# Compared by identity, as LRU lists have nodes as keys. Weak references, because the tree does not
+# keep roots alive.
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Node:
+    """Some pages of tokens that follow those of its parent.
+
+    A node below the root holds KV on the device, on the host, or on both. A node that holds KV on a
+    tier has a parent that does as well; one that holds a state on a tier holds its KV there. A
+    split keeps the node as the lower part.
+    """
+
+    id: int
+    tokens: Units
+    """Whole pages of units; empty for a root."""
+    parent: Node | None = field(default=None, repr=False)
+    """None for a root, and for a node that was removed."""
+    start: int = 0
+    """Tokens before this node's first."""
+    children: dict[Units, Node] = field(default_factory=dict["Units", "Node"], repr=False)
+    """By their first page."""
+    device: dict[SlotKind, HeldSlots] = field(default_factory=_held_slots)
+    host: dict[SlotKind, HeldSlots] = field(default_factory=_held_slots)
+    hits: int = 1
+    """Number of requests that inserted or used it."""
+    hashes: tuple[str, ...] | None = None
+    """The page hashes, computed when they are first used.
+
+    A root's is the seed of its namespace, if that has one.
+    """
+    writing: int = 0
+    """Copies to the host that have not been acknowledged."""
+    state_saved: bool = False
+    """Whether its state was ever copied to the host."""
+    stored: set[SlotKind] = field(default_factory=set[SlotKind])
+    """Kinds that were stored in the storage, or fetched from it."""
+    stored_by: int = 0
+    """Id of the last backup that stored something of it."""
+    is_lost: bool = False
+    """Whether the storage had its KV, and has lost it."""
+
+    @property
+    def end(self) -> int:
+        """Tokens up to and with this node's last."""
+        return self.start + len(self.tokens)
+
+    def upward(self, start: int = 0) -> Iterator[Node]:
+        """Iterate from this node up to the last that begins at `start` or later."""
+        node = self
+        while node.parent is not None and node.start >= start:
+            parent = node.parent
+            yield node
+            node = parent
+
+    def downward(self) -> list[Node]:
+        """Return the path from the first node below the root to this one."""
+        return list(self.upward())[::-1]
 
 
 class RadixTree:
@@ -52,9 +142,44 @@ class RadixTree:
         return iter(self._nodes.values())
 
     def whole_pages(self, tokens: Sequence[int]) -> Units:
-        """Return the units of the whole pages of a sequence of tokens."""
-        units = units_of(tokens, bigram=self.bigram)
+        """Return the units of the whole pages of a sequence; n tokens are n - 1 pairs."""
+        units = tuple(pairwise(tokens)) if self.bigram else tuple(tokens)
         return units[: len(units) // self.page_size * self.page_size]
+
+    def tokens_of(self, units: Units) -> tuple[int, ...]:
+        """Return the tokens of units."""
+        if not self.bigram or not units:
+            return cast("tuple[int, ...]", units)
+        pairs = cast("tuple[Bigram, ...]", units)
+        return (*(first for first, _ in pairs), pairs[-1][1])
+
+    def hashes(self, node: Node) -> tuple[str, ...]:
+        """Return the page keys of a node.
+
+        For a root the seed of its namespace, if it has one.
+
+        Computes the hashes of ancestors that are missing.
+        """
+        # A loop: the path of a long conversation may be deeper than Python's limit of recursion.
+        missing: list[Node] = []
+        known = node
+        while known.hashes is None:
+            missing.append(known)
+            assert known.parent is not None
+            known = known.parent
+        prior = known.hashes[-1] if known.hashes else None
+        for each in reversed(missing):
+            tokens = self.tokens_of(each.tokens)
+            each.hashes = tuple(
+                page_hashes(tokens, self.page_size, prior=prior, bigram=self.bigram)
+            )
+            prior = each.hashes[-1]
+        assert node.hashes is not None
+        return node.hashes
+
+    def prefix_hashes(self, node: Node) -> list[str]:
+        """Return the page keys of the whole sequence up to the end of a node."""
+        return [key for each in node.downward() for key in self.hashes(each)]
 
     def find(self, root: Node, tokens: Units) -> tuple[Node, int]:
         """Follow whole pages as far as they are in the tree.

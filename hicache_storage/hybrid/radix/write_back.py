@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hicache_storage.hybrid.radix.nodes import SlotKind, hashes_of, prefix_hashes
-from hicache_storage.hybrid.radix.slot_ownership import NO_SLOTS
+from hicache_storage.hybrid.pools import NO_SLOTS
+from hicache_storage.hybrid.radix.slots import SlotLocks
+from hicache_storage.hybrid.radix.tree import SlotKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicache_storage.hybrid.pools.indices import HybridIndices
-    from hicache_storage.hybrid.radix.nodes import Node
-    from hicache_storage.hybrid.radix.slot_ownership import SlotOwnership
-    from hicache_storage.hybrid.radix.tiers import TierController
-    from hicache_storage.hybrid.storage_io.results import BackupResult
+    from hicache_storage.hybrid.controller import HybridCacheController
+    from hicache_storage.hybrid.pools import HybridIndices
+    from hicache_storage.hybrid.radix.slots import SlotOwnership
+    from hicache_storage.hybrid.radix.tree import Node, RadixTree
+    from hicache_storage.hybrid.storage_io.backups import BackupResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class _Copy:
     node: Node
     start: int
     kinds: frozenset[SlotKind]
+    locks: SlotLocks
+    """Keep its host slots."""
     is_again: bool = False
     """Whether it is stored again because the storage has lost it."""
 
@@ -46,11 +49,11 @@ class NodeWriteBack:
     """
 
     def __init__(
-        self, ownership: SlotOwnership, controller: TierController[Any], page_size: int
+        self, tree: RadixTree, ownership: SlotOwnership, controller: HybridCacheController
     ) -> None:
+        self._tree = tree
         self._ownership = ownership
         self._controller = controller
-        self._page_size = page_size
         self._write_ids = count()
         self._writes: dict[int, _Copy | None] = {}
         self._stores: dict[int, _Copy | None] = {}
@@ -62,9 +65,10 @@ class NodeWriteBack:
         self._accepted_tokens = 0
         """Tokens that were stored for the first time, or fetched."""
 
-    def __len__(self) -> int:
-        """Number of running copies to the host and backups to the storage."""
-        return len(self._writes) + len(self._stores)
+    @property
+    def running(self) -> bool:
+        """Whether a copy to the host or a backup to the storage is running."""
+        return bool(self._writes or self._stores)
 
     def back_up(self, node: Node) -> bool:
         """Copy a node and the KV before it to the host.
@@ -103,7 +107,7 @@ class NodeWriteBack:
         # All counts first: a path is stored only if none of its nodes has a running copy.
         for copy in written:
             self._store_path(copy.node)
-            self._unlock(copy)
+            copy.locks.release()
         for result in self._controller.completed_backups():
             self._stored(result)
 
@@ -150,7 +154,7 @@ class NodeWriteBack:
             host[SlotKind.STATE].add(node, slot)
             node.state_saved = True
         node.writing += 1
-        self._writes[ticket] = self._locked(_Copy(node, node.start, kinds))
+        self._writes[ticket] = _Copy(node, node.start, kinds, self._locks(node, kinds))
         return True
 
     def _take_host_slots(
@@ -168,9 +172,7 @@ class NodeWriteBack:
         assert above is not None
         host.lock(above)
         try:
-            return self._controller.write(
-                self._ownership.transfer(rows, state, rows.numel() // self._page_size), ticket
-            )
+            return self._controller.write(self._ownership.transfer(rows, state), ticket)
         finally:
             host.unlock(above)
 
@@ -180,7 +182,7 @@ class NodeWriteBack:
         # path.
         if not self._controller.attached:
             return
-        for each in reversed(list(node.upward())):
+        for each in node.downward():
             # Nothing below either: pages behind a hole cannot be restored.
             if each.writing or not self._ownership.host[SlotKind.KV].holds(each):
                 return
@@ -196,22 +198,21 @@ class NodeWriteBack:
         rows = host[SlotKind.KV].of(node).indices
         assert rows is not None
         state = host[SlotKind.STATE].of(node).indices if SlotKind.STATE in kinds else None
-        hashes = hashes_of(node, self._page_size, bigram=self._controller.bigram)
         assert node.parent is not None
-        before = prefix_hashes(node.parent, self._page_size, bigram=self._controller.bigram)
+        hashes, before = self._tree.hashes(node), self._tree.prefix_hashes(node.parent)
         # Pages that the storage has already are not written again. Their hashes are passed all the
         # same: they give the state its key.
         ticket = self._controller.write_storage(
-            self._ownership.transfer(rows, state, len(hashes)), hashes, before
+            self._ownership.transfer(rows, state), hashes, before
         )
-        copy = _Copy(node, node.start, kinds, node.is_lost)
+        copy = _Copy(node, node.start, kinds, self._locks(node, kinds), node.is_lost)
         # Before the backup has ended: otherwise each hit meanwhile would store it again.
-        # `_clear_stored` takes it back.
+        # `_stored` takes it back.
         node.stored = node.stored | kinds
         node.stored_by = ticket
         node.is_lost = False
         self.stored_again += copy.tokens if copy.is_again else 0
-        self._stores[ticket] = self._locked(copy)
+        self._stores[ticket] = copy
 
     def _stored(self, result: BackupResult) -> None:
         copy = self._stores.pop(result.operation_id, None)
@@ -220,14 +221,15 @@ class NodeWriteBack:
         if not result.complete:
             # Not retried here: the backup has made all its attempts. The next use of the node does
             # it.
-            self._clear_stored(copy)
+            for node in copy.node.upward(copy.start):
+                node.stored -= copy.kinds
         elif not copy.is_again:
             self._accepted_tokens += copy.tokens
         if result.lost_from is not None and self._mark_lost(
-            copy, result.lost_from * self._page_size, result.operation_id
+            copy, result.lost_from * self._tree.page_size, result.operation_id
         ):
             self._store_path(copy.node)
-        self._unlock(copy)
+        copy.locks.release()
 
     def _mark_lost(self, copy: _Copy, start: int, ticket: int) -> bool:
         """Mark nodes that the storage has lost from token `start` on.
@@ -256,20 +258,7 @@ class NodeWriteBack:
                 node.is_lost = True
         return any(node.is_lost for node in lost)
 
-    def _clear_stored(self, copy: _Copy) -> None:
-        """Mark the nodes as not stored, so that their next use stores them again."""
-        for node in copy.node.upward(copy.start):
-            node.stored -= copy.kinds
-
-    def _locked(self, copy: _Copy) -> _Copy:
+    def _locks(self, node: Node, kinds: frozenset[SlotKind]) -> SlotLocks:
         host = self._ownership.host
-        host[SlotKind.KV].lock(copy.node)
-        if SlotKind.STATE in copy.kinds:
-            host[SlotKind.STATE].lock(copy.node)
-        return copy
-
-    def _unlock(self, copy: _Copy) -> None:
-        host = self._ownership.host
-        host[SlotKind.KV].unlock(copy.node)
-        if SlotKind.STATE in copy.kinds:
-            host[SlotKind.STATE].unlock(copy.node)
+        state = node if SlotKind.STATE in kinds else None
+        return SlotLocks({host[SlotKind.KV]: node, host[SlotKind.STATE]: state})

@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 
 from hicache_storage.hybrid.controller import STOP_SECONDS, HybridCacheController
-from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
+from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
-from hicache_storage.hybrid.ranks.consistency import check_consistent, make_on_all_ranks
-from hicache_storage.hybrid.ranks.group import SingleRank
-from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
+from hicache_storage.hybrid.ranks import SingleRank, check_consistent, make_on_all_ranks
 from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig
 from hicache_storage.hybrid.stack.stack import DSAHybridStack, MambaHybridStack, StackPools
 from hicache_storage.hybrid.stats import StatsCounter
-from hicache_storage.hybrid.storage_io.binding import close_quietly
+from hicache_storage.hybrid.storage_io.workers import close_quietly
+from hicache_storage.hybrid.torch_group import TorchRankGroup
 from hicache_storage.spec import ConfigError, PoolHitPolicy, PoolName
 from hicache_storage.transfer import (
     CudaDevice,
@@ -31,7 +30,7 @@ from hicache_storage.transfer.cuda.device import cuda_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hicache_storage.hybrid.ranks.group import RankGroup
+    from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.stack.stack import HybridStack
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
     from hicache_storage.spec import HiCacheStorage

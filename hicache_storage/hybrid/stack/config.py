@@ -12,7 +12,7 @@ import torch
 
 from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.radix import checkpoint_grid
-from hicache_storage.hybrid.ranks.parallel import ParallelConfig
+from hicache_storage.hybrid.ranks import ParallelConfig
 from hicache_storage.hybrid.stack.geometry import (
     AttentionGeometry,
     IndexerGeometry,

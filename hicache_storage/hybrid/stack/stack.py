@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
-from hicache_storage.hybrid.ranks.consistency import make_on_all_ranks
-from hicache_storage.hybrid.storage_io.binding import StorageAttachedError
+from hicache_storage.hybrid.ranks import make_on_all_ranks
+from hicache_storage.hybrid.storage_io.workers import StorageAttachedError
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import ConfigError, HiCacheStorage, PoolName
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from hicache_storage.hybrid.controller import HybridCacheController
-    from hicache_storage.hybrid.pools.group import HostPoolGroup
+    from hicache_storage.hybrid.pools import HostPoolGroup
     from hicache_storage.hybrid.radix import HiMambaRadixCache
-    from hicache_storage.hybrid.ranks.group import RankGroup
+    from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
     from hicache_storage.pools import (
         DevicePoolBase,

@@ -6,11 +6,12 @@ Pages that were not stored are tried again.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicache_storage.hybrid.ranks import reduce_each
 from hicache_storage.hybrid.storage_io.calls import BATCH_PAGES, page_transfer
-from hicache_storage.hybrid.storage_io.results import BackupResult
 from hicache_storage.hybrid.storage_io.workers import Job
 from hicache_storage.spec import InvalidTransferError, leading_pages
 
@@ -19,18 +20,37 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
-    from hicache_storage.hybrid.pools.indices import HybridIndices
-    from hicache_storage.hybrid.ranks.group import RankGroup
+    from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolEntry
+    from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.stats import StatsCounter
-    from hicache_storage.hybrid.storage_io.binding import StorageBinding
     from hicache_storage.hybrid.storage_io.calls import StorageCalls
+    from hicache_storage.hybrid.storage_io.workers import StorageLink
     from hicache_storage.spec import PoolName, PoolTransfer
 
 MAX_ATTEMPTS = 3
 """Attempts to store the pages of a backup, the first included."""
 RETRY_SECONDS = 0.25
 """Delay before the second attempt; doubled before each further one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackupResult:
+    """Result of a backup to the storage, the same on every rank."""
+
+    operation_id: int
+    stored_pages: int
+    """Leading pages of the span that every pool of every rank has stored.
+
+    All side pages that end in them are stored as well.
+    """
+    complete: bool
+    """Whether that is all of them."""
+    lost_from: int | None = None
+    """First page before the span that the storage of some rank has lost.
+
+    Counted from the start of the sequence; the storage has stored the span itself. None where
+    nothing is missing, or the check failed.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -67,49 +87,38 @@ class BackupJob(Job):
     Each call stores the pages of all pools in one part of the span.
     """
 
-    def __init__(
-        self,
-        calls: StorageCalls,
-        pools: Sequence[PoolPages],
-        pages: int,
-        keys: Sequence[str],
-        prefix_pages: int,
-    ) -> None:
+    def __init__(self, calls: StorageCalls, backup: BackupOperation) -> None:
         super().__init__()
         self._calls = calls
-        self._pools = pools
-        self._pages = pages
-        self._keys = keys
-        self._prefix_pages = prefix_pages
-        self.found = prefix_pages
-        """Leading pages of the prefix that the storage has; all if unknown. Guarded by `lock`."""
+        self._backup = backup
 
     def perform(self) -> None:
+        backup = self._backup
         # At least one round: a span may be a state alone, without pages of the anchor.
-        for start in range(0, max(1, self._pages), BATCH_PAGES):
+        for start in range(0, max(1, backup.pages), BATCH_PAGES):
             # Read without the lock: as long as the job runs, only this thread changes `stored`.
-            parts = [(pool, pool.missing(start, start + BATCH_PAGES)) for pool in self._pools]
+            parts = [(pool, pool.missing(start, start + BATCH_PAGES)) for pool in backup.pools]
             parts = [(pool, numbers) for pool, numbers in parts if numbers]
             with self.lock:
                 if not self.begin_call():
                     return
             if parts:
-                self._store(parts, self._keys[: self._prefix_pages + start])
-        all_stored = all(all(pool.stored) for pool in self._pools)
-        if self._prefix_pages and self._pages and all_stored:
+                self._store(parts, backup.keys[: backup.prefix_pages + start])
+        if backup.prefix_pages and backup.pages and backup.complete():
             self._look_up_prefix()
 
     def _look_up_prefix(self) -> None:
         """Look up whether the storage still has the prefix that the span needs."""
-        before, own = self._keys[: self._prefix_pages], self._keys[self._prefix_pages :]
+        pages = self._backup.prefix_pages
+        before, own = self._backup.keys[:pages], self._backup.keys[pages:]
         found = self._leading_pages(before, ())
         # A storage that fails seems to have nothing. A missing prefix counts only if the storage
         # has the span that it has just stored.
-        if found is None or (found < self._prefix_pages and not self._leading_pages(own, before)):
+        if found is None or (found < pages and not self._leading_pages(own, before)):
             return
         with self.lock:
             if not self.abandoned:
-                self.found = found
+                self._backup.found = found
 
     def _leading_pages(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int | None:
         with self.lock:
@@ -132,32 +141,30 @@ class BackupJob(Job):
 
 
 class BackupOperation:
-    """A backup in flight; its host pages stay reserved until it ends, even if freed."""
+    """A backup in flight; its host pages stay reserved until it ends, even if freed.
+
+    What a job changes, it changes under its lock.
+
+    Args:
+        keys: of the prefix, and then of the span.
+    """
 
     def __init__(
-        self,
-        operation_id: int,
-        pools: Sequence[PoolPages],
-        pages: int,
-        keys: Sequence[str],
-        prefix_pages: int,
+        self, operation_id: int, pools: Sequence[PoolPages], keys: Sequence[str], prefix_pages: int
     ) -> None:
         self.operation_id = operation_id
         self.pools = pools
-        self.pages = pages
+        self.keys = keys
+        self.prefix_pages = prefix_pages
+        self.pages = len(keys) - prefix_pages
+        self.found = prefix_pages
+        """Leading pages of the prefix that the storage has; all if unknown."""
         self.attempts = 0
         self.retry_at = 0.0
         self.job: BackupJob | None = None
+        """The last attempt."""
         self.ended = False
         """Whether no further attempt is made."""
-        self._keys = keys
-        self.prefix_pages = prefix_pages
-
-    def next_job(self, calls: StorageCalls) -> BackupJob:
-        """Return the job of another attempt."""
-        self.attempts += 1
-        self.job = BackupJob(calls, self.pools, self.pages, self._keys, self.prefix_pages)
-        return self.job
 
     def cancel(self) -> None:
         """Make no further attempt, and no further call in the current one."""
@@ -173,18 +180,20 @@ class BackupOperation:
         """Return whether all pages are stored."""
         return all(all(pool.stored) for pool in self.pools)
 
-    def found(self) -> int:
-        """Return the leading pages of the prefix that the storage has; all if unknown."""
-        return self.prefix_pages if self.job is None else self.job.found
+    def votes(self) -> tuple[int, ...]:
+        """Return this rank's votes: ended, leading pages stored, all stored, prefix pages found.
 
-    def stored_pages(self) -> int:
-        """Return the leading pages that all pools have stored, with their side pages."""
-        limit = self.pages
-        for pool in self.pools:
-            first = leading_pages(pool.stored)
-            if first < len(pool.stored):
-                limit = min(limit, max(0, pool.endpoints[first] - 1))
-        return limit
+        Leading pages are stored in all pools, with their side pages.
+        """
+        if not self.ended:
+            return 0, 0, 0, 0
+        stored = self.pages
+        with nullcontext() if self.job is None else self.job.lock:
+            for pool in self.pools:
+                first = leading_pages(pool.stored)
+                if first < len(pool.stored):
+                    stored = min(stored, max(0, pool.endpoints[first] - 1))
+            return 1, stored, int(self.complete()), self.found
 
 
 class StorageBackups:
@@ -193,28 +202,28 @@ class StorageBackups:
     All methods are called by the scheduler's thread, in the same order on every rank.
     """
 
-    def __init__(self, group: HostPoolGroup, rank_group: RankGroup, stats: StatsCounter) -> None:
+    def __init__(
+        self,
+        group: HostPoolGroup,
+        rank_group: RankGroup,
+        stats: StatsCounter,
+        link: StorageLink,
+    ) -> None:
         self._group = group
         self._rank_group = rank_group
         self._stats = stats
+        self._link = link
         self._live: list[BackupOperation] = []
-        self._binding: StorageBinding | None = None
         self._last_id = 0
 
-    def attach(self, binding: StorageBinding) -> None:
-        """Store to this storage from now on."""
-        self._binding = binding
-
-    def detach(self) -> None:
+    def cancel(self) -> None:
         """Make no further attempt; `completed` returns how many pages each backup stored."""
         for operation in self._live:
             operation.cancel()
-        self._binding = None
 
     def reset(self) -> None:
         """Cancel all backups, and return no results for them."""
-        for operation in self._live:
-            operation.cancel()
+        self.cancel()
         self._live = []
 
     def begin(
@@ -241,7 +250,7 @@ class StorageBackups:
         keys, prefix_pages = (*prefix_hashes, *hashes), len(prefix_hashes)
         found = (self._pool_pages(host, name, keys, prefix_pages) for name in self._group.entries)
         pools = [pool for pool in found if pool]
-        operation = BackupOperation(self._last_id, pools, pages, keys, prefix_pages)
+        operation = BackupOperation(self._last_id, pools, keys, prefix_pages)
         self._live.append(operation)
         # The cache may evict the span before it is stored; its slots must not be reused by then.
         self._group.hold(self._group.owned(host), operation)
@@ -253,26 +262,21 @@ class StorageBackups:
 
         A collective while there are any.
         """
-        if self._binding is not None:
-            self._binding.expire()
+        self._link.expire()
         if not self._live:
             return []
         for operation in self._live:
             self._advance(operation)
-        votes = self._rank_group.all_reduce_min(
-            [vote for operation in self._live for vote in _votes(operation)]
-        )
+        agreed = reduce_each(self._rank_group, (operation.votes() for operation in self._live))
         results, remaining = list[BackupResult](), list[BackupOperation]()
-        agreed = zip(votes[::4], votes[1::4], votes[2::4], votes[3::4], strict=True)
-        for operation, vote in zip(self._live, agreed, strict=True):
-            ended, stored, complete, found = vote
-            if ended:
-                lost_from = found if complete and found < operation.prefix_pages else None
-                result = BackupResult(operation.operation_id, stored, bool(complete), lost_from)
-                results.append(result)
-                self._count(operation)
-            else:
+        for operation, (ended, stored, complete, found) in zip(self._live, agreed, strict=True):
+            if not ended:
                 remaining.append(operation)
+                continue
+            lost_from = found if complete and found < operation.prefix_pages else None
+            results.append(BackupResult(operation.operation_id, stored, bool(complete), lost_from))
+            pages = [page for pool in operation.pools for page in pool.stored]
+            self._stats.count(pages_backed_up=sum(pages), pages_dropped=len(pages) - sum(pages))
         self._live = remaining
         return results
 
@@ -283,17 +287,21 @@ class StorageBackups:
         if slots is None or not ends:
             return None
         entry = self._group.entries[name]
-        writer = self._binding is not None and self._binding.identity.is_writer(name)
+        binding = self._link.binding
         # Pages that another rank writes count as stored here; that rank reports them.
-        stored = [self._binding is not None and not writer] * len(ends)
+        elsewhere = binding is not None and not binding.identity.is_writer(name)
+        stored = [elsewhere] * len(ends)
         pool_keys = [keys[prefix_pages + end - 1] for end in ends]
         return PoolPages(entry, pool_keys, slots.view(len(ends), -1), ends, stored)
 
     def _submit(self, operation: BackupOperation) -> None:
-        if self._binding is None or operation.complete():
+        binding = self._link.binding
+        if binding is None or operation.complete():
             operation.ended = True
-        else:
-            self._binding.backup.submit(operation.next_job(self._binding.calls))
+            return
+        operation.attempts += 1
+        operation.job = BackupJob(binding.calls, operation)
+        binding.backup.submit(operation.job)
 
     def _advance(self, operation: BackupOperation) -> None:
         """Decide after an attempt whether to make another one."""
@@ -311,18 +319,3 @@ class StorageBackups:
             operation.retry_at = 0.0
             self._stats.count(backup_retries=1)
             self._submit(operation)
-
-    def _count(self, operation: BackupOperation) -> None:
-        stored = sum(sum(pool.stored) for pool in operation.pools)
-        total = sum(len(pool.stored) for pool in operation.pools)
-        self._stats.count(pages_backed_up=stored, pages_dropped=total - stored)
-
-
-def _votes(operation: BackupOperation) -> tuple[int, int, int, int]:
-    """Return this rank's votes: ended, pages stored, all stored, prefix pages found."""
-    if not operation.ended:
-        return 0, 0, 0, 0
-    if operation.job is None:
-        return 1, operation.stored_pages(), int(operation.complete()), operation.found()
-    with operation.job.lock:
-        return 1, operation.stored_pages(), int(operation.complete()), operation.found()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
+    from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
     from hicache_storage.hybrid.stats import StatsCounter
     from hicache_storage.spec import HiCacheStorage, PoolName
 

@@ -8,38 +8,70 @@ from __future__ import annotations
 
 import logging
 import time
-from enum import Enum, auto
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
 import torch
 
 from hicache_storage.hybrid.policies import max_fitting_endpoint
-from hicache_storage.hybrid.pools.indices import HybridIndices
-from hicache_storage.hybrid.storage_io.prefetch_buffers import PrefetchBuffers, PrefetchRequest
+from hicache_storage.hybrid.pools import HybridIndices
+from hicache_storage.hybrid.ranks import reduce_each
 from hicache_storage.hybrid.storage_io.prefetch_jobs import (
+    PrefetchBuffers,
+    PrefetchRequest,
     QueryJob,
     ReadJob,
-    WindowJob,
+    ReadStep,
     plan_reads,
 )
-from hicache_storage.hybrid.storage_io.results import PrefetchOutcome, PrefetchResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hicache_storage.hybrid.policies import PrefetchRules
-    from hicache_storage.hybrid.pools.group import HostPoolGroup
-    from hicache_storage.hybrid.pools.tiers import CollectiveAllocator
-    from hicache_storage.hybrid.ranks.group import RankGroup
+    from hicache_storage.hybrid.pools import HostPoolGroup
+    from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.stats import StatsCounter
-    from hicache_storage.hybrid.storage_io.binding import StorageBinding
-    from hicache_storage.hybrid.storage_io.workers import Job
+    from hicache_storage.hybrid.storage_io.workers import Job, StorageLink
     from hicache_storage.spec import PoolName
 
 logger = logging.getLogger(__name__)
 
 MAX_WINDOW_READS = 3
 """Shorter endpoints that are tried when a prefix turns out to be incomplete on some rank."""
+
+
+class PrefetchOutcome(StrEnum):
+    """Reason for the length of a prefetch."""
+
+    COMPLETE = "complete"
+    """Everything that the ranks agreed on."""
+    BELOW_THRESHOLD = "below_threshold"
+    """The longest prefix that every rank can restore is below the threshold."""
+    HOST_CAPACITY = "host_capacity"
+    """Cut to the longest prefix that fits into host memory, or dropped where none fits."""
+    STORAGE_TRANSFER = "storage_transfer"
+    """Cut because pages that existed were not delivered on some rank."""
+    STOPPED = "stopped"
+    """Cut because it was terminated early: by policy, by the caller, by `detach` or `reset`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefetchResult:
+    """Prefix that a prefetch restored, of the same length on every rank.
+
+    The caller owns the host slots.
+    """
+
+    tokens: int
+    """Tokens restored, a multiple of the page size, counted from the first token asked for."""
+    hashes: tuple[str, ...]
+    """Their page hashes."""
+    host: HybridIndices
+    """Their host slots; the side pools have the pages of the window that ends at `tokens`."""
+    outcome: PrefetchOutcome
 
 
 class PrefetchPhase(Enum):
@@ -76,10 +108,6 @@ class PrefetchOperation:
         self._owner = owner
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
     def done(self) -> bool:
         """True once nothing more will arrive."""
         return self.phase is PrefetchPhase.DONE
@@ -104,7 +132,8 @@ class PrefetchOperation:
         Raises:
             RankGroupError: a rank is gone.
         """
-        return self._owner.poll([self])[0]
+        self._owner.advance([self])
+        return self.ready
 
 
 class Prefetcher:
@@ -117,70 +146,52 @@ class Prefetcher:
     def __init__(
         self,
         group: HostPoolGroup,
-        allocator: CollectiveAllocator,
         rank_group: RankGroup,
         rules: PrefetchRules,
         stats: StatsCounter,
+        link: StorageLink,
     ) -> None:
         self._group = group
-        self._allocator = allocator
         self._rank_group = rank_group
         self._rules = rules
         self._stats = stats
+        self._link = link
         self._live: list[PrefetchOperation] = []
-        self._binding: StorageBinding | None = None
         self._has_windows = any(entry.is_trailing for entry in group.side.values())
-
-    def attach(self, binding: StorageBinding) -> None:
-        """Fetch from this storage from now on."""
-        self._binding = binding
-
-    def detach(self) -> None:
-        """End all prefetches, and start no more."""
-        self.abort()
-        self._binding = None
-
-    @property
-    def occupied_tokens(self) -> int:
-        """Tokens of prefetches whose results were not yet returned to the caller."""
-        return sum(operation.tokens for operation in self._live)
 
     def begin(
         self, request_id: str, keys: Sequence[str], prefix_keys: Sequence[str]
     ) -> PrefetchOperation | None:
         """Look up which prefix of `keys` can be restored; None where the rules decline it."""
-        tokens = len(keys) * self._group.page_size
-        if self._binding is None or not self._rules.is_worth(tokens, self._group.page_size):
-            self._stats.count(prefetches_below_threshold=self._binding is not None)
+        tokens, binding = len(keys) * self._group.page_size, self._link.binding
+        if binding is None or not self._rules.is_worth(tokens, self._group.page_size):
+            self._stats.count(prefetches_below_threshold=binding is not None)
             return None
         # No collective: prefetches in flight and sizes are the same on every rank, so all decide
         # alike.
-        if not self._rules.admits(self.occupied_tokens, self._group.size):
+        occupied = sum(operation.tokens for operation in self._live)
+        if not self._rules.admits(occupied, self._group.size):
             self._stats.count(prefetches_rate_limited=1)
             return None
         request = PrefetchRequest(tuple(keys), tuple(prefix_keys), request_id)
-        job = QueryJob(self._binding.calls, request)
+        job = QueryJob(binding.calls, request)
         operation = PrefetchOperation(self, request, tokens, job)
         # Before `submit`: a thread that hangs is given up, so that the job gets one that serves.
-        self._binding.expire()
-        self._binding.query.submit(job)
+        self._link.expire()
+        binding.query.submit(job)
         self._live.append(operation)
         self._stats.count(prefetches=1)
         return operation
 
-    def poll(self, operations: Sequence[PrefetchOperation]) -> list[bool]:
-        """Advance prefetches; returns for each whether its request may go on.
+    def advance(self, operations: Sequence[PrefetchOperation] | None = None) -> None:
+        """Advance prefetches, by default all.
 
-        One collective for all, and further ones where phases end.
+        One collective for all that are not done, and further ones where phases end.
         """
-        unfinished = [operation for operation in operations if not operation.done]
+        chosen = self._live if operations is None else operations
+        unfinished = [operation for operation in chosen if not operation.done]
         if unfinished:
             self._advance(unfinished)
-        return [operation.ready for operation in operations]
-
-    def advance(self) -> None:
-        """Advance all prefetches."""
-        self.poll(list(self._live))
 
     def terminate(self, operation: PrefetchOperation) -> PrefetchResult:
         """End a prefetch and return what every rank has.
@@ -212,15 +223,12 @@ class Prefetcher:
     # One step ------------------------------------------------------------------------------------
 
     def _advance(self, operations: Sequence[PrefetchOperation]) -> None:
-        if self._binding is not None:
-            self._binding.expire()
+        self._link.expire()
         # Threads of the ranks finish at different times. A phase ends only when the minimum says
         # that all ranks have finished it, so that the collectives below match on every rank.
-        votes = self._rank_group.all_reduce_min(
-            [vote for operation in operations for vote in self._votes(operation)]
-        )
+        votes = reduce_each(self._rank_group, map(self._votes, operations))
         ready = list[PrefetchOperation]()
-        for operation, finished, waits in zip(operations, votes[::2], votes[1::2], strict=True):
+        for operation, (finished, waits) in zip(operations, votes, strict=True):
             operation.waits = bool(waits)
             if finished:
                 ready.append(operation)
@@ -242,13 +250,8 @@ class Prefetcher:
 
     def _agree_on_endpoints(self, operations: Sequence[PrefetchOperation]) -> None:
         """Intersect the endpoints of all ranks, and start to read the longest that fits."""
-        votes = iter(
-            self._rank_group.all_reduce_min(
-                [vote for operation in operations for vote in _restorable_flags(operation)]
-            )
-        )
-        for operation in operations:
-            flags = [next(votes) for _ in range(len(operation.request.keys) + 1)]
+        agreed = reduce_each(self._rank_group, map(_restorable_flags, operations))
+        for operation, flags in zip(operations, agreed, strict=True):
             # An intersection, not the minimum of the longest: {3, 6} and {3, 7} give 3. At 6 the
             # second rank has no state.
             restorable = [end for end, flag in enumerate(flags) if flag and end]
@@ -262,7 +265,7 @@ class Prefetcher:
     def _start_reading(self, operation: PrefetchOperation, restorable: list[int]) -> None:
         """Read the longest prefix that fits on every rank and is not below the threshold."""
         group, page_size, hit = self._group, self._group.page_size, restorable[-1]
-        fits, available = self._allocator.ensure(group.host, group.needs(hit))
+        fits, available = group.host.make_room(group.needs(hit), self._rank_group)
         worth = [end for end in restorable if self._rules.is_worth(end * page_size, page_size)]
         end = hit
         if not fits:
@@ -288,9 +291,7 @@ class Prefetcher:
         # not leave, as the others wait in the next collective.
         operation.buffers = self._allocate(end, set_count)
         operation.job = None
-        if operation.buffers is not None and self._binding is not None:
-            calls = self._binding.calls
-            self._submit(operation, ReadJob(calls, operation.request, operation.buffers, plan))
+        self._read(operation, plan)
 
     def _needs(self, end: int, set_count: int) -> dict[PoolName, int]:
         needs = self._group.needs(end)
@@ -310,20 +311,16 @@ class Prefetcher:
         if taken is None:
             return None
         whole = {name: slots for name, slots in taken.items() if not self._is_trailing(name)}
-        windows = [
-            {
-                name: slots.chunk(set_count)[number]
-                for name, slots in taken.items()
-                if self._is_trailing(name)
-            }
-            for number in range(set_count if self._has_windows else 0)
-        ]
+        sides = {name: slots.chunk(set_count) for name, slots in taken.items() if name not in whole}
+        numbers = range(set_count if sides else 0)
+        windows = [{name: slots[number] for name, slots in sides.items()} for number in numbers]
         return PrefetchBuffers(self._group, whole, windows)
 
-    def _submit(self, operation: PrefetchOperation, job: Job) -> None:
-        operation.job = job
-        if self._binding is not None:
-            self._binding.read.submit(job)
+    def _read(self, operation: PrefetchOperation, plan: Sequence[ReadStep]) -> None:
+        binding, buffers = self._link.binding, operation.buffers
+        if binding is not None and buffers is not None:
+            operation.job = ReadJob(binding.calls, operation.request, buffers, plan)
+            binding.read.submit(operation.job)
 
     def _is_trailing(self, name: PoolName) -> bool:
         return self._group.entries[name].is_trailing
@@ -332,13 +329,8 @@ class Prefetcher:
 
     def _agree_on_delivery(self, operations: Sequence[PrefetchOperation]) -> None:
         """Deliver the longest prefix that all ranks have, or read windows to extend it."""
-        votes = iter(
-            self._rank_group.all_reduce_min(
-                [vote for operation in operations for vote in _arrival_flags(operation)]
-            )
-        )
-        for operation in operations:
-            pages, *flags = [next(votes) for _ in range(len(operation.ends) + 1)]
+        agreed = reduce_each(self._rank_group, map(_arrival_flags, operations))
+        for operation, (pages, *flags) in zip(operations, agreed, strict=True):
             have = _last_flagged(operation.ends, flags)
             # Pages may have arrived up to an endpoint whose windows were not read, as only those of
             # the longest were planned.
@@ -347,19 +339,20 @@ class Prefetcher:
             if could > have and len(operation.tried) < MAX_WINDOW_READS:
                 self._read_windows(operation, could)
             else:
-                self._finish(operation, have, _outcome(operation, have))
+                complete = have == operation.wanted
+                outcome = operation.outcome if complete else PrefetchOutcome.STORAGE_TRANSFER
+                self._finish(operation, have, outcome)
 
     def _read_windows(self, operation: PrefetchOperation, end: int) -> None:
         """Read the windows of another endpoint, if this rank does not have them."""
         # Before any return: the number of collectives depends on `tried`, so it is the same on
         # ranks that have nothing to read.
         operation.tried.add(end)
-        buffers, binding, job = operation.buffers, self._binding, operation.job
+        buffers, job = operation.buffers, operation.job
         # An abandoned call may still write into a window set.
         usable = job is not None and not job.abandoned
-        if buffers is None or binding is None or not usable or buffers.is_complete(end):
-            return
-        self._submit(operation, WindowJob(binding.calls, operation.request, buffers, end))
+        if usable and buffers is not None and not buffers.is_complete(end):
+            self._read(operation, [ReadStep(end, end, with_windows=True)])
 
     def _stop(self, operation: PrefetchOperation) -> None:
         if operation.job is not None:
@@ -411,9 +404,10 @@ class Prefetcher:
 
 
 def _restorable_flags(operation: PrefetchOperation) -> list[int]:
-    if isinstance(operation.job, QueryJob):
-        return operation.job.restorable_flags()
-    return [1] + [0] * len(operation.request.keys)
+    """Return 0 or 1 for each endpoint from 0, which always has 1, to the number of pages."""
+    job = operation.job
+    found = set(job.restorable) if isinstance(job, QueryJob) else set[int]()
+    return [int(end in found or not end) for end in range(len(operation.request.keys) + 1)]
 
 
 def _arrival_flags(operation: PrefetchOperation) -> list[int]:
@@ -421,20 +415,14 @@ def _arrival_flags(operation: PrefetchOperation) -> list[int]:
     buffers, job = operation.buffers, operation.job
     if buffers is None:
         return [0] * (1 + len(operation.ends))
-    if job is None:
-        return [buffers.pages, *(int(buffers.is_complete(end)) for end in operation.ends)]
     # The job publishes pages and windows under its lock; both must be of one moment.
-    with job.lock:
+    with nullcontext() if job is None else job.lock:
         return [buffers.pages, *(int(buffers.is_complete(end)) for end in operation.ends)]
 
 
 def _last_flagged(ends: Sequence[int], flags: Sequence[int]) -> int:
     """Return the largest endpoint whose flag is set, 0 if there is none."""
     return max((end for end, flag in zip(ends, flags, strict=True) if flag), default=0)
-
-
-def _outcome(operation: PrefetchOperation, pages: int) -> PrefetchOutcome:
-    return operation.outcome if pages == operation.wanted else PrefetchOutcome.STORAGE_TRANSFER
 
 
 def _fits(needs: Mapping[PoolName, int], available: Mapping[PoolName, int]) -> bool:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from hicache_storage.hybrid import BackupResult, PrefetchOutcome, PrefetchResult
 from hicache_storage.hybrid.policies import max_fitting_endpoint
-from hicache_storage.hybrid.pools.indices import HybridIndices
-from hicache_storage.hybrid.storage_io.results import BackupResult, PrefetchOutcome, PrefetchResult
+from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import PoolName, PoolPresence, common_hit
 from hicache_storage.spec.policies import PoolHitPolicy

@@ -13,7 +13,7 @@ from hicache_storage.hybrid.radix import (
     StalePrefixError,
     checkpoint_grid,
 )
-from hicache_storage.hybrid.radix.nodes import SlotKind
+from hicache_storage.hybrid.radix.tree import SlotKind
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import ConfigError, InvalidTransferError
 from tests.hybrid.radix.real import RealController

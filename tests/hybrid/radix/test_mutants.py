@@ -7,15 +7,12 @@ from typing import NamedTuple
 import pytest
 
 from hicache_storage.hybrid.radix import HiMambaRadixCache
-from hicache_storage.hybrid.radix.loading import DeviceLoads
-from hicache_storage.hybrid.radix.lru import LRUList
-from hicache_storage.hybrid.radix.nodes import SlotKind
 from hicache_storage.hybrid.radix.prefetching import RequestPrefetches
-from hicache_storage.hybrid.radix.prefixes import PrefixLocks
-from hicache_storage.hybrid.radix.slot_ownership import SlotOwnership
+from hicache_storage.hybrid.radix.prefixes import PrefixMatcher
+from hicache_storage.hybrid.radix.slots import LRUList, SlotLocks
+from hicache_storage.hybrid.radix.tree import SlotKind
 from hicache_storage.hybrid.radix.write_back import NodeWriteBack
-from hicache_storage.hybrid.storage_io import prefetch as controller_prefetch
-from hicache_storage.hybrid.storage_io.prefetch import Prefetcher
+from hicache_storage.hybrid.storage_io.prefetch import Prefetcher, PrefetchPhase
 from hicache_storage.transfer import PageTransfers
 from tests.hybrid.programs import assert_found
 from tests.hybrid.radix import standin
@@ -37,7 +34,7 @@ def nothing(*arguments, **options):
 
 
 def evict_without_launching(cache, tokens=0, states=0):
-    return cache._evictor.device(tokens, states)
+    return cache._ownership.evict(cache._ownership.device, tokens, states)
 
 
 def store_at_once(backups, node):
@@ -46,13 +43,16 @@ def store_at_once(backups, node):
             backups._store(each)
 
 
-def unlock_kv_only(locks, held):
-    held.device_state = held.host_state = False
-    UNDO(locks, held)
+def unlock_kv_only(locks, *lists):
+    RELEASE(locks, *(lists or [lru for lru in locks.nodes if lru.kind is SlotKind.KV]))
+
+
+def unlock_device_only(locks, *lists):
+    RELEASE(locks, *(lists or [lru for lru in locks.nodes if lru.tier == "device"]))
 
 
 def refresh_kv_only(cache, node):
-    for tier in (cache._ownership.device, cache._ownership.host):
+    for tier in cache._ownership.tiers:
         tier[SlotKind.KV].touch(node)
 
 
@@ -62,9 +62,9 @@ def refresh_all_states(lru, node):
             lru._order.move_to_end(each)
 
 
-def free_twice(ownership, tier, kind, slots):
-    FREE(ownership, tier, kind, slots)
-    FREE(ownership, tier, kind, slots)
+def free_twice(lru, slots):
+    FREE(lru, slots)
+    FREE(lru, slots)
 
 
 def end_without_freeing(prefetching, request_id):
@@ -83,17 +83,20 @@ def max_that_fits(restorable, fits):
 def finish_without_freeing(prefetcher, operation, pages, outcome):
     if pages:
         FINISH(prefetcher, operation, pages, outcome)
-    operation.phase, operation.delivered = controller_prefetch.PrefetchPhase.DONE, pages
+    operation.phase, operation.delivered = PrefetchPhase.DONE, pages
     operation.buffers = operation.buffers if pages else None
 
 
-def load_without_locking_the_host(loading, load, *, lock):
-    pass
+def lock_no_host(locks, nodes):
+    """Of a load: of all locks of slots on both tiers, only those on the device."""
+    on_device = {lru: node for lru, node in nodes.items() if lru.tier == "device"}
+    INIT(locks, on_device if len(nodes) == 3 else nodes)
 
 
-UNDO, FREE, END, FINISH = (
-    PrefixLocks._undo,
-    SlotOwnership.free,
+RELEASE, INIT, FREE, END, FINISH = (
+    SlotLocks.release,
+    SlotLocks.__init__,
+    LRUList.free,
     RequestPrefetches.end,
     Prefetcher._finish,
 )
@@ -105,18 +108,16 @@ MUTANTS = {
     "slots are overwritten under a real copy": Mutant(
         PageTransfers, "before_overwrite", nothing, RealPrograms
     ),
-    "rows that nobody needs are kept": Mutant(SlotOwnership, "_free_others", nothing),
-    "slots are given back twice": Mutant(SlotOwnership, "free", free_twice),
-    "states are not asked for": Mutant(SlotOwnership, "has_state", lambda ownership, node: True),
+    "slots that nobody needs are kept": Mutant(LRUList, "free", nothing),
+    "slots are given back twice": Mutant(LRUList, "free", free_twice),
+    "states are not asked for": Mutant(PrefixMatcher, "_usable", lambda *_, **__: True),
     "pages are stored before they are on the host": Mutant(
         NodeWriteBack, "_store_path", store_at_once
     ),
     "locked nodes are evicted": Mutant(LRUList, "least_recent", lambda lru: next(iter(lru), None)),
-    "a state stays locked": Mutant(PrefixLocks, "_undo", unlock_kv_only),
-    "what was copied stays locked": Mutant(NodeWriteBack, "_unlock", nothing),
-    "what is loaded is not kept on the host": Mutant(
-        DeviceLoads, "_lock_on_host", load_without_locking_the_host
-    ),
+    "a state stays locked": Mutant(SlotLocks, "release", unlock_kv_only),
+    "what was copied stays locked": Mutant(SlotLocks, "release", unlock_device_only),
+    "what is loaded is not kept on the host": Mutant(SlotLocks, "__init__", lock_no_host),
     "a use does not refresh": Mutant(LRUList, "touch", nothing),
     "a use does not refresh its state": Mutant(HiMambaRadixCache, "_refresh", refresh_kv_only),
     "a use refreshes the states on the way": Mutant(LRUList, "touch", refresh_all_states),

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_storage.hybrid import namespace_seed, page_hashes
-from hicache_storage.hybrid.radix import DeviceLRUList, HostLRUList
-from hicache_storage.hybrid.radix.nodes import SlotKind, hashes_of, prefix_hashes
-from hicache_storage.hybrid.radix.tree import RadixTree
+from hicache_storage.hybrid.radix.slots import LRUList
+from hicache_storage.hybrid.radix.tree import RadixTree, SlotKind
 
 PAGE = 2
 
@@ -57,7 +56,7 @@ def test_a_split_shares_rows_locks_and_hashes_and_leaves_the_state_below():
     node.device[SlotKind.KV].indices, node.device[SlotKind.KV].locks = torch.arange(10, 16), 2
     node.device[SlotKind.STATE].indices, node.device[SlotKind.STATE].locks = torch.tensor([7]), 1
     node.hits, node.writing, node.stored = 3, 1, {SlotKind.KV, SlotKind.STATE}
-    keys = hashes_of(node, PAGE)
+    keys = tree.hashes(node)
     upper = tree.split(node, 4)
     assert (upper.tokens, upper.start, upper.end) == ((1, 2, 3, 4), 0, 4)
     assert (node.tokens, node.start, node.end) == ((5, 6), 4, 6)
@@ -84,8 +83,8 @@ def test_hashes_are_those_of_the_sequence_in_its_namespace():
         tree = grown((1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 5, 6), namespace=namespace)
         for tokens in ((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 5, 6)):
             node, _ = tree.find(tree.root(namespace), tokens)
-            assert prefix_hashes(node, PAGE) == page_hashes(tokens, PAGE, prior=namespace)
-        assert prefix_hashes(tree.root(namespace), PAGE) == []
+            assert tree.prefix_hashes(node) == page_hashes(tokens, PAGE, prior=namespace)
+        assert tree.prefix_hashes(tree.root(namespace)) == []
     root = tree.root(None)
     assert tree.find(root, (1, 2)) == (root, 0)
 
@@ -114,9 +113,10 @@ def order(lru):
     return [node.tokens[0] for node in lru]
 
 
-@pytest.mark.parametrize("kind", [DeviceLRUList, HostLRUList])
-def test_kv_is_used_along_the_path(kind):
-    tree, lru = RadixTree(PAGE), kind(SlotKind.KV)
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_kv_is_used_along_the_path(tier):
+    freed = []
+    tree, lru = RadixTree(PAGE), LRUList(tier, SlotKind.KV, freed.append)
     first, second, third = path(tree, 1, 2, 3)
     for node in (first, second, third):
         lru.add(node, torch.tensor([node.id * 2, node.id * 2 + 1]))
@@ -132,19 +132,20 @@ def test_kv_is_used_along_the_path(kind):
     assert order(lru) == [3, 4]
     assert lru.evictable_slots() == 4
     with pytest.raises(AssertionError, match="locked"):
-        lru.remove(second)
+        lru.drop(second)
     lru.unlock(second)
     assert order(lru) == [3, 4, 2, 1]
     with pytest.raises(AssertionError, match="not locked"):
         lru.unlock(second)
-    assert lru.remove(third).tolist() == [third.id * 2, third.id * 2 + 1]
+    assert lru.drop(third) == 2
+    assert [slots.tolist() for slots in freed] == [[third.id * 2, third.id * 2 + 1]]
     assert lru.slots == 6
     lru.demote(second)
     assert lru.least_recent() is second
 
 
 def test_a_state_is_used_alone():
-    tree, lru = RadixTree(PAGE), HostLRUList(SlotKind.STATE)
+    tree, lru = RadixTree(PAGE), LRUList("host", SlotKind.STATE, list)
     first, second, third = path(tree, 1, 2, 3)
     for node in (first, second, third):
         lru.add(node, torch.tensor([node.id]))

@@ -13,7 +13,7 @@ import torch
 from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
-from hicache_storage.hybrid.radix.nodes import SlotKind
+from hicache_storage.hybrid.radix.tree import SlotKind
 from hicache_storage.spec import PoolName
 from tests.support.waiting import eventually
 
@@ -178,7 +178,10 @@ class World:
         """Let everything that was begun end, prefetches excepted."""
         self.cache.start_loading()
         eventually(
-            lambda: self.cache.poll() or not (len(self.cache._write_back) or len(self.cache._loads))
+            lambda: (
+                self.cache.poll()
+                or not (self.cache._write_back.running or self.cache._locks.loading)
+            )
         )
 
     def take_host(self, pages, states) -> None:
@@ -359,31 +362,28 @@ class World:
             )
 
     def check_locks(self):
-        expected = {tier: {kind: Counter() for kind in SlotKind} for tier in ("device", "host")}
-
-        def path(tier, node):
-            for each in node.upward() if node else ():
-                expected[tier][SlotKind.KV][each] += 1
-
-        for held in self.cache._locks._held.values():
-            path("device", held.device)
-            path("host", held.host)
-            expected["device"][SlotKind.STATE][held.node] += held.device_state
-            expected["host"][SlotKind.STATE][held.node] += held.host_state
-        for load in self.cache._loads._loads.values():
-            path("device", load.node)
-            path("host", load.node)
-            expected["host"][SlotKind.STATE][load.node] += load.host_state
-        for copies in (self.cache._write_back._writes, self.cache._write_back._stores):
-            for copy in copies.values():
-                path("host", copy.node)
-                expected["host"][SlotKind.STATE][copy.node] += SlotKind.STATE in copy.kinds
-        for prefetch in self.cache._prefetches._running.values():
-            path("host", prefetch.kept)
-        for node in self.tree:
-            for kind in SlotKind:
-                assert node.device[kind].locks == expected["device"][kind][node]
-                assert node.host[kind].locks == expected["host"][kind][node]
+        cache, expected = self.cache, Counter()
+        held = [
+            *(lock.slots for lock in cache._locks._held.values()),
+            *cache._locks._loads.values(),
+            *(
+                copy.locks
+                for copies in (cache._write_back._writes, cache._write_back._stores)
+                for copy in copies.values()
+            ),
+            *(prefetch.kept for prefetch in cache._prefetches._running.values()),
+        ]
+        for locks in filter(None, cache._locks._loads.values()):
+            kept = {lru.tier for lru in locks.nodes if lru.kind is SlotKind.KV}
+            assert kept == {"device", "host"}, "a load may lose what it reads or writes"
+        for locks in filter(None, held):
+            for lru, node in locks.nodes.items():
+                used = node.upward() if lru.kind is SlotKind.KV else [node]
+                expected.update((lru, each) for each in used)
+        for tier in self.ownership.tiers:
+            for lru in tier.values():
+                for node in self.tree:
+                    assert lru.of(node).locks == expected[lru, node]
 
     def check_slots(self):
         """Every slot is free or has one owner."""
