@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from msgspec import structs
 
 from hicache_metadata_server import protocol as p
@@ -26,7 +28,7 @@ def opened(directory, now=NOW, **options):
 
 def killed(store):
     """Leave a store as kill -9 does, whose lock the kernel releases."""
-    store._lock.release()
+    os.close(store._lock)
 
 
 def compact_all(store, service):

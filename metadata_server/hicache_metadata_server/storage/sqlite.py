@@ -68,7 +68,7 @@ _LOG: Final = structlog.get_logger()
 
 
 class SqliteStore:
-    """A SQLite file, and a lock file beside it.
+    """A SQLite file, which is locked.
 
     With `StoreDurability.PROCESS` a written group survives kill -9; after a loss of power the last
     groups may be missing. With `MACHINE` the group is on the disk when `write` returns.
@@ -88,9 +88,8 @@ class SqliteStore:
         """Bytes written since the last checkpoint."""
         _check_directory(file)
         with contextlib.ExitStack() as undo:
-            # SQLite's own locks would keep backups out together with the second server.
-            self._lock = StoreLock(f"{file}.lock")
-            undo.callback(self._lock.release)
+            self._lock = _locked(file)
+            undo.callback(os.close, self._lock)
             try:
                 self._database = _open(file, durability)
             except (sqlite3.Error, StoreError) as error:
@@ -229,7 +228,7 @@ class SqliteStore:
             self._checkpoints.close()
             self._database.close()
         finally:
-            self._lock.release()
+            os.close(self._lock)
 
     def _closed_until(self, now: float) -> float:
         """Return the time before which no slot is given: some seconds after a copy is opened.
@@ -237,7 +236,7 @@ class SqliteStore:
         Writers may hold leases that the original has given since the copy was made.
         """
         found = dict(self._database.execute("SELECT name, ceiling FROM counters"))
-        inode, until = _inode(self._file), found.get(CLOSED_UNTIL, 0)
+        inode, until = _inode(self._lock), found.get(CLOSED_UNTIL, 0)
         if found.get(INODE) == inode:
             return float(until)
         if INODE in found:
@@ -375,15 +374,37 @@ def _check_directory(file: str) -> None:
         )
 
 
-def _inode(file: str) -> int:
+def _locked(file: str) -> int:
+    """Open a store's file and lock it; returns the descriptor.
+
+    The kernel releases the lock when the process ends. SQLite's own locks would keep backups out
+    together with the second server.
+    """
+    # It stays open for longer than SQLite's descriptor of the file. When a process closes any one,
+    # it loses all POSIX locks of the file, SQLite's among them; the next program that closes the
+    # file then takes itself for the last one, and deletes the log that the server still writes.
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise StoreError(f"cannot open {file}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"another server has this store: `fuser {file}` names its process"
+        ) from error
+    return descriptor
+
+
+def _inode(descriptor: int) -> int:
     """Return a file's inode number, mixed with its generation where the file system has one.
 
     A file that is copied to the place of a removed one usually gets the same number.
     """
-    with open(file, "rb") as opened:
-        number, generation = os.fstat(opened.fileno()).st_ino, b""
-        with contextlib.suppress(OSError):
-            generation = fcntl.ioctl(opened.fileno(), _GET_VERSION, bytes(8))
+    number, generation = os.fstat(descriptor).st_ino, b""
+    with contextlib.suppress(OSError):
+        generation = fcntl.ioctl(descriptor, _GET_VERSION, bytes(8))
     return (number ^ int.from_bytes(generation[:4], sys.byteorder) << 31) & (2**63 - 1)
 
 
@@ -512,34 +533,3 @@ class _CheckpointThread:
                 _, pages, moved = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 if pages == moved:
                     break
-
-
-class StoreLock:
-    """An exclusive lock on a store. The kernel releases it when the process ends.
-
-    Raises:
-        StoreError: another server holds the lock; the message has its process id.
-    """
-
-    def __init__(self, file: str) -> None:
-        try:
-            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise StoreError(f"cannot open {file}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
-            os.close(self._descriptor)
-            raise StoreError(
-                f"another server has this store: {file} is locked by process {holder or 'unknown'}"
-            ) from error
-        # The content is for messages only, so a full disk is no reason to fail.
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
-
-    def release(self) -> None:
-        """Release the lock."""
-        # The file stays: one server could lock a deleted file, and another a new one of its name.
-        os.close(self._descriptor)
