@@ -19,8 +19,8 @@ import structlog
 import uvicorn
 
 from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.core.changes import SteadyClock
 from hicache_metadata_server.core.heap import keep_large_blocks_apart, trim_heap
-from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.connections import (
@@ -31,8 +31,8 @@ from hicache_metadata_server.http.connections import (
 )
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import misspelt
-from hicache_metadata_server.storage.address import is_shared, redacted
-from hicache_metadata_server.storage.factory import MEMORY, check_store, open_store
+from hicache_metadata_server.storage.address import MEMORY, is_shared, redacted
+from hicache_metadata_server.storage.sqlite import check_store, open_store
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hicache_metadata_server.core.blocks import SlotBlock, split_by_block
-from hicache_metadata_server.core.codec import changes_of
+from hicache_metadata_server.core.codec import (
+    SlotChanges,
+    SlotColumns,
+    changed_blocks,
+    changes_of,
+    columns_of,
+)
 from hicache_metadata_server.core.invariants import audit
-from hicache_metadata_server.core.leases import SlotPins
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope
-from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
+from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED, SlotPins
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 
 if TYPE_CHECKING:
@@ -43,7 +47,8 @@ class History:
     held: dict[int, tuple[str, int, float]] = field(default_factory=dict)
     """Leases that clients believe to hold: key, slot, end."""
     pins: dict[int, tuple[list[int], float]] = field(default_factory=dict)
-    blocks: dict[int, SlotBlock] = field(default_factory=dict)
+    blocks: dict[int, bytes] = field(default_factory=dict)
+    log: list[SlotChanges] = field(default_factory=list)
     rested: dict[int, float] = field(default_factory=dict)
     """Slots that were let go, and when at the latest they may still be written or read."""
     written: dict[int, float] = field(default_factory=dict)
@@ -197,16 +202,17 @@ class History:
         }
 
     def write(self) -> None:
-        """Write changes into blocks, as a store does."""
+        """Write changes into a log, and perhaps some of its blocks, as a store does."""
         changed, leased = self.scope.changed, self.scope.leased
         self.scope.changed, self.scope.leased = [], []
         if changed:
-            for number, written, start, end in split_by_block(
-                changes_of(self.scope, changed, leased)
-            ):
-                block = self.blocks.get(number) or SlotBlock()
-                written.merge(block, start, end)
-                self.blocks[number] = SlotBlock.decode(block.encode())
+            self.log.append(changes_of(self.scope, changed, leased))
+        dirty = {block for group in self.log for block in changed_blocks(group)}
+        kept = {block for block in dirty if self.chance.random() < 0.5}
+        for block in dirty - kept:
+            self.blocks[block] = SlotColumns.of(self.scope, block).encode()
+        if not kept:
+            self.log.clear()
 
     def crash(self) -> None:
         """Go on with what was written."""
@@ -218,7 +224,8 @@ class History:
         scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, SlotPins()
         for pin, (slots, until) in self.pins.items():
             scope.pin(pin, slots, until)
-        assert restore(scope, sorted(self.blocks.items()), self.now, 100.0) == []
+        blocks = ((number, SlotColumns.decode(blob)) for number, blob in self.blocks.items())
+        assert restore(scope, columns_of(self.slots, blocks, self.log), self.now, 100.0) == []
         assert sorted(scope.lru) == sorted(old.lru)
         for key in scope.lru:
             slot = scope.lru.slot(key)

@@ -9,7 +9,7 @@ from msgspec import structs
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.sqlite import open_store
 
 NOW = 1_700_000_000.0
 

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from hicache_metadata_server.core.codec import slots_of
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import CHUNK_ENTRIES, DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
@@ -19,7 +18,7 @@ from hicache_metadata_server.http.asgi import HEALTH, PAGES
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.sqlite import open_store
 from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.http_calls import PAGE_FILES, SlowStore, of_keys, running
 
@@ -182,7 +181,7 @@ async def test_a_store_that_fails_is_told_and_nothing_is_lost():
         again = await caller.reserve("0:kv", keys(3), **once)
         assert again.json["scopes"][0]["states"] == ["busy"] * 3
         # What could not be written went with the next group.
-        assert list(slots_of(store.written[-1].slots[1].states.slots, 3)) == [0, 1, 2]
+        assert list(store.written[-1].slots[1].changed) == [0, 1, 2]
         assert await caller.status_of("/readyz") == 200
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import opened_store
-from hicache_metadata_server.core.blocks import SlotBlock
+from hicache_metadata_server.core.codec import SlotColumns
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.slot_table import LIVE
-from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server import services
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.servers import DURABLE, served
@@ -179,7 +179,7 @@ def test_a_backup_that_fails_leaves_nothing(stored, tmp_path):
 def test_what_contradicts_itself_is_no_part_of_a_backup(stored, tmp_path):
     with closing(sqlite3.connect(tmp_path / "m.db")) as database, database:
         database.execute("DELETE FROM log")
-        block = SlotBlock()
+        block = SlotColumns()
         block.states[:2], block.keys[1] = bytes([LIVE, LIVE]), "k"
         block.generations[1] = block.leases[1] = block.checksums[1] = 7
         row = "(1, '0:x', 9, 9, '', '', 0, 0, '', '')"

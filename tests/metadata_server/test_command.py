@@ -107,8 +107,8 @@ def test_scopes_are_named_by_their_model():
         ("", "status --url http://127.0.0.1:9", "does not answer"),
         ("", "status --wait 0.2 --url http://127.0.0.1:9", "does not answer"),
         ("", "status --url ftp://x", "no http or https address"),
-        ("", "fsck --store memory:", "is no sqlite:///FILE"),
-        ("", "fsck --store nowhere", "is no sqlite:///FILE"),
+        ("", "fsck --store memory:", "is not the address of a store of one server"),
+        ("", "fsck --store nowhere", "is not the address of a store of one server"),
         ("nobody", "status --token-file /nonexistent", "No such file"),
     ],
 )

@@ -20,7 +20,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.storage.address import parse_address
+from hicache_metadata_server.shared.address import PasswordFile, parse_address
 from tests.metadata_server.servers import SERVE, served
 from tests.support.commands import run_program
 
@@ -122,8 +122,8 @@ def test_several_servers_start_with_their_settings_and_reach_their_redis(monkeyp
     mounts = tuple(f"{mount['mountPath']}/" for mount in container["volumeMounts"])
     monkeypatch.setattr(Path, "is_file", lambda path: str(path).startswith(mounts))
     store = parse_address(settings.store)
-    assert store.tls is not None
-    assert store.login.password_file
+    assert store.options["ssl"]
+    assert isinstance(store.options["credential_provider"], PasswordFile)
     ports = {
         (one["protocol"], one["port"]) for rule in policy["spec"]["egress"] for one in rule["ports"]
     }

@@ -15,7 +15,7 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.sqlite import open_store
 from hicache_storage.tools.doctor import DoctorTarget, Status
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.metadata_server import services

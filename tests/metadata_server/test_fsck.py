@@ -16,10 +16,10 @@ import pytest
 from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, SlotVerdict
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import opened_store
-from hicache_metadata_server.core.blocks import BLOCK, SlotBlock
+from hicache_metadata_server.core.codec import BLOCK, SlotColumns
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
-from hicache_metadata_server.storage.schema import SCOPE_BITS
+from hicache_metadata_server.storage.sqlite import SCOPE_BITS
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server import servers
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
@@ -303,7 +303,7 @@ def spoil(file):
             found = database.execute(
                 "SELECT slots FROM blocks WHERE place = ?", (place,)
             ).fetchone()
-            block = SlotBlock.decode(found[0]) if found else SlotBlock()
+            block = SlotColumns.decode(found[0]) if found else SlotColumns()
             for name, value in row.items():
                 getattr(block, name)[slot % BLOCK] = value
             values = place, block.encode()

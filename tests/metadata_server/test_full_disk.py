@@ -4,7 +4,6 @@ one in a process that can start no more threads."""
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from contextlib import asynccontextmanager
@@ -17,13 +16,11 @@ from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage import group_commit, sqlite
-from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server import services
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.http_calls import eventually, running
-from tests.support.commands import run_program
 
-MAIN = (sys.executable, "-c", "from hicache_storage.cli.main import main; main()")
 SLOTS = 10_000
 both = pytest.mark.parametrize("durability", [StoreDurability.PROCESS, StoreDurability.MACHINE])
 
@@ -148,7 +145,7 @@ async def test_a_server_ends_in_good_order_on_a_full_disk(tmp_path, logs):
             assert await caller.live("0:kv", keys(100)) == keys(100)
 
 
-async def test_a_start_on_a_full_disk_says_so_in_one_line_and_loses_nothing(tmp_path):
+async def test_a_start_on_a_full_disk_serves_what_is_there(tmp_path):
     with small_disk(tmp_path) as disk:
         store, service = services.opened(disk.path)
         services.initialize(service, "0:kv", slots=SLOTS)
@@ -156,16 +153,13 @@ async def test_a_start_on_a_full_disk_says_so_in_one_line_and_loses_nothing(tmp_
         store.write(service.take_changes())
         services.killed(store)
         disk.fill()
-        address = f"sqlite:///{disk.path}/m.db"
-        command = (*MAIN, "metadata", "serve", "--port", "0", "--store", address)
-        started = await asyncio.to_thread(run_program, *command)
-        assert started.returncode == 2, started.stderr
-        assert len(started.stderr.strip().splitlines()) == 1, started.stderr
-        assert f"{disk.path}/m.db" in started.stderr
-        assert f"free space in {disk.path}" in started.stderr
-        disk.empty()
         async with on_disk(disk.path) as caller:
             assert await caller.live("0:kv", keys(2000)) == keys(2000)
+            assert await is_refused(caller, "a")
+            assert f"free space in {disk.path}" in await becomes(caller, 503)
+            disk.empty()
+            await becomes(caller, 200)
+            assert (await caller.store("0:kv", keys(10, "new"))).status == 200
 
 
 @both

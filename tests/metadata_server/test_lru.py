@@ -10,10 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_metadata_server.core import leases, lru
-from hicache_metadata_server.core.leases import LeaseLog
+from hicache_metadata_server.core import lru, slot_table
 from hicache_metadata_server.core.lru import LruOrder
-from hicache_metadata_server.core.slot_table import FREE, LIVE, SlotTable
+from hicache_metadata_server.core.slot_table import FREE, LIVE, LeaseLog, SlotTable
 from tests.metadata_server.histories import History
 
 SLOTS = 24
@@ -22,7 +21,7 @@ SLOTS = 24
 def make_small(monkeypatch, bits):
     monkeypatch.setattr(lru, "BITS", bits)
     monkeypatch.setattr(lru, "CHUNK", 1 << bits)
-    monkeypatch.setattr(leases, "CHUNK", 1 << bits)
+    monkeypatch.setattr(slot_table, "CHUNK", 1 << bits)
 
 
 @pytest.fixture(autouse=True)

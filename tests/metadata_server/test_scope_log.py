@@ -76,7 +76,7 @@ class Owner:
         token, head = self.do(take(self.connection, scope, b"", self.name))
         assert token
         initialize(self.service, scope, slots=slots)
-        self.store.attach(ScopeLog(scope, self.service.number_of(scope), token, head.seq, 0.0))
+        self.store.attach(ScopeLog(scope, self.service.scopes[scope].number, token, head.seq, 0.0))
         self.write()
 
     def take(self, scope):
@@ -190,7 +190,7 @@ def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
     assert fenced.value.scopes == ["0:kv"]
     with pytest.raises(FencedError):
         one.replace(batch)
-    number = one.service.number_of("0:kv")
+    number = one.service.scopes["0:kv"].number
     one.service.release("0:kv")
     one.store.detach(number)
     # What belongs to the other scope is written with the next group.
@@ -269,7 +269,7 @@ def test_a_log_begins_with_the_scope(owner, client):
     """Entries behind a missing first one could not be read again."""
     one = owner("one")
     one.make("0:kv")
-    log = one.store.detach(one.service.number_of("0:kv"))
+    log = one.store.detach(one.service.scopes["0:kv"].number)
     client.flushall()
     token, head = one.do(take(one.connection, "0:kv", b"", "one"))
     one.store.attach(ScopeLog("0:kv", log.number, token, head.seq, 0.0))
@@ -286,7 +286,7 @@ def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):
     reserve(one.service, ["a"])
     reserve(one.service, ["a"], "1:kv")
     changes = one.service.take_changes()
-    one.store.detach(one.service.number_of("0:kv"))
+    one.store.detach(one.service.scopes["0:kv"].number)
     one.service.release("0:kv")
     with pytest.raises(FencedError):
         one.append(changes)
@@ -326,7 +326,6 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch, cli
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
     monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
-    monkeypatch.setattr(compaction, "REPLAY_BYTES", 3000)
     chance, scopes = random.Random(5), ("0:kv", "0:mamba")
     one = owner("one")
     for scope in scopes:

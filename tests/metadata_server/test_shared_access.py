@@ -18,8 +18,9 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import scope_log
+from hicache_metadata_server.shared.address import ONE, SENTINEL, parse_address
 from hicache_metadata_server.shared.preflight import check_store
-from hicache_metadata_server.storage.address import AddressKind, TlsFiles, parse_address, redacted
+from hicache_metadata_server.storage.address import redacted
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import eventually, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
@@ -189,40 +190,44 @@ TLS = "ca={0}/ca.pem&certificate={0}/c.pem&key={0}/c.key"
 
 
 @pytest.mark.parametrize(
-    ("url", "wanted"),
+    ("url", "wanted", "options"),
     [
         (
             f"rediss://me:p%40ss%2F@[::1]:1/4?{TLS}",
-            {"kind": AddressKind.ONE, "hosts": (("::1", 1),), "db": 4},
+            {"kind": ONE, "hosts": (("::1", 1),)},
+            {
+                "db": 4,
+                "username": "me",
+                "password": "p@ss/",
+                "ssl_ca_certs": "{0}/ca.pem",
+                "ssl_certfile": "{0}/c.pem",
+                "ssl_keyfile": "{0}/c.key",
+                "ssl_cert_reqs": "required",
+            },
         ),
         (
             "valkeys+sentinel://a,b:2/cache/1?sentinel_user=s&sentinel_password_file={0}/p",
-            {
-                "kind": AddressKind.SENTINEL,
-                "hosts": (("a", 26379), ("b", 2)),
-                "name": "cache",
-                "db": 1,
-                "tls": TlsFiles(),
-            },
+            {"kind": SENTINEL, "hosts": (("a", 26379), ("b", 2)), "name": "cache"},
+            {"db": 1, "ssl": True, "username": None},
         ),
-        ("valkey://host", {"hosts": (("host", 6379),)}),
-        ("redis://host", {"tls": None}),
-        ("unix:///run/redis.sock?db=2", {"path": "/run/redis.sock", "db": 2}),
+        ("valkey://host", {"hosts": (("host", 6379),)}, {"db": 0}),
+        ("redis://host", {}, {"ssl": None}),
+        ("unix:///run/redis.sock?db=2", {}, {"unix_socket_path": "/run/redis.sock", "db": 2}),
     ],
     ids=["all of one", "sentinels", "valkey", "redis", "unix"],
 )
-def test_addresses_are_taken_apart(tmp_path, url, wanted):
+def test_addresses_are_taken_apart(tmp_path, url, wanted, options):
     for name in FILES:
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("secret")
     one = parse_address(url.format(tmp_path))
     assert {name: getattr(one, name) for name in wanted} == wanted
-    if one.login.password:
-        assert (one.login.user, one.login.password) == ("me", "p@ss/")
-        assert one.tls == TlsFiles(*(f"{tmp_path}/{name}" for name in FILES[:3]))
-        assert one.redacted == "rediss://***@[::1]:1/4"
-        assert "p@ss" not in repr(one)
-    if one.sentinel_login.user:
-        assert one.sentinel_login.password_file == f"{tmp_path}/p"
+    assert "p@ss" not in repr(one)
+    assert {name: one.options.get(name) for name in options} == {
+        name: value.format(tmp_path) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    if one.kind == SENTINEL:
+        assert one.sentinel_options["credential_provider"].get_credentials() == ("s", "secret")
 
 
 @pytest.mark.parametrize(
@@ -269,9 +274,10 @@ HOSTS = (
 
 @given(PASSWORDS, st.sampled_from(HOSTS))
 def test_any_password_can_be_written_in_an_address(password, url):
-    address = parse_address(url.format(f"me:{quote(password, safe='')}@"))
-    assert (address.login.user, address.login.password) == ("me", password)
-    assert "S3cr3t" not in address.redacted
+    written = url.format(f"me:{quote(password, safe='')}@")
+    options = parse_address(written).options
+    assert (options["username"], options["password"]) == ("me", password)
+    assert "S3cr3t" not in redacted(written)
 
 
 WRITTEN = (

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.blocks import SlotBlock
 from hicache_metadata_server.core.changes import AnswerRecord
+from hicache_metadata_server.core.codec import SlotColumns
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.slot_table import LIVE
 from hicache_metadata_server.storage import compaction, sqlite
-from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server.services import (
     NOW,
     check_restored,
@@ -106,7 +106,6 @@ def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
     """Killed after every few groups, compacted or half compacted; in one block and in several."""
     monkeypatch.setattr(sqlite, "BATCH_BLOCKS", 1)
     monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
-    monkeypatch.setattr(compaction, "REPLAY_BYTES", 3000)
     chance, now = random.Random(5), NOW
     store, service = opened(tmp_path)
     initialize(service, "0:kv", "0:mamba", slots=size)
@@ -157,7 +156,7 @@ def test_other_databases_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("schema", "said"),
-    [(99, "later version"), (5, r"earlier version of this server \(schema 5;.*: delete it, and")],
+    [(99, "later version"), (6, r"earlier version of this server \(schema 6;.*: delete it, and")],
     ids=["later", "earlier"],
 )
 def test_another_schema_is_refused(tmp_path, schema, said):
@@ -192,7 +191,7 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     store.close()
     with database(tmp_path) as one:
         place, blob = one.execute("SELECT place, slots FROM blocks").fetchone()
-        block, far = SlotBlock.decode(blob), SlotBlock()
+        block, far = SlotColumns.decode(blob), SlotColumns()
         block.keys[1], block.states[2] = "a", 9
         far.states[0], far.keys[0] = LIVE, "z"
         for number, changed in ((place, block), (place + 1000, far)):

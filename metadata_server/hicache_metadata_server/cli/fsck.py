@@ -178,7 +178,8 @@ def audited(service: MetadataService) -> list[str]:
 def rewrite(service: MetadataService, store: SqliteStore) -> None:
     """Write a store as its service has it, which has left out what contradicts itself."""
     store.write(service.take_changes())
-    store.rewrite({service.number_of(name): scope for name, scope in service.scopes.items()})
+    scopes = {scope.number: scope for scope in service.scopes.values()}
+    store.rewrite(scopes, time.time())
 
 
 def _check_each(

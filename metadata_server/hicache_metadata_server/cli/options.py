@@ -113,7 +113,7 @@ def opened_store(
     """
     from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.factory import sqlite_file
+    from hicache_metadata_server.storage.address import sqlite_file
     from hicache_metadata_server.storage.sqlite import SqliteStore
 
     file = sqlite_file(url)

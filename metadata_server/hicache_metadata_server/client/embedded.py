@@ -15,8 +15,8 @@ from msgspec import structs
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import MetadataError, error_of_response
 from hicache_metadata_server.client.metadata_client import MetadataClient
+from hicache_metadata_server.core.changes import SteadyClock
 from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 

@@ -1,14 +1,31 @@
-"""Changes of the state machine that a store writes before their requests are answered."""
+"""Changes that a store writes before their requests are answered, and the state beside slots that it
+keeps: pins, answers by idempotency keys, and counters."""
 
 from __future__ import annotations
 
+import heapq
+import time
+from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 import msgspec
+import xxhash
 
 from hicache_metadata_server.core.codec import SlotChanges
-from hicache_metadata_server.core.leases import PinRecord
-from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - read by msgspec
+from hicache_metadata_server.core.errors import invalid, key_reused
+from hicache_metadata_server.protocol import (
+    IDEMPOTENCY_HEADER,
+    ScopeGeometry,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
+AHEAD: Final = 1 << 20
+"""Ids between the last one and the durable ceiling."""
+KEY_CHARACTERS: Final = 128
+"""Characters of an idempotency key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +41,21 @@ class ScopeRecord:
     """Tenant of the token that made it; empty for none."""
     model: str = ""
     """Name given by `describe`; empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinRecord:
+    """A pin and its slots."""
+
+    pin: int
+    until: float
+    slots: dict[int, list[int]]
+    """By the number of their scope."""
+
+    def without(self, scopes: Container[int]) -> PinRecord | None:
+        """The pin on other scopes than these; None if there are none."""
+        slots = {number: some for number, some in self.slots.items() if number not in scopes}
+        return PinRecord(self.pin, self.until, slots) if slots else None
 
 
 # A Struct, because the field has another name in the log than here: `once` is also a column of the
@@ -79,15 +111,201 @@ class Changes:
             or self.dropped
         )
 
+    def folded(self, now: float) -> Changes:
+        """Everything but slots that is left of all groups of a store."""
+        scopes = {record.number: record for record in self.scopes}
+        pins = {pin.pin: pin for pin in self.pins if pin.until > now}
+        # Numbers of scopes and of pins are never used again, so the order does not matter.
+        dropped, unpinned = set(self.dropped), set(self.unpinned)
+        return Changes(
+            scopes=[record for number, record in scopes.items() if number not in dropped],
+            pins=[pin for number, pin in pins.items() if number not in unpinned],
+            answers=[answer for answer in self.answers if answer.until > now],
+            counters=self.counters,
+        )
 
-@dataclass(slots=True)
-class Recovered:
-    """Contents of a store at the start, without slots."""
 
-    scopes: list[ScopeRecord] = field(default_factory=list[ScopeRecord])
-    pins: list[PinRecord] = field(default_factory=list[PinRecord])
-    answers: list[AnswerRecord] = field(default_factory=list[AnswerRecord])
-    counters: dict[str, int] = field(default_factory=dict[str, int])
-    closed_until: float = 0.0
-    """Time before which no slot is given, because leases that the store does not know may be held;
-    0 for none."""
+class PinTable:
+    """Pins of all scopes by number, and the changes that are not durable yet."""
+
+    def __init__(self) -> None:
+        self._pins: dict[int, PinRecord] = {}
+        self._ends: list[tuple[float, int]] = []
+        self.added: dict[int, PinRecord] = {}
+        self.removed: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, record: PinRecord, *, remember: bool = True) -> None:
+        """Add a pin, or slots of further scopes to it; `remember` if it is not durable yet."""
+        if (known := self._pins.get(record.pin)) is not None:
+            record = PinRecord(record.pin, record.until, known.slots | record.slots)
+        self._pins[record.pin] = record
+        heapq.heappush(self._ends, (record.until, record.pin))
+        if remember:
+            self.added[record.pin] = record
+
+    def release(self, scope: int) -> None:
+        """Drop what is not durable yet of a scope that another server will own."""
+        self.added = {
+            pin: record
+            for pin, one in self.added.items()
+            if (record := one.without({scope})) is not None
+        }
+
+    def find(self, pins: Iterable[int]) -> list[PinRecord]:
+        """Find the pins that exist."""
+        return [self._pins[pin] for pin in dict.fromkeys(pins) if pin in self._pins]
+
+    def remove(self, pins: Iterable[int]) -> list[PinRecord]:
+        """Remove pins; unknown ones are no error."""
+        found = [self._pins.pop(pin) for pin in dict.fromkeys(pins) if pin in self._pins]
+        for record in found:
+            # A pin that the store never got needs no removal there.
+            if self.added.pop(record.pin, None) is None:
+                self.removed.append(record.pin)
+        return found
+
+    def ended(self, now: float) -> list[PinRecord]:
+        """Remove and return the pins that have ended."""
+        pins = list[int]()
+        while self._ends and self._ends[0][0] <= now:
+            pins.append(heapq.heappop(self._ends)[1])
+        return self.remove(pins) if pins else []
+
+
+def digest_of(path: str, content_type: str, body: bytes) -> bytes:
+    """Digest of a request, by which requests of one key are compared."""
+    return xxhash.xxh3_128_digest(b"%b %b %b" % (path.encode(), content_type.encode(), body))
+
+
+def check_idempotency_key(idempotency_key: str) -> None:
+    """Check the length of a client's idempotency key.
+
+    Raises:
+        RequestError: it is too long.
+    """
+    if len(idempotency_key) > KEY_CHARACTERS:
+        raise invalid(
+            f"an idempotency key of more than {KEY_CHARACTERS} characters", IDEMPOTENCY_HEADER
+        )
+
+
+class IdempotencyCache:
+    """Answers by idempotency key, each kept for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._kept: dict[str, AnswerRecord] = {}
+        self._ends: deque[tuple[float, str]] = deque()
+        self.added: list[AnswerRecord] = []
+        """Answers that are not durable yet."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, idempotency_key: str, digest: bytes, now: float) -> AnswerRecord | None:
+        """Find the answer that this request got before.
+
+        Raises:
+            RequestError: the key belongs to another request.
+        """
+        record = self._kept.get(idempotency_key)
+        if record is None or record.until <= now:
+            return None
+        if record.digest != digest:
+            raise key_reused()
+        return record
+
+    def add(self, record: AnswerRecord) -> None:
+        """Keep the answer to a request that has just been done."""
+        self._keep(record)
+        self.added.append(record)
+
+    def restore(self, records: Iterable[AnswerRecord]) -> None:
+        """Add durable answers at the start."""
+        for record in sorted(records, key=lambda record: record.until):
+            self._keep(record)
+
+    def expire(self, now: float) -> None:
+        """Drop answers whose time has ended."""
+        while self._ends and self._ends[0][0] <= now:
+            _, idempotency_key = self._ends.popleft()
+            record = self._kept.get(idempotency_key)
+            # After a withdrawal the key may have a later answer, with an entry of its own.
+            if record is not None and record.until <= now:
+                del self._kept[idempotency_key]
+
+    def withdraw(self, records: Iterable[AnswerRecord]) -> None:
+        """Remove answers that could not be made durable.
+
+        Their requests were answered with an error, and a repetition must be done again.
+        """
+        for record in records:
+            if self._kept.get(record.idempotency_key) is record:
+                del self._kept[record.idempotency_key]
+
+    def release(self, scope: str) -> None:
+        """Drop the answers of a scope that another server will own."""
+        self._kept = {key: one for key, one in self._kept.items() if one.scope != scope}
+        self.added = [one for one in self.added if one.scope != scope]
+
+    def _keep(self, record: AnswerRecord) -> None:
+        self._kept[record.idempotency_key] = record
+        # Ordered by time without a heap: every answer is kept equally long.
+        self._ends.append((record.until, record.idempotency_key))
+
+
+def first_number() -> int:
+    """First id of a server that starts: the microseconds since 1970, as in the Redis scripts.
+
+    No server allocates a million ids a second for long, so all ids of an earlier server are
+    smaller, even if its store is lost. They stay below 2^53, up to which numbers of JSON and Lua
+    are exact, until the year 2255.
+    """
+    return time.time_ns() // 1000
+
+
+class IdAllocator:
+    """A counter that starts at the time of the start, or at the durable ceiling if that is later.
+
+    Only the ceiling is durable. A restart continues behind it, which skips up to a million ids and
+    saves one write for each of them.
+    """
+
+    __slots__ = ("_next", "ceiling")
+
+    def __init__(self, kept: int = 1) -> None:
+        self._next = max(kept, first_number())
+        self.ceiling = self._next
+        """No id from here on was ever given, as far as the store can know."""
+
+    def skip_to(self, ceiling: int) -> None:
+        """Allocate no id below the ceiling of another server."""
+        self._next = max(self._next, ceiling)
+        self.ceiling = max(self.ceiling, ceiling)
+
+    def take(self, count: int) -> int:
+        """Allocate `count` consecutive ids and return the first."""
+        first = self._next
+        self._next += count
+        # The service writes the ceiling with the changes that use these ids, so no response names
+        # an id above the durable ceiling.
+        if self._next > self.ceiling:
+            self.ceiling = self._next + AHEAD
+        return first
+
+
+class SteadyClock:
+    """Wall-clock time at the start, advanced by the monotonic clock.
+
+    Times are seconds since 1970, so they can be compared after a restart. A step of the machine's
+    clock ends no lease early.
+    """
+
+    def __init__(self) -> None:
+        self._begin = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._begin + time.monotonic()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hicache_metadata_server.core.leases import HeldLeases, SlotPins
 from hicache_metadata_server.core.lru import LruOrder, PrefixRefs
 from hicache_metadata_server.core.slot_table import (
     FREE,
@@ -17,6 +16,8 @@ from hicache_metadata_server.core.slot_table import (
     NAMES,
     QUARANTINED,
     FreeSlots,
+    HeldLeases,
+    SlotPins,
     SlotTable,
     Timers,
     as_run,
@@ -60,6 +61,8 @@ class Scope:
 
     def __init__(self, geometry: ScopeGeometry, quarantine_seconds: float) -> None:
         self.geometry = geometry
+        self.number = 0
+        """Number in the store."""
         self.model = ""
         """Name given by `describe`; empty for none."""
         self.quarantine_seconds = quarantine_seconds

@@ -7,8 +7,15 @@ import secrets
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.changes import Changes, Recovered, ScopeRecord
-from hicache_metadata_server.core.codec import changes_of, slots_of
+from hicache_metadata_server.core.changes import (
+    Changes,
+    IdAllocator,
+    IdempotencyCache,
+    PinRecord,
+    PinTable,
+    ScopeRecord,
+)
+from hicache_metadata_server.core.codec import changes_of
 from hicache_metadata_server.core.errors import (
     draining,
     in_use,
@@ -17,9 +24,7 @@ from hicache_metadata_server.core.errors import (
     too_large,
     unknown_scope,
 )
-from hicache_metadata_server.core.idempotency import IdempotencyCache
 from hicache_metadata_server.core.invariants import SHOWN, audit
-from hicache_metadata_server.core.leases import IdAllocator, PinRecord, PinTable
 from hicache_metadata_server.core.limits import (
     DEFAULTS,
     Measure,
@@ -36,12 +41,15 @@ from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_u
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from hicache_metadata_server.core.blocks import SlotBlock
+    from hicache_metadata_server.core.codec import SlotColumns
     from hicache_metadata_server.core.limits import Columns
 
 MAX_SCOPES: Final = 4096
 LONGEST: Final = "longest"
 """Name of a counter in the store: the longest lease and quarantine, in seconds."""
+CLOSED_UNTIL: Final = "closed_until"
+"""Name of another one: time before which no slot is given, because leases that the store does not
+know may be held."""
 _ZEROS: Final = (0, 0, 0)
 
 
@@ -90,8 +98,6 @@ class MetadataService:
         """Addresses of other servers of this store that do not drain."""
         self.recovery_problems: list[str] = []
         """Contradictions in the store, whose slots the start has quarantined."""
-        self._numbers: dict[str, int] = {}
-        """Numbers of scopes in the store, by name."""
         self._by_number: dict[int, Scope] = {}
         self._leases = IdAllocator()
         # Servers that share a store hand pins over with their scopes, so no two may draw one number.
@@ -188,9 +194,8 @@ class MetadataService:
         scope = Scope(geometry, self.limits.quarantine_seconds)
         self.scopes[geometry.scope] = scope
         self.tenants.of_scope[geometry.scope] = tenant
-        number = self.new_number()
-        self._numbers[geometry.scope] = number
-        self._by_number[number] = scope
+        scope.number = self.new_number()
+        self._by_number[scope.number] = scope
         self._made[geometry.scope] = scope
         return scope
 
@@ -202,7 +207,7 @@ class MetadataService:
 
     # Scopes of a store that servers share come and go.
 
-    def adopt(self, recovered: Recovered, scope: Scope) -> None:
+    def adopt(self, recovered: Changes, scope: Scope) -> None:
         """Serve a scope that `restored_scope` has restored.
 
         Args:
@@ -211,8 +216,8 @@ class MetadataService:
         """
         (record,) = recovered.scopes
         name = record.geometry.scope
-        self._by_number[record.number] = scope
-        self._numbers[name] = record.number
+        scope.number = record.number
+        self._by_number[scope.number] = scope
         self.scopes[name] = scope
         self.tenants.of_scope[name] = record.tenant
         for pin in recovered.pins:
@@ -234,13 +239,9 @@ class MetadataService:
         """Seconds of the longest lease and quarantine that its scopes have seen."""
         return self._longest
 
-    def number_of(self, name: str) -> int:
-        """Number of a scope."""
-        return self._numbers[name]
-
     def _forget(self, name: str) -> int:
-        number = self._numbers.pop(name)
-        del self.scopes[name], self.tenants.of_scope[name]
+        number = self.scopes.pop(name).number
+        del self.tenants.of_scope[name]
         self._made.pop(name, None)
         self._changed.pop(name, None)
         self._gone.add(number)
@@ -340,7 +341,7 @@ class MetadataService:
             scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
-                slots_by_scope.setdefault(self._numbers[part.scope], []).extend(there)
+                slots_by_scope.setdefault(scope.number, []).extend(there)
         pin = self._pin(slots_by_scope, now + seconds) if slots_by_scope else 0
         return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
 
@@ -506,7 +507,7 @@ class MetadataService:
             tenant = self.tenants.of_scope[name]
             changes.scopes.append(
                 ScopeRecord(
-                    self._numbers[name],
+                    scope.number,
                     scope.geometry,
                     scope.epoch,
                     scope.cleared_until,
@@ -514,9 +515,9 @@ class MetadataService:
                     scope.model,
                 )
             )
-        for name, scope in self._changed.items():
+        for scope in self._changed.values():
             if scope.changed:
-                changes.slots[self._numbers[name]] = changes_of(scope, scope.changed, scope.leased)
+                changes.slots[scope.number] = changes_of(scope, scope.changed, scope.leased)
                 scope.changed = []
                 scope.leased = []
         self._made = {}
@@ -566,9 +567,9 @@ class MetadataService:
                 continue
             scope = self._by_number[number]
             self._changed[scope.geometry.scope] = scope
-            scope.changed.append(slots_of(slots.states.slots, len(slots.states.states)))
+            scope.changed.append(slots.changed)
             if slots.leases.keys:
-                scope.leased.append(slots_of(slots.leases.slots, len(slots.leases.keys)))
+                scope.leased.append(slots.leased)
         for pin in changes.pins:
             if (kept := pin.without(self._gone)) is not None:
                 self._pins.added.setdefault(pin.pin, kept)
@@ -578,16 +579,13 @@ class MetadataService:
             self._ceilings[name] = -1
 
     def restore(
-        self,
-        recovered: Recovered,
-        rows: Callable[[int], Iterable[tuple[int, SlotBlock]]],
-        now: float,
+        self, recovered: Changes, rows: Callable[[ScopeRecord], SlotColumns], now: float
     ) -> None:
         """Restore the contents of a store, before the first request.
 
         Args:
             recovered: everything but slots.
-            rows: returns the blocks of a scope by its number.
+            rows: returns the slots of a scope.
             now: current time.
         """
         self._started = now
@@ -604,22 +602,21 @@ class MetadataService:
             "scope": self._last_number,
             LONGEST: kept,
         }
-        pins, answers = recovered.pins, recovered.answers
+        closed_until = min(recovered.counters.get(CLOSED_UNTIL, 0), now + self._longest)
         for record in recovered.scopes:
-            scope = self.restored_scope(record, pins, rows(record.number), now)
-            closed_until = min(recovered.closed_until, now + self._longest)
+            scope = self.restored_scope(record, recovered.pins, rows(record), now)
             if closed_until > max(now, scope.closed_until):
                 scope.closed_until = closed_until
-            self.adopt(Recovered(scopes=[record]), scope)
-        for pin in pins:
+            self.adopt(Changes(scopes=[record]), scope)
+        for pin in recovered.pins:
             self._pins.add(pin, remember=False)
-        self.answers.restore(answers)
+        self.answers.restore(recovered.answers)
 
     def restored_scope(
         self,
         record: ScopeRecord,
         pins: Sequence[PinRecord],
-        rows: Iterable[tuple[int, SlotBlock]],
+        columns: SlotColumns,
         now: float,
         longest: int = 0,
     ) -> Scope:
@@ -628,7 +625,7 @@ class MetadataService:
         Args:
             record: everything but slots.
             pins: pins, also of other scopes.
-            rows: its blocks and their numbers.
+            columns: its slots.
             now: current time.
             longest: seconds of the longest lease and quarantine that its store has seen.
         """
@@ -646,7 +643,7 @@ class MetadataService:
         for pin in pins:
             if record.number in pin.slots:
                 scope.pin(pin.pin, pin.slots[record.number], pin.until)
-        problems = restore(scope, rows, now, longest)
+        problems = restore(scope, columns, now, longest)
         self.recovery_problems += [f"{record.geometry.scope}: {problem}" for problem in problems]
         return scope
 
@@ -766,7 +763,7 @@ class MetadataService:
             expired_leases=scope.expired,
             model=scope.model,
             owner=self.url,
-            log_bytes=self.log_bytes(self._numbers[geometry.scope]),
+            log_bytes=self.log_bytes(scope.number),
         )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hicache_metadata_server.core.blocks import BLOCK, SlotBlock
+from hicache_metadata_server.core.codec import SlotColumns
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.slot_table import LIVE
@@ -123,14 +123,13 @@ def import_scopes(
     for imported in scopes:
         scope = service.add_scope(ScopeGeometry(scope=imported.name, slots=imported.slots), tenant)
         first = service.take_leases(len(imported.pages))
-        blocks: dict[int, SlotBlock] = {}
+        columns = SlotColumns(1 + max((slot for _, slot in imported.pages), default=-1))
         for lease, (key, slot) in enumerate(imported.pages, first):
-            block, place = blocks.setdefault(slot // BLOCK, SlotBlock()), slot % BLOCK
-            block.states[place] = LIVE
-            block.generations[place] = 1
-            block.leases[place] = lease
-            block.keys[place] = key
-        problems = restore(scope, sorted(blocks.items()), now, service.limits.max_lease_seconds)
+            columns.states[slot] = LIVE
+            columns.generations[slot] = 1
+            columns.leases[slot] = lease
+            columns.keys[slot] = key
+        problems = restore(scope, columns, now, service.limits.max_lease_seconds)
         assert not problems, "what contradicts itself was dropped before"
         scope = service.find(imported.name)
         scope.changed = [[slot for _, slot in imported.pages]] if imported.pages else []

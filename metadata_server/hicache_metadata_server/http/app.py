@@ -11,8 +11,8 @@ from starlette.routing import Mount, Route
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.core.changes import SteadyClock
 from hicache_metadata_server.core.errors import RequestError, invalid
-from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.dashboard.assets import PREFIX, Assets
 from hicache_metadata_server.http.asgi import ProtocolApp, content_types
 from hicache_metadata_server.http.openapi import openapi

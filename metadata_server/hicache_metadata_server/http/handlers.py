@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.changes import AnswerRecord
+from hicache_metadata_server.core.changes import AnswerRecord, check_idempotency_key, digest_of
 from hicache_metadata_server.core.errors import RequestError, invalid
-from hicache_metadata_server.core.idempotency import check_idempotency_key, digest_of
 from hicache_metadata_server.core.limits import CHUNK_ENTRIES, LONG_BODY, can_be_cut
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.tenants import ANYBODY, Caller

@@ -8,8 +8,6 @@ redis-py connects, logs in, pools connections, and finds the primary or the node
 from __future__ import annotations
 
 import asyncio
-import ssl
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import structlog
@@ -18,10 +16,8 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.credentials import CredentialProvider
 from redis.exceptions import (
     AskError,
-    AuthenticationError,
     ClusterDownError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -33,12 +29,13 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.storage.address import AddressKind, parse_address
+from hicache_metadata_server.shared.address import CLUSTER, SENTINEL, parse_address
+from hicache_metadata_server.storage.address import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_metadata_server.storage.address import Address, Credentials
+    from hicache_metadata_server.shared.address import RedisAddress
 
 ANSWER_SECONDS: Final = 2.0
 """Timeout of an answer. The commands may have been executed all the same."""
@@ -100,12 +97,12 @@ class RedisConnection:
 
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, replicas: int = 0) -> None:
         address = parse_address(url)
-        self.redacted = address.redacted
+        self.redacted = redacted(url)
         self.replicas = replicas
         self._answer_seconds = answer_seconds
-        self.is_cluster = address.kind is AddressKind.CLUSTER
+        self.is_cluster = address.kind == CLUSTER
         self._nodes_changed = False
-        self._is_secure = address.tls is not None
+        self._is_secure = "ssl" in address.options
         # The pools of redis-py fail at once when all of their connections are in use.
         self._free = asyncio.Semaphore(CONNECTIONS)
         self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
@@ -259,34 +256,6 @@ async def _reply(connection: Any) -> Any:
         return error
 
 
-class PasswordFile(CredentialProvider):
-    """Reads the password file for each new connection: it can be changed while servers run."""
-
-    def __init__(self, login: Credentials) -> None:
-        self._login = login
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return the password, or user and password.
-
-        Raises:
-            AuthenticationError: the file cannot be read, or is empty.
-        """
-        try:
-            password = Path(self._login.password_file).read_text("utf-8").strip()
-        except (OSError, UnicodeError) as error:
-            # The text of a UnicodeError contains the bytes of the file, so only its type is shown.
-            raise AuthenticationError(
-                f"{self._login.password_file} cannot be read: {type(error).__name__}"
-            ) from None
-        if not password:
-            raise AuthenticationError(f"{self._login.password_file} is empty")
-        return (self._login.user, password) if self._login.user else (password,)
-
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """Return the same; redis-py calls this method from its asynchronous connections."""
-        return self.get_credentials()
-
-
 class _Sentinels(Sentinel):
     """Sentinels that are asked by one discovery at a time.
 
@@ -303,28 +272,24 @@ class _Sentinels(Sentinel):
             return cast("tuple[str, int]", await super().discover_master(service_name))
 
 
-def _clients_of(address: Address, answer_seconds: float) -> list[Any]:
+def _clients_of(address: RedisAddress, answer_seconds: float) -> list[Any]:
     """Return a client that connects on demand, and behind it those of the Sentinels."""
-    options = _options(address, address.login, answer_seconds, CONNECT_SECONDS)
-    if address.kind is AddressKind.CLUSTER:
+    options = address.options | _timeouts(answer_seconds, CONNECT_SECONDS)
+    if address.kind == CLUSTER:
         return [
             RedisCluster(startup_nodes=[ClusterNode(*host) for host in address.hosts], **options)
         ]
-    options["db"] = address.db
-    if address.kind is AddressKind.SENTINEL:
-        asked = _options(address, address.sentinel_login, SENTINEL_SECONDS, SENTINEL_SECONDS)
+    if address.kind == SENTINEL:
+        asked = address.sentinel_options | _timeouts(SENTINEL_SECONDS, SENTINEL_SECONDS)
         sentinels = _Sentinels(list(address.hosts), sentinel_kwargs=asked)
         return [sentinels.master_for(address.name, **options), *sentinels.sentinels]
-    if address.kind is AddressKind.SOCKET:
-        return [Redis(unix_socket_path=address.path, **options)]
-    [(host, port)] = address.hosts
-    return [Redis(host=host, port=port, **options)]
+    for host, port in address.hosts:
+        options |= {"host": host, "port": port}
+    return [Redis(**options)]
 
 
-def _options(
-    address: Address, login: Credentials, answer_seconds: float, connect_seconds: float
-) -> dict[str, Any]:
-    options: dict[str, Any] = {
+def _timeouts(answer_seconds: float, connect_seconds: float) -> dict[str, Any]:
+    return {
         # With RESP3, redis-py 8 follows notices of maintenance: it raises the timeout while a node
         # is replaced, and reuses a connection that has an unread reply, so that each later command
         # is answered with the reply to the one before it.
@@ -335,18 +300,3 @@ def _options(
         # caller with an idempotency key may repeat it.
         "retry": Retry(NoBackoff(), 0),
     }
-    if login.password_file:
-        options["credential_provider"] = PasswordFile(login)
-    else:
-        options |= {"username": login.user or None, "password": login.password or None}
-    if (tls := address.tls) is not None:
-        options |= {
-            "ssl": True,
-            "ssl_ca_certs": tls.ca or None,
-            "ssl_certfile": tls.certificate or None,
-            "ssl_keyfile": tls.key or None,
-            "ssl_cert_reqs": "required",
-            "ssl_check_hostname": True,
-            "ssl_min_version": ssl.TLSVersion.TLSv1_2,
-        }
-    return options

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.changes import SteadyClock
 from hicache_metadata_server.core.errors import (
     FencedError,
     StoreError,
@@ -16,7 +17,6 @@ from hicache_metadata_server.core.errors import (
     moving,
     unknown_scope,
 )
-from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.core.tenants import Caller, may_use
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.handlers import DecodedRequest, Handlers, Response, Result

@@ -16,26 +16,24 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from hicache_metadata_server.core.blocks import SlotBlock, changed_blocks
-from hicache_metadata_server.core.changes import Changes, Recovered, ScopeRecord
+from hicache_metadata_server.core.changes import Changes, PinRecord, ScopeRecord
+from hicache_metadata_server.core.codec import (
+    BLOCK,
+    SlotChanges,
+    SlotColumns,
+    changed_blocks,
+    columns_of,
+)
 from hicache_metadata_server.core.errors import FencedError, StoreError
-from hicache_metadata_server.core.leases import PinRecord
 from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.shared.connection import ScriptCall
-from hicache_metadata_server.storage.compaction import (
-    BATCH_BLOCKS,
-    CompactionBatch,
-    DirtyBlocks,
-    replayed,
-)
-from hicache_metadata_server.storage.schema import BLOCK_MASK
-from hicache_metadata_server.storage.store import MemoryStore
+from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
+from hicache_metadata_server.storage.store import MetadataStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from hicache_metadata_server.core.codec import SlotChanges
     from hicache_metadata_server.core.scope import Scope
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.shared.connection import RedisConnection
@@ -288,7 +286,7 @@ def _paired(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 def restored(
     service: MetadataService, log: ScopeLog, loaded: LoadedScope, now: float
-) -> tuple[Recovered, Scope | None]:
+) -> tuple[Changes, Scope | None]:
     """Restore a scope from its snapshot and log, for `MetadataService.adopt`.
 
     Returns:
@@ -298,7 +296,7 @@ def restored(
     Raises:
         StoreError: snapshot or log cannot be read.
     """
-    everything = Changes()
+    everything, slots = Changes(), list[SlotChanges]()
     try:
         for key in sorted(loaded.rest, key=_window_of):
             window = _CHANGES.decode(loaded.rest[key])
@@ -306,33 +304,26 @@ def restored(
             log.pinned_until = max([log.pinned_until, *(pin.until for pin in window.pins)])
             if key != SCOPE:
                 log.windows.append((int(key), log.end_of(window)))
-        blocks = {place: zlib.decompress(blob) for place, blob in loaded.blocks.items()}
-
-        def read(place: int) -> SlotBlock | None:
-            return SlotBlock.decode(blocks[place]) if place in blocks else None
-
-        for batch in replayed(iter(loaded.groups), read):
-            blocks.update(batch.blocks)
-            everything.add_all_but_slots(batch.rest)
         for group, payload in loaded.groups:
-            log.note(len(payload), group, _CHANGES.decode(payload))
+            changes = _CHANGES.decode(payload)
+            everything.add_all_but_slots(changes)
+            slots += changes.slots.values()
+            log.note(len(payload), group, changes)
+        log.counters = dict(everything.counters)
+        if not everything.scopes:
+            return everything, None
+        log.record = everything.scopes[-1]
+        blocks = (
+            (number, SlotColumns.decode(zlib.decompress(blob)))
+            for number, blob in loaded.blocks.items()
+        )
+        columns = columns_of(log.record.geometry.slots, blocks, slots)
     except (msgspec.DecodeError, ValueError, zlib.error) as error:
         raise StoreError(f"scope {log.name} cannot be read: {error}") from error
-    log.counters = dict(everything.counters)
-    if everything.scopes:
-        log.record = everything.scopes[-1]
-    everything.scopes = everything.scopes[-1:]
-    local, unpinned = _shifted(everything, -log.offset, log.number), set(everything.unpinned)
-    found = Recovered(
-        local.scopes,
-        [pin for pin in local.pins if pin.until > now and pin.pin not in unpinned],
-        [answer for answer in local.answers if answer.until > now],
-        everything.counters,
-    )
-    if not found.scopes:
-        return found, None
-    rows, longest = _rows(blocks, -log.offset), found.counters.get(LONGEST, 0)
-    return found, service.restored_scope(found.scopes[0], found.pins, rows, now, longest)
+    columns.until = _moved(columns.until, -log.offset)
+    found = _shifted(everything, -log.offset, log.number).folded(now)
+    longest = found.counters.get(LONGEST, 0)
+    return found, service.restored_scope(found.scopes[-1], found.pins, columns, now, longest)
 
 
 def _compressed(batch: CompactionBatch) -> list[bytes]:
@@ -348,23 +339,16 @@ def _window_of(key: bytes) -> int:
     return -1 if key == SCOPE else int(key)
 
 
-def _rows(blocks: dict[int, bytes], offset: float) -> Iterator[tuple[int, SlotBlock]]:
-    for number in sorted(blocks):
-        block = SlotBlock.decode(blocks[number])
-        block.until = _moved(block.until, offset)
-        yield number, block
-
-
 def _moved(until: array[float], offset: float) -> array[float]:
-    if until.tobytes() == until[:1].tobytes() * len(until):
-        # The usual case: leases of one request end together, and live slots have no end.
-        return array("d", [_moved_end(end, offset) for end in until[:1]]) * len(until)
-    return array("d", [_moved_end(end, offset) for end in until])
-
-
-def _moved_end(end: float, offset: float) -> float:
-    # 0 is the end of slots that have none.
-    return end + offset if end else 0.0
+    found = array("d")
+    for first in range(0, len(until), BLOCK):
+        part = until[first : first + BLOCK]
+        # The usual case: leases of one request end together.
+        times = len(part) if part.tobytes() == part[:1].tobytes() * len(part) else 1
+        # 0 is the end of slots that have none.
+        ends = [end + offset if end else 0.0 for end in (part[:1] if times > 1 else part)]
+        found += array("d", ends) * times
+    return found
 
 
 def _shifted(changes: Changes, offset: float, number: int) -> Changes:
@@ -401,7 +385,7 @@ def _shifted_slots(changes: SlotChanges, offset: float) -> SlotChanges:
     return changes._replace(states=states._replace(until=until))
 
 
-class ScopeLogStore(MemoryStore):
+class ScopeLogStore(MetadataStore):
     """The logs of the scopes that one server owns, as the store of its group commit.
 
     It recovers nothing, since scopes are taken one by one, and is written by coroutines alone.
@@ -413,6 +397,7 @@ class ScopeLogStore(MemoryStore):
 
     durability = StoreDurability.PROCESS
     """Redis has what the process has written. What Redis itself survives is its setting."""
+    is_quick = False
 
     def __init__(self, connection: RedisConnection, clock: Callable[[], float]) -> None:
         self._connection = connection
@@ -447,16 +432,6 @@ class ScopeLogStore(MemoryStore):
         return log.log_bytes if log is not None else 0
 
     # `MetadataStore`.
-
-    @property
-    def is_quick(self) -> bool:
-        """False: it waits for the network."""
-        return False
-
-    @property
-    def writer(self) -> ScopeLogStore:
-        """This store."""
-        return self
 
     async def append(self, changes: Changes) -> None:
         """Append to the log of each changed scope.
@@ -519,7 +494,7 @@ class ScopeLogStore(MemoryStore):
         assert log is not None, "asked `wants_compaction` before"
 
         def read(place: int) -> bytes:
-            block = SlotBlock.of(scope_of(log.number), place & BLOCK_MASK)
+            block = SlotColumns.of(scope_of(log.number), place)
             block.until = _moved(block.until, log.offset)
             return block.encode()
 

@@ -194,7 +194,7 @@ class ScopeOwner:
         """Forget scopes that another server may own by now."""
         there = [name for name in names if name in self._service.scopes]
         for name in there:
-            self._store.detach(self._service.number_of(name))
+            self._store.detach(self._service.scopes[name].number)
             self._service.release(name)
             _log.warning("scope_lost", scope=name)
         if there:
@@ -357,7 +357,7 @@ class ScopeOwner:
         """Begin to write the logs of created scopes that the service has made."""
         for name, log in self._created.items():
             if log is not None and name in self._service.scopes:
-                log.number = self._service.number_of(name)
+                log.number = self._service.scopes[name].number
                 self._store.attach(log)
         self._created = {}
 
@@ -381,7 +381,7 @@ class ScopeOwner:
             if (written := self.flush()) is not None:
                 await written
             there = [name for name in names if name in self._service.scopes]
-            given = [self._store.detach(self._service.number_of(name)) for name in there]
+            given = [self._store.detach(self._service.scopes[name].number) for name in there]
             for name in there:
                 self._service.release(name)
             await release(self._connection, [log for log in given if log is not None])

@@ -1,6 +1,6 @@
-"""Compaction: blocks that the log has changed and the snapshot has not, and the replay of a log.
+"""Compaction: blocks that the log has changed and the snapshot has not.
 
-A crash loses the list of blocks, and nothing else: the next start replays the log.
+A crash loses the list of blocks, and nothing else: the next start makes it again from the log.
 """
 
 from __future__ import annotations
@@ -9,25 +9,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import msgspec
-
-from hicache_metadata_server.core.blocks import SlotBlock, split_by_block
 from hicache_metadata_server.core.changes import Changes
-from hicache_metadata_server.storage.schema import SCOPE_BITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from hicache_metadata_server.core.blocks import LeaseColumns, StateColumns
+    from collections.abc import Callable, Iterable
 
 WINDOW_BYTES: Final = 4 << 20
 """Bytes of the log in one window, about 300 batches of 128 pages. A window's groups count as
 compacted together, with its last block."""
 BATCH_BLOCKS: Final = 16
 """Blocks in one transaction, which takes less than a millisecond."""
-REPLAY_BYTES: Final = 16 << 20
-"""Bytes of the log that a replay writes in one transaction."""
-_GROUP: Final = msgspec.msgpack.Decoder(Changes)
 
 
 class CompactionBatch(NamedTuple):
@@ -65,6 +56,9 @@ class DirtyBlocks:
         self._windows = deque[_Window]()
         self._queued = set[int]()
         """Places in any window."""
+
+    def __bool__(self) -> bool:
+        return bool(self._windows)
 
     def mark(self, places: Iterable[int], group: int, log_bytes: int, changes: Changes) -> None:
         """Add the blocks that a group has changed, after it was appended to the log."""
@@ -113,50 +107,3 @@ class DirtyBlocks:
         # compacted before that window's turn.
         self._windows[0].places += places
         self._queued.update(places)
-
-
-def replayed(
-    groups: Iterator[tuple[int, bytes]], read: Callable[[int], SlotBlock | None]
-) -> Iterator[CompactionBatch]:
-    """Yield the blocks that groups have changed, merged into the blocks of the snapshot.
-
-    A block may have changes of later groups already. Replaying all groups in order repeats them, so
-    the block ends in the state of the last group.
-
-    Args:
-        groups: numbers and payloads, in ascending order.
-        read: returns the snapshot's block at a place.
-
-    Raises:
-        msgspec.DecodeError: a payload is malformed.
-    """
-    while True:
-        batch = _next_batch(groups, read)
-        if not batch.last_group:
-            return
-        yield batch
-
-
-def _next_batch(
-    groups: Iterator[tuple[int, bytes]], read: Callable[[int], SlotBlock | None]
-) -> CompactionBatch:
-    parts: dict[int, list[tuple[StateColumns | LeaseColumns, int, int]]] = {}
-    last = size = 0
-    rest = Changes()
-    for last, payload in groups:  # noqa: B007 - the last one is needed
-        changes = _GROUP.decode(payload)
-        rest.add_all_but_slots(changes)
-        for scope, slots in changes.slots.items():
-            for block, written, start, end in split_by_block(slots):
-                parts.setdefault((scope << SCOPE_BITS) + block, []).append((written, start, end))
-        size += len(payload)
-        if size >= REPLAY_BYTES:
-            break
-    blocks = [(place, _merged(read(place) or SlotBlock(), parts[place])) for place in sorted(parts)]
-    return CompactionBatch(blocks, last, 0, rest)
-
-
-def _merged(block: SlotBlock, parts: list[tuple[StateColumns | LeaseColumns, int, int]]) -> bytes:
-    for written, start, end in parts:
-        written.merge(block, start, end)
-    return block.encode()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
@@ -17,7 +16,7 @@ from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_storage.spec.stats import Latency
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.service import MetadataService
@@ -29,7 +28,7 @@ _log = structlog.get_logger()
 IDLE_SECONDS: Final = 0.05
 """Time without a write after which the server is idle, and compacts."""
 PATIENCE_SECONDS: Final = 1.5
-"""After this time without an answer of a store across a network, requests are refused with that as
+"""After this time without an answer of a store that is not quick, requests are refused with that as
 the reason. Less than clients wait in one attempt, which would take the server for silent."""
 RETRY_SECONDS: Final = 1.0
 """Interval at which a failing store is tried again, whether or not changes arrive."""
@@ -42,8 +41,8 @@ class GroupCommit:
     """Writes the changes of a service to its store, and schedules compactions.
 
     All methods run in one event loop. A quick store, which writes to the page cache, is written in
-    the loop itself: that takes less time than waking a thread. A store that waits for the network
-    has a writer of coroutines. A store that waits for the disk is written in a thread.
+    the loop itself: that takes less time than waking a thread. A store that waits for the disk or
+    the network is written by a task.
 
     The store is failing from the first step that fails until each step has succeeded again.
     Meanwhile no change is acknowledged, because a growing log would take the space that the
@@ -64,17 +63,14 @@ class GroupCommit:
         self._on_fenced = on_fenced
         """Called with the names of scopes that this server has lost, before the next group."""
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="group-commit")
-        # Starts the thread: where a later step cannot, its requests wait for ever.
-        self._thread.submit(time.monotonic)
         self._open: list[asyncio.Future[None]] = []
         """Requests that wait for the next group."""
         self._busy = False
-        """The thread or the writer uses the store, of which nobody else may make use."""
-        self._running: asyncio.Future[StoreError | None] | None = None
-        """The last step that was begun in the thread or by the writer."""
+        """A task uses the store, of which nobody else may make use."""
+        self._running: asyncio.Task[StoreError | None] | None = None
+        """The last step that was begun in a task."""
         self._began = 0.0
-        """Start of the last step by the writer."""
+        """Start of that step."""
         self._writing: list[asyncio.Future[None]] = []
         """Requests of the group that is being written."""
         self._closed = False
@@ -129,7 +125,7 @@ class GroupCommit:
         _resolve(group, error)
 
     async def close(self) -> None:
-        """Write and compact the rest, and end the threads. No change may follow."""
+        """Write and compact the rest. No change may follow."""
         # A failing store is tried now, whatever its next try was to be.
         self._next_try = 0.0
         try:
@@ -144,8 +140,7 @@ class GroupCommit:
             while self._busy and self._running is not None:
                 # A compaction, which no request waits for.
                 await asyncio.wait([self._running])
-            await _try_writer("compaction_failed", self._compact_all())
-            await asyncio.to_thread(self._thread.shutdown)
+            await _try_step("compaction_failed", self._compact_all())
 
     async def _compact_all(self) -> None:
         if self._batch is not None:
@@ -154,9 +149,11 @@ class GroupCommit:
         # have changes that the log lacks.
         changes, error = self._service.take_changes(), None
         if changes:
-            error = await self._begin_write(changes)
+            error = await _try_step("write_failed", self._store.append(changes))
         while error is None and self._store.wants_compaction(idle=True):
-            error = await self._begin_compaction(self._store.collect(self._service.scope_of))
+            batch = self._store.collect(self._service.scope_of)
+            step = self._store.replace_blocks(batch, self._clock())
+            error = await _try_step("compaction_failed", step)
 
     def _seal(self) -> None:
         if not self._open or self._busy:
@@ -179,12 +176,11 @@ class GroupCommit:
         self._collect(idle=False)
         begin = time.perf_counter()
         if self._store.is_quick:
-            error = _try_step("write_failed", lambda: self._store.write(changes))
+            error = _try_quick("write_failed", lambda: self._store.write(changes))
             self._done(group, changes, error, time.perf_counter() - begin)
         else:
-            self._busy = True
             self._writing = group
-            self._begin_write(changes).add_done_callback(
+            self._begin("write_failed", self._store.append(changes)).add_done_callback(
                 lambda done: self._written(group, changes, done.result(), begin)
             )
 
@@ -199,29 +195,10 @@ class GroupCommit:
         self._done(group, changes, error, time.perf_counter() - begin)
         self._seal()
 
-    def _begin_write(self, changes: Changes) -> asyncio.Future[StoreError | None]:
-        if (writer := self._store.writer) is not None:
-            return self._begin(_try_writer("write_failed", writer.append(changes)))
-        return self._begin_in_thread("write_failed", lambda: self._store.write(changes))
-
-    def _begin_compaction(self, batch: CompactionBatch) -> asyncio.Future[StoreError | None]:
-        now = self._clock()
-        if (writer := self._store.writer) is not None:
-            step = writer.replace_blocks(batch, now)
-            return self._begin(_try_writer("compaction_failed", step))
-        return self._begin_in_thread("compaction_failed", lambda: self._store.compact(batch, now))
-
-    def _begin(
-        self, step: Coroutine[Any, Any, StoreError | None]
-    ) -> asyncio.Future[StoreError | None]:
+    def _begin(self, event: str, step: Awaitable[None]) -> asyncio.Task[StoreError | None]:
+        self._busy = True
         self._began = self._loop.time()
-        self._running = self._loop.create_task(step)
-        return self._running
-
-    def _begin_in_thread(
-        self, event: str, step: Callable[[], None]
-    ) -> asyncio.Future[StoreError | None]:
-        self._running = self._loop.run_in_executor(self._thread, _try_step, event, step)
+        self._running = self._loop.create_task(_try_step(event, step))
         return self._running
 
     def _done(
@@ -277,15 +254,15 @@ class GroupCommit:
         self._batch = None
         if batch is None:
             return
+        now = self._clock()
         if self._store.is_quick:
-            now = self._clock()
-            error = _try_step("compaction_failed", lambda: self._store.compact(batch, now))
+            error = _try_quick("compaction_failed", lambda: self._store.compact(batch, now))
             self._note("compact", error)
         else:
-            self._busy = True
-            self._begin_compaction(batch).add_done_callback(self._compacted)
+            step = self._store.replace_blocks(batch, now)
+            self._begin("compaction_failed", step).add_done_callback(self._compacted)
 
-    def _compacted(self, done: asyncio.Future[StoreError | None]) -> None:
+    def _compacted(self, done: asyncio.Task[StoreError | None]) -> None:
         self._busy = False
         error = done.result()
         self._note("compact", error)
@@ -297,7 +274,7 @@ class GroupCommit:
 
     def _check_idle(self) -> None:
         self._idle = self._loop.call_later(IDLE_SECONDS, self._check_idle)
-        if self._busy and self._store.writer and self._loop.time() - self._began > PATIENCE_SECONDS:
+        if self._busy and self._loop.time() - self._began > PATIENCE_SECONDS:
             # The changes stay, and may be written yet: a client that sends the request again has
             # the same answer.
             error = StoreError(f"the store has not answered within {PATIENCE_SECONDS} s")
@@ -332,28 +309,29 @@ class GroupCommit:
         return self._loop.time() - self._last_write >= IDLE_SECONDS
 
 
-def _try_step(event: str, step: Callable[[], None]) -> StoreError | None:
+async def _try_step(event: str, step: Awaitable[None]) -> StoreError | None:
     """Run a step of the store, and return its error, or None."""
     try:
-        step()
-    except StoreError as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - a defect must not leave requests waiting
-        _log.exception(event)
-        return StoreError(f"the store is at fault: {type(error).__name__}: {error}")
-    return None
-
-
-async def _try_writer(event: str, step: Awaitable[None]) -> StoreError | None:
-    """Do the same with a step that is a coroutine."""
-    try:
         await step
-    except StoreError as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - as above
-        _log.exception(event)
-        return StoreError(f"the store is at fault: {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - a defect must not leave requests waiting
+        return _store_error(event, error)
     return None
+
+
+def _try_quick(event: str, step: Callable[[], None]) -> StoreError | None:
+    """Do the same with a step of a quick store."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - as above
+        return _store_error(event, error)
+    return None
+
+
+def _store_error(event: str, error: Exception) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
+    _log.error(event, exc_info=error)
+    return StoreError(f"the store is at fault: {type(error).__name__}: {error}")
 
 
 def _resolve(group: list[asyncio.Future[None]], error: StoreError | None) -> None:

@@ -13,42 +13,64 @@ import math
 import os
 import sqlite3
 import sys
-import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
 
-from hicache_metadata_server.core.blocks import BLOCK, SlotBlock, changed_blocks
-from hicache_metadata_server.core.changes import AnswerRecord, Recovered, ScopeRecord
+from hicache_metadata_server.core.changes import AnswerRecord, Changes, PinRecord, ScopeRecord
+from hicache_metadata_server.core.codec import (
+    BLOCK,
+    SlotChanges,
+    SlotColumns,
+    changed_blocks,
+    columns_of,
+)
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.leases import PinRecord
-from hicache_metadata_server.core.service import LONGEST
+from hicache_metadata_server.core.service import CLOSED_UNTIL, LONGEST
 from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
-from hicache_metadata_server.storage.compaction import (
-    BATCH_BLOCKS,
-    CompactionBatch,
-    DirtyBlocks,
-    replayed,
-)
-from hicache_metadata_server.storage.schema import (
-    APPLICATION,
-    BLOCK_MASK,
-    CLOSED_UNTIL,
-    INODE,
-    OLDEST,
-    SCOPE_BITS,
-    TABLES,
-    VERSION,
-)
+from hicache_metadata_server.storage.address import MEMORY, sqlite_file
+from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
+from hicache_metadata_server.storage.store import MemoryStore, MetadataStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-    from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.scope import Scope
 
+VERSION: Final = 7
+"""Version of the tables."""
+APPLICATION: Final = 0x68694D64
+"""Application id in the file, by which databases of other programs are refused."""
+
+# The groups in `log` are not in the other tables yet. place: number of the scope << 40 | number of
+# the block in it. A clear does not change the slots here: slots of an earlier epoch are read as
+# quarantined.
+TABLES: Final = """
+CREATE TABLE log (id INTEGER PRIMARY KEY, payload BLOB NOT NULL);
+CREATE TABLE scopes (
+    number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, slots INTEGER NOT NULL, slot_bytes INTEGER NOT NULL,
+    geometry TEXT NOT NULL, identity TEXT NOT NULL, epoch INTEGER NOT NULL, cleared_until REAL NOT NULL,
+    tenant TEXT NOT NULL DEFAULT '', model TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE blocks (place INTEGER PRIMARY KEY, slots BLOB NOT NULL);
+CREATE TABLE pins (pin INTEGER PRIMARY KEY, until REAL NOT NULL, slots BLOB NOT NULL);
+CREATE TABLE answers (
+    once TEXT PRIMARY KEY, until REAL NOT NULL, digest BLOB NOT NULL, content_type TEXT NOT NULL, status INTEGER NOT NULL,
+    body BLOB NOT NULL
+);
+CREATE INDEX answers_by_end ON answers (until);
+CREATE TABLE counters (name TEXT PRIMARY KEY, ceiling INTEGER NOT NULL);
+"""
+SCOPE_BITS: Final = 40
+BLOCK_MASK: Final = (1 << SCOPE_BITS) - 1
+"""Bits of a place that are the number of the block."""
+INODE: Final = "inode"
+"""Counter that holds the inode of the file, by which a copy is told from its original."""
 MAX_LOG_BYTES: Final = 64 << 20
 """Length of the log from which each write also compacts: about 5,000 batches of 128 pages, reserved
 and committed."""
@@ -64,10 +86,26 @@ MAX_WAL_PAGES: Final = 32_768
 _GET_VERSION: Final = 0x80087601
 """Linux' `FS_IOC_GETVERSION`, of ext4, XFS and Btrfs."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
+_GROUP: Final = msgspec.msgpack.Decoder(Changes)
 _LOG: Final = structlog.get_logger()
 
 
-class SqliteStore:
+def open_store(url: str, durability: StoreDurability = StoreDurability.PROCESS) -> MetadataStore:
+    """Open the store at `memory:` or `sqlite:///FILE`.
+
+    Raises:
+        ValueError: the address is not that of a store of one server.
+        StoreError: the store cannot be opened, or another server has it open.
+    """
+    if url == MEMORY:
+        return MemoryStore()
+    file = sqlite_file(url)
+    if durability is StoreDurability.NONE:
+        raise ValueError("a store of durability 'none' is memory:")
+    return SqliteStore(file, durability)
+
+
+class SqliteStore(MetadataStore):
     """A SQLite file, which is locked.
 
     With `StoreDurability.PROCESS` a written group survives kill -9; after a loss of power the last
@@ -79,8 +117,11 @@ class SqliteStore:
 
     def __init__(self, file: str, durability: StoreDurability = StoreDurability.PROCESS) -> None:
         self.durability = durability
+        self.is_quick = durability is not StoreDurability.MACHINE
         self._file = file
         self._dirty = DirtyBlocks()
+        self._groups = defaultdict[int, list[SlotChanges]](list)
+        """Groups of the log by scope, from `recover` to `rows`."""
         self._last_group = 0
         self._log_bytes = 0
         """Bytes of groups that are not compacted."""
@@ -95,64 +136,40 @@ class SqliteStore:
             except (sqlite3.Error, StoreError) as error:
                 raise StoreError(f"cannot open {file}: {error}{_hint(error, file)}") from error
             undo.callback(self._database.close)
-            self._checkpoints = _CheckpointThread(file)
+            # Makes the checkpoints, and all writes of a store that is not quick.
+            self._thread = self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
+            # Starts the thread, because later the process may be able to start no more of them.
+            self._executor.submit(time.monotonic)
             undo.pop_all()
 
-    def recover(self, now: float) -> Recovered:
-        """Compact the log, then read everything but slots."""
-        database = self._database
+    def recover(self, now: float) -> Changes:
+        """Read everything but slots, from the tables and then from the log."""
         with self._store_errors("read"):
-            for batch in replayed(self._groups(), self._read):
-                self._compact(batch, now)
-            closed_until = self._closed_until(now)
-            return Recovered(
-                scopes=[
-                    ScopeRecord(
-                        number,
-                        ScopeGeometry(
-                            scope=name,
-                            slots=slots,
-                            slot_bytes=slot_bytes,
-                            geometry=geometry,
-                            identity=identity,
-                        ),
-                        *rest,
-                    )
-                    for number, name, slots, slot_bytes, geometry, identity, *rest in database.execute(
-                        "SELECT * FROM scopes"
-                    )
-                ],
-                pins=[
-                    PinRecord(pin, until, msgspec.msgpack.decode(slots, type=dict[int, list[int]]))
-                    for pin, until, slots in database.execute(
-                        "SELECT * FROM pins WHERE until > ?", (now,)
-                    )
-                ],
-                answers=[
-                    AnswerRecord(*row)
-                    for row in database.execute("SELECT * FROM answers WHERE until > ?", (now,))
-                ],
-                counters=dict(
-                    database.execute(
-                        "SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)",
-                        (INODE, CLOSED_UNTIL),
-                    )
-                ),
-                closed_until=closed_until,
-            )
+            everything, log = self._snapshot(), list[tuple[int, int, Changes]]()
+            for group, payload in self._database.execute("SELECT * FROM log ORDER BY id"):
+                log.append((group, len(payload), _GROUP.decode(payload)))
+                everything.add_all_but_slots(log[-1][2])
+            self._note_file(now, everything.counters)
+            recovered = everything.folded(now)
+            there = {record.number for record in recovered.scopes}
+            for group, size, changes in log:
+                # Not those of scopes that a later group has dropped.
+                changes.slots = {
+                    scope: slots for scope, slots in changes.slots.items() if scope in there
+                }
+                for scope, slots in changes.slots.items():
+                    self._groups[scope].append(slots)
+                self._note(group, size, changes)
+            return recovered
 
-    def rows(self, scope: int) -> Iterator[tuple[int, SlotBlock]]:
-        """Read the blocks of a scope, by ascending numbers, one at a time."""
-        first = scope << SCOPE_BITS
+    def rows(self, record: ScopeRecord) -> SlotColumns:
+        """Read the blocks of a scope, and on them its groups."""
         with self._store_errors("read"):
-            found = self._database.execute(
-                "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
-                (first, first, (scope + 1) << SCOPE_BITS),
-            )
-            for number, blob in found:
-                yield number, SlotBlock.decode(blob)
+            blocks = self._blocks_of(record.number)
+            groups = self._groups.pop(record.number, [])
+            return columns_of(record.geometry.slots, blocks, groups)
 
-    def rewrite(self, scopes: Mapping[int, Scope]) -> None:
+    def rewrite(self, scopes: Mapping[int, Scope], now: float) -> None:
         """Replace all blocks by those of scopes, by their numbers, as they are in memory.
 
         Raises:
@@ -160,34 +177,24 @@ class SqliteStore:
         """
         run = self._database.execute
         with self._store_errors("written"), self._transaction():
+            while self._dirty:
+                self._compact_rest(self._dirty.take(sys.maxsize, lambda place: b"").rest, now)
+            run("DELETE FROM log")
             run("DELETE FROM blocks")
             for number, scope in scopes.items():
                 for block in range(-(-len(scope.table) // BLOCK)):
                     place = (number << SCOPE_BITS) + block
-                    blob = SlotBlock.of(scope, block).encode()
+                    blob = SlotColumns.of(scope, block).encode()
                     run("INSERT INTO blocks VALUES (?, ?)", (place, blob))
+        self._log_bytes = 0
 
     def write(self, changes: Changes) -> None:
         """Add a row to the log."""
         group, payload = self._last_group + 1, _ENCODER.encode(changes)
         with self._store_errors("written"):
             self._database.execute("INSERT INTO log VALUES (?, ?)", (group, payload))
-        self._last_group = group
-        self._log_bytes += len(payload)
-        places = [
-            (scope << SCOPE_BITS) + block
-            for scope, slots in changes.slots.items()
-            for block in changed_blocks(slots)
-        ]
-        self._dirty.mark(places, group, len(payload), changes)
+        self._note(group, len(payload), changes)
         self._count(len(payload))
-
-    writer = None
-
-    @property
-    def is_quick(self) -> bool:
-        """True if `write` does not sync."""
-        return self.durability is not StoreDurability.MACHINE
 
     def wants_compaction(self, *, idle: bool) -> bool:
         """True if the log is long, or, in an idle server, not compacted."""
@@ -200,14 +207,20 @@ class SqliteStore:
         most = BATCH_BLOCKS * (1 + self._log_bytes // MAX_LOG_BYTES)
         return self._dirty.take(
             most,
-            lambda place: SlotBlock.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode(),
+            lambda place: SlotColumns.of(
+                scope_of(place >> SCOPE_BITS), place & BLOCK_MASK
+            ).encode(),
         )
 
     def compact(self, batch: CompactionBatch, now: float) -> None:
-        """Write blocks in one transaction."""
+        """Write blocks in one transaction, and with the last of a window everything else of it."""
         try:
-            with self._store_errors("written"):
-                self._compact(batch, now)
+            with self._store_errors("written"), self._transaction():
+                insert = "INSERT OR REPLACE INTO blocks VALUES (?, ?)"
+                self._database.executemany(insert, batch.blocks)
+                if batch.last_group:
+                    self._compact_rest(batch.rest, now)
+                    self._database.execute("DELETE FROM log WHERE id <= ?", (batch.last_group,))
         except BaseException:
             self._dirty.put_back(batch)
             raise
@@ -225,29 +238,79 @@ class SqliteStore:
     def close(self) -> None:
         """Close the file: SQLite moves its own log into it, unless another program reads it."""
         try:
-            self._checkpoints.close()
+            self._executor.shutdown()
             self._database.close()
         finally:
             os.close(self._lock)
 
-    def _closed_until(self, now: float) -> float:
-        """Return the time before which no slot is given: some seconds after a copy is opened.
+    # Implementation.
+
+    def _snapshot(self) -> Changes:
+        """Read all tables but log and blocks."""
+        run = self._database.execute
+        return Changes(
+            scopes=[
+                ScopeRecord(
+                    number,
+                    ScopeGeometry(
+                        scope=name,
+                        slots=slots,
+                        slot_bytes=slot_bytes,
+                        geometry=geometry,
+                        identity=identity,
+                    ),
+                    *rest,
+                )
+                for number, name, slots, slot_bytes, geometry, identity, *rest in run(
+                    "SELECT * FROM scopes"
+                )
+            ],
+            pins=[
+                PinRecord(pin, until, msgspec.msgpack.decode(slots, type=dict[int, list[int]]))
+                for pin, until, slots in run("SELECT * FROM pins")
+            ],
+            answers=[AnswerRecord(*row) for row in run("SELECT * FROM answers")],
+            counters=dict(run("SELECT * FROM counters")),
+        )
+
+    def _blocks_of(self, scope: int) -> Iterator[tuple[int, SlotColumns]]:
+        first = scope << SCOPE_BITS
+        found = self._database.execute(
+            "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
+            (first, first, (scope + 1) << SCOPE_BITS),
+        )
+        for number, blob in found:
+            yield number, SlotColumns.decode(blob)
+
+    def _note(self, group: int, size: int, changes: Changes) -> None:
+        """Record a group that is in the log."""
+        self._last_group = group
+        self._log_bytes += size
+        places = [
+            (scope << SCOPE_BITS) + block
+            for scope, slots in changes.slots.items()
+            for block in changed_blocks(slots)
+        ]
+        self._dirty.mark(places, group, size, changes)
+
+    def _note_file(self, now: float, counters: dict[str, int]) -> None:
+        """Give no slot of a copy for some seconds: counters have the file that they were written in.
 
         Writers may hold leases that the original has given since the copy was made.
         """
-        found = dict(self._database.execute("SELECT name, ceiling FROM counters"))
-        inode, until = _inode(self._lock), found.get(CLOSED_UNTIL, 0)
-        if found.get(INODE) == inode:
-            return float(until)
-        if INODE in found:
-            until = math.ceil(now) + found.get(LONGEST, 0)
+        inode = _inode(self._lock)
+        if counters.get(INODE) == inode:
+            return
+        until = counters.get(CLOSED_UNTIL, 0)
+        if INODE in counters:
+            until = math.ceil(now) + counters.get(LONGEST, 0)
             _LOG.warning("copied_store", store=self._file, closed_seconds=round(until - now))
+        counters |= {INODE: inode, CLOSED_UNTIL: until}
         with self._transaction():
-            self._database.executemany(
-                "INSERT OR REPLACE INTO counters VALUES (?, ?)",
-                [(INODE, inode), (CLOSED_UNTIL, until)],
-            )
-        return float(until)
+            self._put_counters([(INODE, inode), (CLOSED_UNTIL, until)])
+
+    def _put_counters(self, counters: Iterable[tuple[str, int]]) -> None:
+        self._database.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", counters)
 
     @contextlib.contextmanager
     def _transaction(self) -> Generator[None]:
@@ -264,15 +327,7 @@ class SqliteStore:
         self._since_checkpoint += size
         if self._since_checkpoint > CHECKPOINT_BYTES:
             self._since_checkpoint = 0
-            self._checkpoints.begin()
-
-    def _groups(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the groups of the log, which may be deleted meanwhile."""
-        query = "SELECT id, payload FROM log WHERE id > ? ORDER BY id LIMIT 1"
-        group = 0
-        while (row := self._database.execute(query, (group,)).fetchone()) is not None:
-            group, payload = row
-            yield group, payload
+            self._executor.submit(_checkpoint, self._file)
 
     @contextlib.contextmanager
     def _store_errors(self, done: str) -> Generator[None]:
@@ -282,19 +337,6 @@ class SqliteStore:
             raise StoreError(
                 f"the store {self._file} cannot be {done}: {error}{_hint(error, self._file)}"
             ) from error
-
-    def _read(self, place: int) -> SlotBlock | None:
-        found = self._database.execute(
-            "SELECT slots FROM blocks WHERE place = ?", (place,)
-        ).fetchone()
-        return SlotBlock.decode(found[0]) if found else None
-
-    def _compact(self, batch: CompactionBatch, now: float) -> None:
-        with self._transaction():
-            self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", batch.blocks)
-            if batch.last_group:
-                self._compact_rest(batch.rest, now)
-                self._database.execute("DELETE FROM log WHERE id <= ?", (batch.last_group,))
 
     def _compact_rest(self, changes: Changes, now: float) -> None:
         run, run_each = self._database.execute, self._database.executemany
@@ -322,7 +364,7 @@ class SqliteStore:
                 "DELETE FROM blocks WHERE place >= ? AND place < ?",
                 (number << SCOPE_BITS, (number + 1) << SCOPE_BITS),
             )
-        run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
+        self._put_counters(changes.counters.items())
         run("DELETE FROM answers WHERE until <= ?", (now,))
         run("DELETE FROM pins WHERE until <= ?", (now,))
         run_each(
@@ -349,6 +391,33 @@ class SqliteStore:
                 if answer.until > now
             ],
         )
+
+
+def check_store(url: str) -> None:
+    """Check that a server could open the store at `memory:` or `sqlite:///FILE`.
+
+    Writes nothing, and takes no lock.
+
+    Raises:
+        ValueError: the address is not that of a store of one server.
+        StoreError: the file could not be opened.
+    """
+    if url == MEMORY:
+        return
+    file = sqlite_file(url)
+    _check_directory(file)
+    directory = Path(file).absolute().parent
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise StoreError(f"{directory} is not writable for this user")
+    if not Path(file).exists():
+        return
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{Path(file).absolute().as_uri()}?mode=ro", uri=True)
+        ) as database:
+            _check_schema(database)
+    except (sqlite3.Error, StoreError) as error:
+        raise StoreError(f"cannot open {file}: {error}") from error
 
 
 def _hint(error: Exception, file: str) -> str:
@@ -409,7 +478,7 @@ def _inode(descriptor: int) -> int:
 
 
 def _open(file: str, durability: StoreDurability) -> sqlite3.Connection:
-    # Used by one thread at a time, but not always by the same: the loop, or the group commit's.
+    # Used by one thread at a time, but not always by the same: the loop, or the store's.
     database = sqlite3.connect(
         file, isolation_level=None, check_same_thread=False, cached_statements=64
     )
@@ -421,27 +490,6 @@ def _open(file: str, durability: StoreDurability) -> sqlite3.Connection:
     return database
 
 
-def check_database(file: str) -> None:
-    """Check that a server could open this file. Writes nothing, and takes no lock.
-
-    Raises:
-        StoreError: the file could not be opened.
-    """
-    _check_directory(file)
-    directory = Path(file).absolute().parent
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise StoreError(f"{directory} is not writable for this user")
-    if not Path(file).exists():
-        return
-    try:
-        with contextlib.closing(
-            sqlite3.connect(f"{Path(file).absolute().as_uri()}?mode=ro", uri=True)
-        ) as database:
-            _check_schema(database)
-    except (sqlite3.Error, StoreError) as error:
-        raise StoreError(f"cannot open {file}: {error}") from error
-
-
 def _check_schema(database: sqlite3.Connection) -> bool:
     """Check that the database is ours; returns whether it has tables."""
     version = _scalar(database, "PRAGMA user_version")
@@ -449,11 +497,11 @@ def _check_schema(database: sqlite3.Connection) -> bool:
     tables = _scalar(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
-    if tables and version < OLDEST:
+    if tables and version < VERSION:
         raise StoreError(
             f"it was written by an earlier version of this server (schema {version}; this one "
-            f"needs {OLDEST} or later): delete it, and the files whose names begin with its name; the "
-            f"cache then begins empty"
+            f"needs {VERSION}): delete it, and the files whose names begin with its name; the cache "
+            f"then begins empty"
         )
     if version > VERSION:
         raise StoreError(
@@ -483,8 +531,6 @@ def _prepare(database: sqlite3.Connection, durability: StoreDurability) -> None:
             f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = "
             f"{VERSION}; COMMIT;"
         )
-    elif _scalar(database, "PRAGMA user_version") < VERSION:
-        database.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def _scalar(database: sqlite3.Connection, query: str) -> int:
@@ -492,44 +538,20 @@ def _scalar(database: sqlite3.Connection, query: str) -> int:
     return found[0]
 
 
-class _CheckpointThread:
-    """Moves SQLite's own log into the file, so that no request waits for the disk.
+def _checkpoint(file: str) -> None:
+    """Move SQLite's own log into the file, so that no request waits for the disk.
 
-    Nothing depends on it but the length of that log. It has a connection of its own: a connection
-    runs one statement at a time.
+    Nothing depends on it but the length of that log.
     """
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-        self._due = threading.Semaphore(0)
-        self._ends = False
-        # Started here, because later the process may be able to start no more threads.
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def begin(self) -> None:
-        """Begin a checkpoint."""
-        self._due.release()
-
-    def close(self) -> None:
-        """End the thread, after a checkpoint that has begun."""
-        self._ends = True
-        self._due.release()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while self._due.acquire() and not self._ends:
-            try:
-                self._checkpoint()
-            except sqlite3.Error as error:
-                # The changes are in SQLite's own log; if it finds no room any more, writes fail.
-                _LOG.warning("checkpoint_failed", error=str(error))
-
-    def _checkpoint(self) -> None:
-        with contextlib.closing(sqlite3.connect(self._file, isolation_level=None)) as database:
+    # On a connection of its own: a connection runs one statement at a time.
+    try:
+        with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as database:
             # Writes go on meanwhile. The first pass moves nearly everything, and a later one
             # catches up with them, so that SQLite can begin its log anew.
             for _ in range(CHECKPOINT_PASSES):
                 _, pages, moved = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 if pages == moved:
                     break
+    except sqlite3.Error as error:
+        # The changes are in SQLite's own log; if it finds no room any more, writes fail.
+        _LOG.warning("checkpoint_failed", error=str(error))

@@ -9,7 +9,7 @@ import msgspec
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server.http_calls import Clock, running
 from tests.support.metadata import Written
 
