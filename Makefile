@@ -6,7 +6,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis object
 
-.PHONY: demo push test merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races servers hostile clean
+.PHONY: demo push test test-merge merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -42,13 +42,17 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 # Four at a time on two cores, because they spend a third of it waiting; files marked `slow` first.
-UNIT := not gpu and not interop and not vllm and not fuzz and not docs and not hostile
+UNIT := not gpu and not interop and not vllm and not fuzz and not docs and not hostile and not merge
 # What CI has no time for; `make test-long` runs that alone.
 LONG := not long
 SLOWEST := --durations 20
 PYTEST_UNIT := $(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(SLOWEST)
 unit: $(VENV)/.installed
 	$(PYTEST_UNIT) -m "$(UNIT) and $(LONG)"
+
+# The programs of examples/, each from its first line to its last: `.ci/run` has the time, `make test` has not.
+test-merge: $(VENV)/.installed
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST) -m "merge and $(LONG)" tests/conformance tests/examples
 
 # On a machine with a CUDA device; `scripts/gpu_tests.sh PYTHON` does the same in a Python that has torch and pytest and little else.
 gpu: $(VENV)/.installed
@@ -94,6 +98,7 @@ interop-vllm:
 # What CI has no time for: more planted faults and documents, every driver and other kinds of KV with real engines, three engines on one store.
 test-long:
 	$(MAKE) --no-print-directory unit LONG=long
+	$(MAKE) --no-print-directory test-merge LONG=long
 	$(MAKE) --no-print-directory docs LONG=long
 	$(MAKE) --no-print-directory interop LONG=long
 	HICACHE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(MAKE) --no-print-directory interop-vllm LONG=long

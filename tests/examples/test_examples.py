@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import run_program, run_python
 
-pytestmark = pytest.mark.slow(seconds=35)
+pytestmark = pytest.mark.merge
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.commands import run_program
 
-pytestmark = pytest.mark.slow(seconds=30)
+pytestmark = pytest.mark.merge
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RATES = [

@@ -17,7 +17,7 @@ from hicache_storage.hybrid import build_dsa_hybrid_stack, build_mamba_hybrid_st
 from hicache_storage.spec import PoolName
 from tests.support.commands import run_program
 
-pytestmark = pytest.mark.slow(seconds=69)
+pytestmark = pytest.mark.merge
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SEED = 3

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import run_program
 
-pytestmark = pytest.mark.slow(seconds=25)
+pytestmark = pytest.mark.merge
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_nodes_mooncake.py"
 
