@@ -25,6 +25,8 @@ MAX_SPARE_SHARE: Final = 2
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+Length = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+"""Bytes of a page."""
 Seconds = Annotated[float, Meta(gt=0)]
 # No upper bound here: bounds of msgspec are signed 64-bit integers. `core.limits` checks it.
 Checksum = Annotated[int, Meta(ge=0)]
@@ -264,7 +266,7 @@ class CommitScope(Request, frozen=True, kw_only=True):
     scope: ScopeName
     leases: list[Positive]
     # A stored length of 0 means that it is not known, so an empty page cannot be committed.
-    lengths: list[Positive]
+    lengths: list[Length]
     checksums: list[Checksum]
 
 

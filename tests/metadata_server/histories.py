@@ -102,7 +102,7 @@ class History:
         self.scope.release([self.chance.randrange(self.slots) for _ in range(2)], self.now)
 
     def touch(self) -> None:
-        self.scope.lru.touch([self.key() for _ in range(3)])
+        self.scope.lru.used([self.key() for _ in range(3)])
 
     def pin(self) -> None:
         live = [self.scope.lru.slot(key) for key in self.scope.lru]

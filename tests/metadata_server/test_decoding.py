@@ -113,10 +113,11 @@ def test_what_is_no_json_is_looked_at_once(body):
 COUNT, SCOPES = DEFAULTS.keys, DEFAULTS.scopes
 KEYS = ["," * 100 + str(i) for i in range(COUNT // SCOPES)]
 NUMBERS = [2**64 - 1] * (COUNT // SCOPES)
+LENGTHS = [2**63 - 1] * (COUNT // SCOPES)
 LARGEST = [
     p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=KEYS, prefixes=KEYS)] * SCOPES),
     p.Commit(
-        scopes=[p.CommitScope(scope="0:kv", leases=NUMBERS, lengths=NUMBERS, checksums=NUMBERS)]
+        scopes=[p.CommitScope(scope="0:kv", leases=NUMBERS, lengths=LENGTHS, checksums=NUMBERS)]
         * SCOPES
     ),
     p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=KEYS, generations=NUMBERS)] * SCOPES),

@@ -23,7 +23,7 @@ def store(scope, keys, prefixes=(), now=0.0, lease=1):
     states, slots, leases = scope.reserve(keys, prefixes, "", lease, now, now + 10)
     assert set(states) <= {Reserved.LEASED}
     assert all(scope.commit(leases, [1] * len(leases), [1] * len(leases), now))
-    return slots
+    return list(slots)
 
 
 def test_a_scope_of_the_largest_size_takes_no_memory():
@@ -56,7 +56,7 @@ def test_eviction_takes_the_oldest_tail(seed):
         assert set(scope.lru) == set(live), f"after {key}"
         if chance.random() < 0.5:
             touched = chance.sample(live, chance.randint(1, min(6, len(live))))
-            scope.lru.touch(touched)
+            scope.lru.used(touched)
             for one in reversed(touched):
                 live.remove(one)
                 live.append(one)
@@ -76,7 +76,7 @@ def test_a_page_that_is_asked_for_is_used(request_name):
     service.initialize(p.Initialize(scopes=[ScopeGeometry(scope="0:kv", slots=2)]), 0.0)
     scope = service.scopes["0:kv"]
     store(scope, ["a", "b"])
-    scope.lru.touch(["b"])
+    scope.lru.used(["b"])
     getattr(service, request_name)(USES[request_name], 0.0)
     assert list(scope.lru) == ["b", "a"]
 
@@ -163,7 +163,7 @@ def test_a_full_scope_goes_on_evicting_whatever_was_used():
     for start in range(0, pages, 128):
         store(scope, keys[start : start + 128], lease=1 + start)
     for _ in range(800):
-        scope.lru.touch(chance.sample(keys, 128))
+        scope.lru.used(chance.sample(keys, 128))
     expected, before = list(scope.lru), scope.evicted
     for number in range(2 * pages // 128):
         store(scope, [f"{number}-{i}" for i in range(128)], lease=lease)

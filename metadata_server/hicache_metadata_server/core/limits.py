@@ -28,8 +28,7 @@ DEFAULTS: Final = Limits(
 )
 MAX_INTEGER: Final = 2**63
 """Exclusive bound of the integers that SQLite stores."""
-ENDS: Final = {"lengths": MAX_INTEGER, "checksums": 2**64}
-"""Exclusive bounds of columns."""
+MAX_CHECKSUM: Final = 2**64 - 1
 OPTIONAL: Final = ("prefixes", "generations")
 """Columns that may be empty."""
 OWNER_BYTES: Final = 1024
@@ -38,9 +37,9 @@ TEXT_BYTES: Final = 4096
 
 CHUNK_ENTRIES: Final = 256
 """Entries of a chunk, which takes about half a millisecond."""
-LONG_BODY: Final = 64 * CHUNK_ENTRIES
-"""Bytes of a body, of as many keys as a chunk has; a longer one is long. It is decoded while no
-other long one is, and done in chunks."""
+LONG_BODY: Final = 128 * CHUNK_ENTRIES
+"""Bytes of a body, of as many keys with prefixes as a chunk has; a longer one is long. It is decoded
+while no other long one is, and done in chunks."""
 
 Columns = p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete
 """Requests whose scopes have columns of entries."""
@@ -118,8 +117,8 @@ def check_limits(request: Columns, limits: Limits) -> None:
                 raise invalid(f"{len(column)} entries for {len(rows)}", field)
             if name == "prefixes":
                 measure.lengths(column, field)
-            elif name in ENDS and max(column, default=0) >= ENDS[name]:
-                where = next(j for j, value in enumerate(column) if value >= ENDS[name])
+            elif name == "checksums" and max(column, default=0) > MAX_CHECKSUM:
+                where = next(j for j, value in enumerate(column) if value > MAX_CHECKSUM)
                 raise invalid(f"{column[where]} is out of range", f"{field}[{where}]")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from array import array
+from functools import cache
 from itertools import compress, repeat
 from operator import eq, itemgetter
 from typing import TYPE_CHECKING, Final
@@ -20,6 +22,8 @@ BITS: Final = 12
 CHUNK: Final = 1 << BITS
 """Entries of a chunk."""
 _NONE: Final = array("Q")
+SHORT: Final = 256 if sys.byteorder == "little" else 0
+"""Most integers that `_descending` computes together."""
 
 
 class LruOrder:
@@ -113,10 +117,6 @@ class LruOrder:
             self.use(slots)
         return slots
 
-    def touch(self, keys: Sequence[str]) -> None:
-        """Mark pages as used, from the last key to the first."""
-        self.used(keys)
-
     def use(self, slots: Sequence[int]) -> None:
         """Mark live pages as used, from the last slot to the first."""
         if not slots:
@@ -127,11 +127,16 @@ class LruOrder:
                 # These entries are the last ones already: a client often asks for the same batch
                 # twice, first for existence and then for slots.
                 return
-            self._outdate(stamps[run.start : run.stop])
+            old = stamps[run.start : run.stop]
+            if old == _descending(old[-1], len(old)):
+                # Used together before: the first and the last stamp tell all others.
+                self._outdate((old[-1], old[0]), len(old))
+            else:
+                self._outdate(old, len(old))
         else:
             # Slots are used from the last to the first, so the first occurrence is the latest use.
             run = run if len(set(run)) == len(run) else list(dict.fromkeys(run))
-            self._outdate([stamps[slot] for slot in run])
+            self._outdate([stamps[slot] for slot in run], len(run))
         self._append(run)
 
     def add(self, slots: Sequence[int]) -> None:
@@ -288,27 +293,33 @@ class LruOrder:
             part = slots[max(0, end - CHUNK) : end]
             if len(self._chunks[self._last]) + len(part) > CHUNK:
                 self._begin_chunk()
-            new = range(self._end + len(part) - 1, self._end - 1, -1)
+            new = _descending(self._end, len(part))
             if isinstance(part, range):
-                stamps[part.start : part.stop] = array("Q", new)
+                stamps[part.start : part.stop] = new
+                self._put(_descending(part.start, len(part)))
             else:
                 for slot, stamp in zip(part, new, strict=True):
                     stamps[slot] = stamp
-            self._put(array("Q", part[::-1]))
+                self._put(array("Q", part[::-1]))
 
     def _put(self, entries: array[int]) -> None:
         self._chunks[self._last].extend(entries)
         self._current[self._last] += len(entries)
         self._entries += len(entries)
 
-    def _outdate(self, stamps: Sequence[int]) -> None:
-        """Count the entries with these stamps as outdated."""
+    def _outdate(self, stamps: Sequence[int], count: int) -> None:
+        """Count `count` entries as outdated.
+
+        Args:
+            stamps: their stamps, or the least and the greatest of neighbours.
+            count: number of the entries.
+        """
         first, head, current = min(stamps), self._head, self._current
         if first >= head and first >> BITS == max(stamps) >> BITS:
             # One chunk in the usual case: the pages were used together before.
-            current[first >> BITS] -= len(stamps)
+            current[first >> BITS] -= count
             return
-        for stamp in stamps:
+        for stamp in stamps if len(stamps) == count else range(first, first + count):
             if stamp >= head:
                 current[stamp >> BITS] -= 1
 
@@ -365,6 +376,24 @@ class LruOrder:
             stamps[slot] = stamp
 
 
+def _descending(last: int, count: int) -> array[int]:
+    """Consecutive integers in descending order, the last of which is `last`."""
+    if count > SHORT:
+        return array("Q", range(last + count - 1, last - 1, -1))
+    # One multiplication for all of them, in a tenth of the time of a loop.
+    steps, ones = _digits(count)
+    return array("Q", (steps + last * ones).to_bytes(8 * count, "little"))
+
+
+@cache
+def _digits(count: int) -> tuple[int, int]:
+    """Integers whose digits of 64 bits are `count - 1` to 0, and `count` times 1."""
+    return (
+        sum(count - 1 - i << 64 * i for i in range(count)),
+        sum(1 << 64 * i for i in range(count)),
+    )
+
+
 class PrefixRefs:
     """Counts of the live pages that name a page as their prefix.
 
@@ -394,6 +423,14 @@ class PrefixRefs:
         # page before its prefix.
         for slot in slots if pending else ():
             children[slot] = pending.pop(keys[slot], 0)
+        if (
+            isinstance(slots, range)
+            and prefixes[slots.start + 1 : slots.stop] == keys[slots.start : slots.stop - 1]
+        ):
+            # The usual case: a chain in neighbouring slots. The prefix of the first is elsewhere.
+            for slot in slots[:-1]:
+                children[slot] += 1
+            slots = slots[:1]
         named = [prefixes[slot] for slot in slots]
         for slot, prefix in zip(slots, named, strict=True) if any(named) else ():
             # A page that names itself would never become a leaf.

@@ -183,7 +183,7 @@ class Scope:
         first_lease: int,
         now: float,
         until: float,
-    ) -> tuple[list[Reserved], list[int], list[int]]:
+    ) -> tuple[list[Reserved], Sequence[int], list[int]]:
         """Lease slots for keys that are neither live nor leased.
 
         Args:
@@ -208,7 +208,7 @@ class Scope:
                 self._spare = max(self._min_spare, self._spare - len(given))
             return (
                 [Reserved.LEASED] * len(given),
-                list(given),
+                given,
                 list(range(first_lease, first_lease + len(given))),
             )
         # Looked up after the evictions, which may have taken a page of this batch.
@@ -395,10 +395,24 @@ class Scope:
             pins=self.pins.count(slot, now),
         )
 
-    def count(self, asked: int, live: int) -> None:
-        """Count requested keys, and those of them that were live."""
-        self.hits += live
-        self.misses += asked - live
+    def lookup(self, keys: Sequence[str], *, touch: bool = True) -> Sequence[int]:
+        """Slots of pages, -1 for those that are not live; counts them, and marks them as used.
+
+        A range for pages in neighbouring slots.
+        """
+        slots = self.lru.used(keys) if touch else self.lru.slots(keys)
+        # No range has a -1, which is found in it without a look at each slot.
+        missing = slots.count(NO_SLOT) if NO_SLOT in slots else 0
+        self.misses += missing
+        self.hits += len(slots) - missing
+        return slots
+
+    def are_live(self, keys: Sequence[str]) -> list[bool]:
+        """Return for each page whether it is live; counts them, and marks them as used."""
+        slots = self.lookup(keys)
+        if NO_SLOT in slots:
+            return [slot >= 0 for slot in slots]
+        return [True] * len(slots)
 
     def slot_of(self, key: str) -> int:
         """Live or leased slot of a key, or -1."""
@@ -414,7 +428,7 @@ class Scope:
         by_key = self.table.by_key
         if by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             return range(len(keys))
-        self.lru.touch(keys)
+        self.lru.used(keys)
         new = {key: i for i, key in reversed(list(enumerate(keys))) if key not in by_key}
         return sorted(new.values())
 
@@ -451,8 +465,13 @@ class Scope:
             self._count_generations(slots, leases)
         table.by_key.update(zip(keys, slots, strict=True))
         if any(prefixes):
+            if prefixes[1:] == keys[:-1]:
+                # The usual case: a chain, whose pages follow each other.
+                prefixes = [self._interned(prefixes[0]), *keys[:-1]]
+            else:
+                prefixes = [self._interned(prefix) for prefix in prefixes]
             for slot, prefix in zip(slots, prefixes, strict=True):
-                table.prefixes[slot] = self._interned(prefix)
+                table.prefixes[slot] = prefix
         if owner:
             self.leases.owners.update(dict.fromkeys(slots, owner))
         self.leases.held += len(slots)

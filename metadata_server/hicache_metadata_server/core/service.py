@@ -337,8 +337,7 @@ class MetadataService:
         found, slots_by_scope = list[p.FoundPages](), dict[int, list[int]]()
         seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
-            slots = scope.lru.used(part.keys) if request.touch else scope.lru.slots(part.keys)
-            scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
+            slots = scope.lookup(part.keys, touch=request.touch)
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
                 slots_by_scope.setdefault(scope.number, []).extend(there)
@@ -348,9 +347,7 @@ class MetadataService:
     def present(self, name: str, keys: Sequence[str], length: int) -> list[bool]:
         """Return for each page whether it is live and of a length, in bytes; mark live ones as used."""
         scope = self.scopes[name]
-        slots = scope.lru.used(keys)
-        scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
-        return scope.table.have_length(slots, length)
+        return scope.table.have_length(scope.lookup(keys), length)
 
     def reserve(self, request: p.Reserve, now: float, *, is_checked: bool = False) -> p.Leases:
         """Lease slots for keys that are neither live nor leased."""
@@ -366,8 +363,10 @@ class MetadataService:
             answers.append(
                 p.Leased(
                     states=states,
-                    slots=slots,
-                    generations=[generations[slot] if slot >= 0 else 0 for slot in slots],
+                    slots=list(slots),
+                    generations=generations[slots.start : slots.stop].tolist()
+                    if isinstance(slots, range)
+                    else [generations[slot] if slot >= 0 else 0 for slot in slots],
                     leases=leases,
                     evicted=scope.evicted - evicted,
                 )
@@ -661,7 +660,7 @@ class MetadataService:
 
     def lease(
         self, scope: Scope, keys: Sequence[str], prefixes: Sequence[str], now: float
-    ) -> tuple[list[p.Reserved], list[int], list[int]]:
+    ) -> tuple[list[p.Reserved], Sequence[int], list[int]]:
         """Reserve by SGLang's protocol, with leases of the default length."""
         first = self._leases.take(len(keys))
         return scope.reserve(keys, prefixes, "", first, now, now + self.limits.lease_seconds)
@@ -727,7 +726,12 @@ class MetadataService:
         answers = list[p.SettledScope]()
         for part, scope in zip(parts, scopes, strict=True):
             self._changed[part.scope] = scope
-            states = [p.Settled.DONE if done else p.Settled.STALE for done in settle(part, scope)]
+            done = settle(part, scope)
+            states = (
+                [p.Settled.DONE] * len(done)
+                if all(done)
+                else [p.Settled.DONE if one else p.Settled.STALE for one in done]
+            )
             answers.append(p.SettledScope(states=states))
         return p.SettledLeases(scopes=answers)
 

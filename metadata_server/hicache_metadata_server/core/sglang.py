@@ -47,17 +47,14 @@ class SglangService:
 
     def exists(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
         """Tell for each key if it is live, and mark live ones as used."""
-        scope = self._with_keys(rank, request)
-        live = [slot >= 0 for slot in scope.lru.used(request.keys)]
-        scope.count(len(live), sum(live))
-        return {"exists": live}
+        return {"exists": self._with_keys(rank, request).are_live(request.keys)}
 
     def get_page_indices(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
         """Look up the slots of live keys, and mark them as used."""
-        scope = self._with_keys(rank, request)
-        slots = [slot if slot >= 0 else None for slot in scope.lru.used(request.keys)]
-        scope.count(len(slots), len(slots) - slots.count(None))
-        return {"indices": slots}
+        slots = self._with_keys(rank, request).lookup(request.keys)
+        if p.NO_SLOT in slots:
+            return {"indices": [slot if slot >= 0 else None for slot in slots]}
+        return {"indices": list(slots)}
 
     def reserve_and_allocate_page_indices(
         self, rank: int, request: p.SglangReserve, now: float
@@ -76,8 +73,7 @@ class SglangService:
         scope = self._service.find(f"{rank}:{request.namespace}")
         # This protocol has no error for a draining server: new keys get no slot, as if it were full.
         if self._service.draining:
-            slots = scope.lru.slots(keys)
-            return {"indices": [(slot >= 0, slot) for slot in slots]}
+            return {"indices": [(slot >= 0, slot) for slot in scope.lru.slots(keys)]}
         states, slots, leases = self._service.lease(scope, keys, prefixes, now)
         if all(leases):
             return {"indices": list(zip(repeat(False), slots))}

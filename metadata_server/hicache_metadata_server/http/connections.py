@@ -133,6 +133,8 @@ class HttpConnection(asyncio.Protocol):
         """uvicorn takes no more for now."""
         self._has_ended = False
         """The client sends no more."""
+        self._unsent = list[bytes]()
+        """Bytes of this turn of the loop: head and body of a response are one system call."""
         self.is_active = False
         """True if there were bytes in either direction since the last sweep."""
         self.is_served = False
@@ -151,6 +153,7 @@ class HttpConnection(asyncio.Protocol):
         """Forget the connection."""
         self._connections.remove(self)
         self._unread = b""
+        self._unsent = []
         self._http.connection_lost(exc)
         # Each refers to the other: the server collects such cycles after thousands of connections.
         del self._http
@@ -183,10 +186,10 @@ class HttpConnection(asyncio.Protocol):
     # Transport of uvicorn's protocol.
 
     def write(self, data: bytes) -> None:
-        """Send bytes."""
-        self.is_active = True
-        self.is_served = True
-        self._transport.write(data)
+        """Send bytes, at the end of this turn of the loop."""
+        if not self._unsent:
+            self._loop.call_soon(self._send)
+        self._unsent.append(data)
 
     def pause_reading(self) -> None:
         """Deliver nothing until `resume_reading`."""
@@ -208,11 +211,19 @@ class HttpConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection once everything is sent."""
+        self._send()
         self._transport.close()
 
     def abort(self) -> None:
         """Close the connection at once: `close` waits for a client that does not read."""
         self._transport.abort()
+
+    def _send(self) -> None:
+        if self._unsent:
+            self.is_active = True
+            self.is_served = True
+            self._transport.writelines(self._unsent)
+            self._unsent = []
 
     def _deliver(self) -> None:
         """Deliver parts with the end of one head at most each, until uvicorn pauses."""
