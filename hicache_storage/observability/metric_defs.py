@@ -401,13 +401,6 @@ BUILD_INFO: Final = _gauge(
     "protocol",
     "python",
 )
-CERTIFICATE_EXPIRY: Final = _gauge(
-    "hicache_metadata_certificate_expiry_timestamp_seconds",
-    "When a certificate of a file that is in use expires, the first of several, since unix epoch "
-    "in seconds.",
-    "file",
-    unit="seconds",
-)
 TOKENS: Final = _gauge(
     "hicache_metadata_tokens", "Tokens that are known, by whether they have expired.", "state"
 )
@@ -528,7 +521,6 @@ SERVER: Final = (
     STORE_FAILING,
     STORE_BYTES,
     BUILD_INFO,
-    CERTIFICATE_EXPIRY,
     TOKENS,
     NEXT_TOKEN_EXPIRY,
     RELOADS,

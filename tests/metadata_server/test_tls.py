@@ -6,14 +6,13 @@ import os
 import signal
 import socket
 import ssl
-import time
 from contextlib import closing, suppress
 from urllib.parse import urlsplit
 
 import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
-from hicache_metadata_server.auth.tls import ServerTls, first_expiry
+from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
@@ -21,9 +20,9 @@ from hicache_metadata_server.client.tls import client_context
 from hicache_metadata_server.protocol import About
 from hicache_metadata_server.settings import ServerSettings
 from hicache_storage.objects import Call
-from tests.metadata_server.certificates import Authority, openssl
+from tests.metadata_server.certificates import Authority
 from tests.metadata_server.servers import SERVE, Served
-from tests.support.commands import run_metadata, run_program
+from tests.support.commands import run_metadata
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=25)
@@ -221,34 +220,3 @@ def test_a_file_that_is_not_there_is_named_with_its_option(tmp_path, authority, 
     told = run_metadata("serve", "--port", "0", "--store", f"sqlite:///{tmp_path}/m.db", *arguments)
     assert (told.exit_code, told.stderr.count("\n")) == (2, 1)
     assert said in told.stderr
-
-
-def test_the_expiry_of_certificates_is_told(tmp_path, authority):
-    certificate, key = installed(tmp_path, *authority.sign("first"))
-    tls = ServerTls(certificate, key, authority.file)
-    assert list(tls.expiries) == [str(certificate), str(authority.file)]
-    for expiry in tls.expiries.values():
-        assert expiry - time.time() == pytest.approx(2 * 86_400, abs=600)
-    end = openssl_end(certificate)
-    assert tls.expiries[str(certificate)] == end
-    # In the other form of dates, after 2049.
-    far, new_key = (
-        tmp_path / "far.pem",
-        ("-newkey", "rsa:2048", "-nodes", "-keyout", tmp_path / "k"),
-    )
-    openssl("req", "-x509", *new_key, "-days", "9999", "-subj", "/CN=far", "-out", far)
-    assert first_expiry(far.read_text()) == openssl_end(far) > 2_500_000_000
-    assert first_expiry(far.read_text() + certificate.read_text()) == end, "the first of several"
-
-
-@pytest.mark.parametrize(
-    "pem", ["", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"]
-)
-def test_what_is_no_certificate_has_no_expiry(pem):
-    with pytest.raises(ValueError, match=r"."):
-        first_expiry(pem)
-
-
-def openssl_end(file):
-    told = run_program("openssl", "x509", "-enddate", "-noout", "-in", file).stdout
-    return ssl.cert_time_to_seconds(told.strip().removeprefix("notAfter="))

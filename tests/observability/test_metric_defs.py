@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
-from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.watched_files import WatchedFiles
 from hicache_metadata_server.core.service import MetadataService
@@ -39,7 +38,6 @@ from hicache_storage.observability.prometheus import (
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
-from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import SlowStore, running
 from tests.support.commands import run_python
 
@@ -125,7 +123,6 @@ async def test_a_server_exports_what_is_defined(tmp_path):
     service = MetadataService(durability=store.durability)
     service.url = "http://one"
     security = Security(service)
-    security.tls = ServerTls(*Authority(tmp_path).sign("server"))
     security.tokens.replace_records(
         [
             record_of("root", "admin", name="root", expires=datetime.now(UTC) + timedelta(days=1)),

@@ -97,7 +97,7 @@ class Security:
         return self.tls.context if self.tls else None
 
     def families(self) -> Iterator[Metric]:
-        """Metric families of tokens, tenants, files and certificates."""
+        """Metric families of tokens, tenants and files."""
         yield from self._file_families()
         yield from self._tenant_families()
         tokens = scalars(v.TOKENS)
@@ -106,11 +106,6 @@ class Security:
         yield tokens
         if (expiry := self.tokens.next_expiry()) is not None:
             yield scalar(v.NEXT_TOKEN_EXPIRY, expiry)
-        if self.tls is not None:
-            expiries = scalars(v.CERTIFICATE_EXPIRY)
-            for file, expiry in self.tls.expiries.items():
-                expiries.add_metric([file], expiry)
-            yield expiries
 
     def _file_families(self) -> Iterator[Metric]:
         failing, loads = scalars(v.RELOAD_FAILING), scalars(v.RELOADS)
