@@ -56,8 +56,6 @@ TRACES: Final = "OTEL_TRACES_EXPORTER"
 """Variable of OpenTelemetry that enables traces; it names where they go."""
 HAND_OVER_SECONDS: Final = 2.0
 """Longest time for which the end of a server waits until others have its scopes."""
-LATE_SECONDS: Final = 0.05
-"""Interval in which a stopping server ends connections that it has accepted late."""
 NOT_STARTED: Final = 3
 """Exit status of a server that cannot listen."""
 
@@ -130,7 +128,7 @@ def serve(settings: ServerSettings) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     # Otherwise each counter has a second series with the time of its creation.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    signal.signal(signal.SIGHUP, lambda number, frame: security.file_watcher.request_reload())
+    signal.signal(signal.SIGHUP, lambda number, frame: security.request_reload())
     _run(app, settings, security.tls_context)
 
 
@@ -272,33 +270,18 @@ class _Server(uvicorn.Server):
         super().__init__(_config(app, settings, tls, self._connections))
         self._app = app
 
-    async def on_tick(self, counter: int) -> bool:
-        # uvicorn ticks ten times a second.
-        if counter % 10 == 0:
-            self._connections.end_silent(asyncio.get_running_loop().time())
-        return await super().on_tick(counter)
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._sweeping = asyncio.create_task(self._connections.sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Meanwhile requests are answered: the clients learn where to go.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_SECONDS):
                 await self._app.hand_over()
-        late = asyncio.create_task(self._end_late_connections())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            late.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await late
-
-    async def _end_late_connections(self) -> None:
-        """End connections, again and again; each one after the response that it waits for."""
-        # uvicorn ends those that it has when it begins. One that was accepted in that moment would
-        # keep the server from stopping until its client closes it.
-        while True:
-            await asyncio.sleep(LATE_SECONDS)
-            for connection in list(self.server_state.connections):
-                connection.shutdown()
+        self._sweeping.cancel()
+        self._connections.is_stopping = True
+        await super().shutdown(sockets)
 
 
 def _trace() -> None:

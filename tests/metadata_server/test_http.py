@@ -37,32 +37,23 @@ def connection(port):
 
 
 async def test_a_stopping_server_ends_connections_that_it_has_accepted_late():
-    class Accepting(set):
-        """Its connections come in after uvicorn has looked at it for the first time."""
-
-        looked = False
-
-        def __iter__(self):
-            found = super().__iter__() if self.looked else iter(())
-            self.looked = True
-            return found
-
+    """After the response that they wait for."""
     app = create_app(MetadataService(), MemoryStore())
-    settings = ServerSettings(host="127.0.0.1", port=0)
-    stopping = server._Server(app, settings)
-    stopping.server_state.connections = Accepting()
+    stopping = server._Server(app, ServerSettings(host="127.0.0.1", port=0))
     running = asyncio.create_task(stopping._serve())
     while not stopping.started:
         await asyncio.sleep(0.01)
+    # As it is once uvicorn has ended the connections that it had.
+    stopping._connections.is_stopping = True
     port = stopping.servers[0].sockets[0].getsockname()[1]
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while not len(stopping.server_state.connections):
-        await asyncio.sleep(0.01)
-    stopping.should_exit = True
-    async with asyncio.timeout(10):
-        assert await reader.read() == b""
+    async with asyncio.timeout(60):
+        for request, answer in ((b"", b""), (message("/healthz", b"", "GET"), b"HTTP/1.1 200")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            assert (await reader.read()).partition(b" OK")[0] == answer
+            writer.close()
+        stopping.should_exit = True
         await running
-    writer.close()
 
 
 def connected(port):

@@ -12,13 +12,13 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.limits import request_size
 from hicache_metadata_server.core.scope import Totals
-from hicache_metadata_server.http.timeseries import (
+from hicache_metadata_server.http.metrics import (
     MINUTES,
     SECONDS,
     SLOW_KEPT,
-    RequestCounts,
+    Counters,
+    SampleRing,
     SlowLog,
-    TimeSeries,
     quantile,
 )
 from hicache_metadata_server.protocol import History, SlowCall
@@ -28,35 +28,26 @@ SCOPE = {"scopes": [{"scope": "0:kv", "slots": 8}]}
 BOUNDS = (0.001, 0.01, math.inf)
 
 
-def request_counts(requests, refused=0, failed=0, by_bucket=None):
-    return RequestCounts(
-        requests, refused, failed, BOUNDS, by_bucket or (requests, requests, requests)
-    )
+def counters(time, requests=0, by_bucket=None, totals=None, refused=0, failed=0):
+    by_bucket = by_bucket or (requests, requests, requests)
+    totals = totals or Totals(live=requests)
+    return Counters(time, requests, refused, failed, BOUNDS, by_bucket, totals)
 
 
-class Sampled:
-    """Time series that was given counters, each time as `(time, requests)`."""
-
-    def __init__(self, *readings):
-        self.series = TimeSeries()
-        for time, requests in readings:
-            assert self.series.is_due(time)
-            self.series.update(time, request_counts(requests), Totals(live=requests))
+def ring(*readings, step=1.0):
+    """A ring that was given counters, as `(time, requests)` or made by `counters`."""
+    made = SampleRing(step, SECONDS if step == 1.0 else MINUTES)
+    for one in readings:
+        made.update(one if isinstance(one, Counters) else counters(*one))
+    return made
 
 
 def test_a_sample_counts_the_requests_between_two_readings():
-    series = TimeSeries()
-    series.update(
-        100.0,
-        request_counts(10, 1, 1, (6, 9, 10)),
-        Totals(live=5, free=3, hits=100, misses=50, evicted=7),
-    )
-    series.update(
-        101.5,
-        request_counts(30, 4, 2, (6, 29, 30)),
-        Totals(live=6, leased=1, quarantined=1, hits=130, misses=60, evicted=9),
-    )
-    found = series.seconds.series(0.0)
+    first = Totals(live=5, free=3, hits=100, misses=50, evicted=7)
+    last = Totals(live=6, leased=1, quarantined=1, hits=130, misses=60, evicted=9)
+    found = ring(
+        counters(100.0, 10, (6, 9, 10), first, 1, 1), counters(101.5, 30, (6, 29, 30), last, 4, 2)
+    ).series(0.0)
     assert (found.times, found.spans) == ([101.5], [1.5])
     assert (found.requests, found.refused, found.failed) == ([20], [3], [1])
     assert (found.hits, found.misses, found.evicted) == ([30], [10], [2])
@@ -67,34 +58,28 @@ def test_a_sample_counts_the_requests_between_two_readings():
 
 
 def test_seconds_begin_on_whole_ones_however_late_the_readings_are():
-    sampled = Sampled((10.04, 0), (11.09, 1), (12.0, 3), (13.07, 6), (16.5, 10))
-    found = sampled.series.seconds.series(0.0)
+    found = ring((10.04, 0), (11.09, 1), (11.9, 2), (12.0, 3), (13.07, 6), (16.5, 10)).series(0.0)
     assert found.requests == [1, 2, 3, 4]
     assert found.times == [11.09, 12.0, 13.07, 16.5]
-    assert not sampled.series.is_due(16.99)
-    assert sampled.series.is_due(17.0)
 
 
 def test_a_quiet_second_has_no_times_to_answer():
-    found = Sampled((1.0, 5), (2.0, 5)).series.seconds.series(0.0)
+    found = ring((1.0, 5), (2.0, 5)).series(0.0)
     assert (found.requests, found.median_seconds, found.p99_seconds) == ([0], [None], [None])
     # The first answers fill buckets that were not there.
-    series = TimeSeries()
-    series.update(1.0, RequestCounts(0, 0, 0, (), ()), Totals())
-    series.update(2.0, request_counts(4), Totals())
-    assert series.seconds.series(0.0).median_seconds == [0.0005]
+    empty = Counters(1.0, 0, 0, 0, (), (), Totals())
+    assert ring(empty, (2.0, 4)).series(0.0).median_seconds == [0.0005]
 
 
-def test_rings_keep_ten_minutes_and_a_day():
-    sampled = Sampled(*((float(second), second) for second in range(60 * (MINUTES + 3))))
-    rings = sampled.series.seconds, sampled.series.minutes
-    seconds, minutes = (ring.series(0.0) for ring in rings)
-    last = float(60 * (MINUTES + 3) - 1)
-    assert (len(seconds.times), seconds.times[-1], set(seconds.requests)) == (SECONDS, last, {1})
-    ends = len(minutes.times), minutes.times[-1], set(minutes.requests)
-    assert ends == (MINUTES, 60.0 * (MINUTES + 2), {60})
-    assert sampled.series.seconds.series(last - 1).times == [last]
-    assert sampled.series.minutes.series(last).times == []
+@pytest.mark.parametrize(("step", "kept"), [(1.0, 600), (60.0, 1440)])
+def test_rings_keep_ten_minutes_and_a_day(step, kept):
+    last = int(step) * (kept + 3)
+    filled = ring(*((float(at), at) for at in range(0, last + 1, int(step) // 2 or 1)), step=step)
+    found = filled.series(0.0)
+    assert (len(found.times), found.times[-1]) == (kept, float(last))
+    assert set(found.requests) == {int(step)}
+    assert filled.series(last - step).times == [last]
+    assert filled.series(last).times == []
 
 
 @given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=200), st.floats(0.01, 1.0))
@@ -168,14 +153,14 @@ async def test_the_server_tells_its_past():
     clock = Clock()
     async with running(clock=clock) as caller:
         recorder = caller.app.server.recorder
-        recorder.tick()
+        recorder.sample()
         await caller.post("/v2/initialize", SCOPE)
         await caller.store("0:kv", ["a", "b"])
         asked = {"scopes": [{"scope": "0:kv", "keys": ["a", "x", "b"]}]}
         await caller.post("/v2/lookup", asked, headers={"X-Request-Id": "e\x007 <i>"})
         await caller.post("/v2/lookup", {"scopes": []}, content_type="text/plain")
         clock.now += 1
-        recorder.tick()
+        recorder.sample()
         clock.now += 0.5
         instance = (await caller.send("GET", "/v2")).json["instance"]
         found = await fetch_history(caller)

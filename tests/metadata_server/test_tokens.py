@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 import pytest
 
+from hicache_metadata_server.auth.security import Security, WatchedFiles
 from hicache_metadata_server.auth.token_file import (
     PREFIX,
     TokenFileError,
@@ -21,8 +22,8 @@ from hicache_metadata_server.auth.token_file import (
     record_of,
 )
 from hicache_metadata_server.auth.tokens import Tokens
-from hicache_metadata_server.auth.watched_files import FileWatcher, WatchedFiles
 from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import ANYBODY
 from hicache_metadata_server.protocol import Token
 from tests.metadata_server.http_calls import audit_to
@@ -213,53 +214,47 @@ def test_who_asks():
     assert status(only_a_file, "") == 401
 
 
-class Reloading:
-    """A watched token file, with a clock of its own."""
-
-    def __init__(self, file):
-        self.now, self.file, self.tokens = 0.0, file, Tokens()
-        self.audit = audit_to(file.parent / "audit")
-        self.watched = WatchedFiles(
-            "tokens", [file], lambda: self.tokens.replace_records(read_token_file(file))
-        )
-        self.watched.load()
-        self.file_watcher = FileWatcher([self.watched], self.audit, clock=lambda: self.now)
-
-    def poll(self):
-        self.now += 2
-        self.file_watcher.poll()
+def reloading(file):
+    """Access control by a watched token file, and its file."""
+    security = Security(MetadataService(), audit=audit_to(file.parent / "audit"))
+    tokens = security.tokens
+    load = lambda: tokens.replace_records(read_token_file(file))
+    security.watched = [WatchedFiles("tokens", [file], load)]
+    security.watched[0].load()
+    return security, security.watched[0]
 
 
 def test_a_changed_file_is_taken_as_a_whole_or_not_at_all(tmp_path):
     file = write_tokens(tmp_path / "tokens.json", a="read one")
-    reloading = Reloading(file)
-    tokens = reloading.tokens
-    reloading.poll()
-    assert reloading.watched.loads == 1
+    security, watched = reloading(file)
+    tokens = security.tokens
+    security.reload()
+    assert watched.loads == 1
     write_tokens(file, a="read two")
     assert status(tokens, "two") == 401
-    reloading.poll()
+    security.reload()
     assert (status(tokens, "one"), status(tokens, "two")) == (401, 200)
     for spoil in (lambda: file.write_bytes(b"{"), lambda: file.write_bytes(b""), file.unlink):
         spoil()
-        reloading.poll()
+        security.reload()
         assert status(tokens, "two") == 200
-        assert reloading.watched.problem
+        assert watched.problem
     write_tokens(file)
-    reloading.poll()
-    assert (status(tokens, "two"), reloading.watched.problem) == (401, "")
+    security.reload()
+    assert (status(tokens, "two"), watched.problem) == (401, "")
     lines = [msgspec.json.decode(line) for line in (tmp_path / "audit").read_bytes().splitlines()]
     assert [line["result"] for line in lines] == ["done", "failed", "failed", "failed", "done"]
 
 
 def test_a_file_that_looks_the_same_is_read_again_when_somebody_asks(tmp_path):
     file = write_tokens(tmp_path / "tokens.json", a="read one")
-    reloading = Reloading(file)
+    security, _ = reloading(file)
     before = file.stat()
     with file.open("r+b") as opened:
         opened.write(encode_tokens([record_of("two", "read", name="a")]).ljust(before.st_size))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    reloading.poll()
-    reloading.file_watcher.request_reload()
-    reloading.file_watcher.poll()
-    assert status(reloading.tokens, "two") == 200
+    security.reload()
+    assert status(security.tokens, "two") == 401
+    security.request_reload()
+    security.reload()
+    assert status(security.tokens, "two") == 200

@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.security import Security, WatchedFiles
 from hicache_metadata_server.auth.token_file import record_of
-from hicache_metadata_server.auth.watched_files import WatchedFiles
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Quota, Quotas
 from hicache_metadata_server.http.metrics import Metrics
@@ -132,7 +131,7 @@ async def test_a_server_exports_what_is_defined(tmp_path):
     service.tenants.quotas = Quotas(
         {"acme": Quota(slots=100, requests_per_second=0.001, burst=2.0)}
     )
-    security.file_watcher.watched.append(WatchedFiles("tokens", [tmp_path], lambda: None))
+    security.watched.append(WatchedFiles("tokens", [tmp_path], lambda: None))
     root, acme = ({"authorization": f"Bearer {token}"} for token in ("root", "acme"))
 
     async with running(store, service, security=security, slow_seconds=1e-9) as caller:

@@ -1,4 +1,4 @@
-"""Access control of one server: origins, tokens, rate limits, TLS and audit log."""
+"""Access control of one server: origins, tokens, rate limits, TLS, audit log, and their files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hicache_metadata_server.auth.audit_log import AuditLog
 from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import read_token_file, readable_by_all
 from hicache_metadata_server.auth.tokens import Tokens
-from hicache_metadata_server.auth.watched_files import FileWatcher, WatchedFiles
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import TOO_MANY, TenantUsage
 from hicache_storage.observability import metric_defs as v
@@ -22,7 +21,7 @@ from hicache_storage.observability.prometheus import scalar, scalars
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from prometheus_client.core import Metric
@@ -67,7 +66,8 @@ class Security:
         self.origin_policy = OriginPolicy()
         self.rates = RateLimiter(service.tenants)
         self.tls: ServerTls | None = None
-        self.file_watcher = FileWatcher([], self.audit)
+        self.watched = list[WatchedFiles]()
+        self._is_forced = False
 
     @classmethod
     def of(cls, settings: ServerSettings, service: TenantScopes) -> Self:
@@ -91,6 +91,23 @@ class Security:
         if not self.tokens:
             self.origin_policy.check(headers)
 
+    def request_reload(self) -> None:
+        """Read all files again at the next `reload`.
+
+        Safe to call in a signal handler.
+        """
+        # Only a flag: the handler may interrupt any line of the event loop.
+        self._is_forced = True
+
+    def reload(self) -> None:
+        """Read changed files again; called once a second."""
+        # Cleared before the work, so that a signal that arrives meanwhile is not lost.
+        force, self._is_forced = self._is_forced, False
+        for one in self.watched:
+            if one.reload(force=force):
+                result = "failed" if one.problem else "done"
+                self.audit.write("reload", what=one.name, result=result, reason=one.problem)
+
     @property
     def tls_context(self) -> ssl.SSLContext | None:
         """Context of the listening socket; None for plain HTTP."""
@@ -109,7 +126,7 @@ class Security:
 
     def _file_families(self) -> Iterator[Metric]:
         failing, loads = scalars(v.RELOAD_FAILING), scalars(v.RELOADS)
-        for one in self.file_watcher.watched:
+        for one in self.watched:
             failing.add_metric([one.name], bool(one.problem))
             loads.add_metric([one.name], one.loads)
         yield failing
@@ -134,23 +151,22 @@ class Security:
 
     def _open(self, settings: ServerSettings) -> None:
         self.origin_policy = OriginPolicy(settings.allowed_hosts.split(","), settings.host)
-        watched = list[WatchedFiles]()
         if (file := settings.token_file) is not None:
-            watched.append(WatchedFiles("tokens", [file], lambda: self._load_tokens(file)))
+            self.watched.append(WatchedFiles("tokens", [file], lambda: self._load_tokens(file)))
         if (quotas := settings.tenants_file) is not None:
-            watched.append(WatchedFiles("tenants", [quotas], lambda: self._load_quotas(quotas)))
+            self.watched.append(
+                WatchedFiles("tenants", [quotas], lambda: self._load_quotas(quotas))
+            )
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            self.tls = ServerTls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+            self.watched.append(WatchedFiles("certificates", self.tls.files, self.tls.reload))
         # At the start a bad file is an error; later reloads keep the last good content instead.
-        for one in watched:
+        for one in self.watched:
             one.load()
         # An empty token file locks everybody out, which at a start is a mistake. When it is emptied
         # later, that revokes all tokens.
         if settings.token_file is not None and not any(self.tokens.counts().values()):
             raise ValueError(f"{settings.token_file} holds no token")
-        if settings.tls_certificate is not None and settings.tls_key is not None:
-            self.tls = ServerTls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-            # Not `load`: the constructor has read them.
-            watched.append(WatchedFiles("certificates", self.tls.files, self.tls.reload))
-        self.file_watcher = FileWatcher(watched, self.audit)
         self._warn(settings)
 
     def _load_tokens(self, file: Path) -> None:
@@ -349,3 +365,65 @@ class RateLimiter:
         )
         self._buckets[tenant] = bucket
         return bucket
+
+
+class WatchedFiles:
+    """Files that are loaded together, and again when any of them changes.
+
+    By polling: inotify does not report changes that another client of a network file system makes.
+    If loading fails, the last good content stays in use.
+
+    Args:
+        name: in logs and metrics.
+        files: the files.
+        load: reads them; raises ValueError or OSError, and then has changed nothing.
+    """
+
+    def __init__(self, name: str, files: Sequence[Path], load: Callable[[], None]) -> None:
+        self.name = name
+        self._files = files
+        self._load = load
+        self._loaded: list[tuple[int, int, int] | None] = []
+        self.loads = 0
+        self.problem = ""
+        """Error of the last attempt, or ""."""
+
+    def load(self) -> None:
+        """Load the files.
+
+        Raises:
+            ValueError: the content is invalid.
+            OSError: a file cannot be read.
+        """
+        # Before loading: a file that changes meanwhile has another signature at the next poll. Also
+        # if loading fails: the same bad file is not an error line every second.
+        self._loaded = self._signature()
+        self._load()
+        self.loads += 1
+
+    def reload(self, *, force: bool) -> bool:
+        """Load the files again if they changed or `force` is set; True if it tried."""
+        if not force and self._signature() == self._loaded:
+            return False
+        try:
+            self.load()
+        except (ValueError, OSError) as error:
+            self.problem = str(error)
+            _log.error("reload_failed", what=self.name, reason=self.problem)
+        else:
+            self.problem = ""
+            _log.info("reloaded", what=self.name)
+        return True
+
+    def _signature(self) -> list[tuple[int, int, int] | None]:
+        found = list[tuple[int, int, int] | None]()
+        for file in self._files:
+            try:
+                status = file.stat()
+                # The inode as well: a file moved into place may have the time and size of the old
+                # one.
+                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+            # A missing file is a state like others: it may be replaced in two steps.
+            except OSError:
+                found.append(None)
+        return found

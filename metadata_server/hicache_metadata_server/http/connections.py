@@ -19,6 +19,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 SILENT_SECONDS: Final = 90.0
 """Time without a byte in either direction after which a connection is closed. Clients wait for an
 answer for 60 s at most."""
+SWEEP_SECONDS: Final = 1.0
+LATE_SECONDS: Final = 0.05
+"""Time in which a connection that a stopping server has accepted late may send a request."""
 MAX_CONNECTIONS: Final = 16_384
 OWN_DESCRIPTORS: Final = 256
 """Descriptors for store, log and files; half of them all where there are few."""
@@ -68,6 +71,8 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self.is_stopping = False
+        """The server stops: connections end after the response that they wait for."""
         self._new = OrderedDict[HttpConnection, None]()
         self._served = OrderedDict[HttpConnection, None]()
 
@@ -82,8 +87,14 @@ class Connections:
         self._new.pop(connection, None)
         self._served.pop(connection, None)
 
+    async def sweep(self) -> None:
+        """Close silent connections, until it is cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.end_silent(asyncio.get_running_loop().time())
+
     def end_silent(self, now: float) -> None:
-        """Close connections that are silent for too long; called once a second."""
+        """Close connections that are silent for too long."""
         for connection in (*self._new, *self._served):
             if connection.is_active:
                 self._move(connection)
@@ -148,6 +159,10 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._connections.add(self)
         self._http.connection_made(cast("asyncio.Transport", self))
+        if self._connections.is_stopping:
+            # uvicorn ends those that it has when it begins to stop. One that was accepted in that
+            # moment would keep the server from stopping until its client closes it.
+            self._loop.call_later(LATE_SECONDS, self._end_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -224,6 +239,10 @@ class HttpConnection(asyncio.Protocol):
             self.is_served = True
             self._transport.writelines(self._unsent)
             self._unsent = []
+
+    def _end_late(self) -> None:
+        if not self.is_closing():
+            self._http.shutdown()
 
     def _deliver(self) -> None:
         """Deliver parts with the end of one head at most each, until uvicorn pauses."""

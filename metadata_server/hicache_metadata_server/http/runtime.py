@@ -12,8 +12,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import request_size
 from hicache_metadata_server.http.handlers import Handlers
-from hicache_metadata_server.http.metrics import Metrics
-from hicache_metadata_server.http.timeseries import HistoryRecorder
+from hicache_metadata_server.http.metrics import HistoryRecorder, Metrics
 from hicache_metadata_server.storage.group_commit import GroupCommit
 from hicache_storage.observability import tracing
 
@@ -120,13 +119,14 @@ class ServerRuntime:
         self.store = store
         self.clock = clock
         self.metrics = Metrics(service, self.problem)
-        self.recorder = HistoryRecorder(service, self.metrics.request_counts, clock)
+        self.recorder = HistoryRecorder(service, self.metrics, clock)
         self.security = self.metrics.security = security
         self.metrics.store_sizes = store.sizes
         self.handlers = handlers or Handlers(service, clock)
         self.metrics.unowned_scopes = self.handlers.unowned_scopes
         self.metrics.store_fails = self.handlers.store_fails
         self._stopping = False
+        self._next_second = 0.0
         self.request_log = RequestLog(self.metrics, self.recorder, slow_seconds, tracing.spans())
 
     @contextlib.asynccontextmanager
@@ -161,21 +161,23 @@ class ServerRuntime:
         # A cancellation may be lost on its way: `asyncio.wait_for`, in which redis-py sends, returns
         # its result instead if that is there in the same turn of the loop (CPython before 3.12).
         while not self._stopping:
+            more = False
             try:
-                self.security.file_watcher.poll()
+                self._work_of_a_second()
                 more = await self.handlers.tick(TICK_SLOTS)
             except StoreError:
                 # Not logged ten times a second: the group commit has logged it, and `/readyz` and the
                 # metrics show it for as long as it lasts.
-                more = False
+                pass
             except Exception:  # noqa: BLE001 - without timers no lease would ever expire
                 _log.exception("tick_failed")
-                more = False
-            self._record()
             await asyncio.sleep(BUSY_TICK_SECONDS if more else TICK_SECONDS)
 
-    def _record(self) -> None:
-        try:
-            self.recorder.tick()
-        except Exception:  # noqa: BLE001 - as above
-            _log.exception("record_failed")
+    def _work_of_a_second(self) -> None:
+        """Reload changed files and take samples, at the first tick of each second."""
+        # Looking at files and summing all scopes ten times a second would be work for nothing.
+        now = self.clock()
+        if now >= self._next_second:
+            self._next_second = now // 1.0 + 1.0
+            self.security.reload()
+            self.recorder.sample()
