@@ -647,13 +647,13 @@ IDEMPOTENCY_HEADER: Final = "Idempotency-Key"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route of the v2 protocol."""
+    """One route."""
 
     method: str
     path: str
-    request: type[Request] | None
+    request: type[Struct] | None
     answer: type[Answer] | None
-    """None for a response 204."""
+    """None for a response 204, and for SGLang's protocol."""
     token: Token
     changes: bool = False
     """True if the route takes an idempotency key."""
@@ -733,15 +733,19 @@ class SglangClear(Struct, frozen=True, kw_only=True):
 
 
 # Reads need a token of the right READ only, though `exists` marks pages as used.
-SGLANG_ROUTES: Final[dict[str, tuple[type[Struct], Token]]] = {
-    "initialize": (SglangInitialize, Token.WRITE),
-    "exists": (SglangKeys, Token.READ),
-    "reserve_and_allocate_page_indices": (SglangReserve, Token.WRITE),
-    "confirm_write": (SglangConfirm, Token.WRITE),
-    "get_page_indices": (SglangKeys, Token.READ),
-    "delete_keys": (SglangKeys, Token.WRITE),
-    "clear": (SglangClear, Token.WRITE),
+SGLANG_ROUTES: Final = {
+    operation: Route("POST", f"/{{rank}}/{operation}", request, None, token)
+    for operation, request, token in (
+        ("initialize", SglangInitialize, Token.WRITE),
+        ("exists", SglangKeys, Token.READ),
+        ("reserve_and_allocate_page_indices", SglangReserve, Token.WRITE),
+        ("confirm_write", SglangConfirm, Token.WRITE),
+        ("get_page_indices", SglangKeys, Token.READ),
+        ("delete_keys", SglangKeys, Token.WRITE),
+        ("clear", SglangClear, Token.WRITE),
+    )
 }
+"""By operation; paths contain a rank."""
 
 
 # Long requests, in chunks. A server does others in between, and a client has to stay within limits.

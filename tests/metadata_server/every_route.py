@@ -41,13 +41,13 @@ def every_route(*, lease, pin):
         body = filled(route.request, values) if route.request else None
         names = body is not None and bool({"scope", "scopes"} & set(body))
         yield AnyRequest(route.method, path, body, route.token, names, path != "/v2/drain")
-    for operation, (kind, right) in SGLANG_ROUTES.items():
-        body = filled(kind, values)
+    for operation, route in SGLANG_ROUTES.items():
+        body = filled(route.request, values)
         if operation == "reserve_and_allocate_page_indices":
             body["keys"] = [["new", ""]]
         if operation == "confirm_write":
             body["written_keys_to_confirm"] = [["leased", 1]]
-        yield AnyRequest("POST", f"/0/{operation}", body, right, True, True)
+        yield AnyRequest("POST", f"/0/{operation}", body, route.token, True, True)
     for path in PAGES:
         yield AnyRequest("GET", path, None, Token.READ, False, path in OPEN_PAGES)
 

@@ -71,8 +71,7 @@ def create_app(
 
 
 def _pages(server: ServerRuntime) -> list[Route]:
-    version = server.service.about.server.rpartition(" ")[2]
-    described = openapi(version, server.handlers.table())
+    described = openapi(server.service.about.server.rpartition(" ")[2])
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})

@@ -154,11 +154,9 @@ class ProtocolApp:
             # The token first: without one, a client must not learn which routes there are.
             self._tokens.check(authorization, p.Token.READ)
             raise
-        caller = self._tokens.check(authorization, endpoint.token)
-        if endpoint.method != method:
-            raise RequestError(
-                404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}"
-            )
+        caller = self._tokens.check(authorization, endpoint.route.token)
+        if (takes := endpoint.route.method) != method:
+            raise RequestError(404, "unknown_route", f"{endpoint.name} takes {takes}, not {method}")
         # Before the body is read, so that a tenant over its rate costs no decoding.
         self._rates.admit(caller, endpoint.name)
         content_type, response_type = content_types(path, headers)

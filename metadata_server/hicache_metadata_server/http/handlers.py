@@ -86,11 +86,6 @@ class Handlers:
         self.endpoints = native_endpoints(service)
         """By path. Paths of the SGLang protocol contain a rank, so they are added when first used."""
 
-    def table(self) -> list[Endpoint]:
-        """All routes, those of the SGLang protocol once."""
-        native = (one for one in self.endpoints.values() if one.name in p.ROUTES)
-        return [*native, *self._sglang.of_rank(0).values()]
-
     def endpoint(self, path: str) -> Endpoint:
         """Look up the endpoint of a path.
 
@@ -130,7 +125,7 @@ class Handlers:
         if not caller.sees_all:
             self._check_tenant(endpoint, message, caller)
         long = len(body) > LONG_BODY and endpoint.do_chunk is not None and can_be_cut(message)
-        if not idempotency_key or not endpoint.idempotent:
+        if not idempotency_key or not endpoint.route.changes:
             return DecodedRequest(endpoint, message, content_type, long, caller=caller)
         check_idempotency_key(idempotency_key)
         # Keys are per tenant: with a shared namespace, a tenant could read another one's answer by
@@ -304,7 +299,7 @@ class Handlers:
             return do(piece, self.clock())
         kept = self._find_answer(idempotency_key, request.digest)
         if kept is not None:
-            return msgspec.msgpack.decode(kept.body, type=p.ROUTES[request.endpoint.name].answer)
+            return msgspec.msgpack.decode(kept.body, type=request.endpoint.route.answer)
         answer = do(piece, self.clock())
         self._keep_answer(request, idempotency_key, self._response(answer, p.MSGPACK))
         return answer

@@ -13,7 +13,7 @@ from hicache_metadata_server.http.decoding import CONTENT_TYPES, BodyDecoder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import msgspec
+    from msgspec import Struct
 
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.core.sglang import SglangService
@@ -32,13 +32,7 @@ ScopeNames = Callable[[Any], tuple[Sequence[str], str]]
 class Endpoint:
     """One route."""
 
-    name: str
-    """Path, and label in metrics."""
-    method: str = "POST"
-    token: p.Token
-    request: type[msgspec.Struct] | None = None
-    answer: type[p.Answer] | None = None
-    """Type of the response, where the protocol names one."""
+    route: p.Route
     body: BodyDecoder | None = None
     do: Operation
     takes_caller: bool = False
@@ -48,12 +42,15 @@ class Endpoint:
     check: Callable[[Any], object] | None = None
     """Checks a request as a whole, before it is cut."""
     changes: bool = False
-    idempotent: bool = False
-    """Accepts an idempotency key."""
     names: ScopeNames | None = None
     """None for a route that names no scope."""
     audited: bool = False
     """Written to the audit log: all routes that need an admin token, and those that empty scopes."""
+
+    @property
+    def name(self) -> str:
+        """Path, and label in metrics."""
+        return self.route.path
 
 
 def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
@@ -70,22 +67,16 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
 
     def row(path: str, do: Operation, *, cut: bool = False, **more: Any) -> Endpoint:
         route = p.ROUTES[path]
+        kind = route.request
         # A route that accepts a key changes something; some change something without one.
         fields = {"changes": route.changes, "audited": route.token is p.Token.ADMIN, **more}
         return Endpoint(
-            name=path,
-            method=route.method,
-            token=route.token,
-            request=route.request,
-            answer=route.answer,
-            body=BodyDecoder(route.request, CONTENT_TYPES, service.limits)
-            if route.request
-            else None,
+            route=route,
+            body=BodyDecoder(kind, CONTENT_TYPES, service.limits) if kind else None,
             do=do,
             do_chunk=partial(do, is_checked=True) if cut else None,
             check=service.check if cut else None,
-            idempotent=route.changes,
-            names=_names_in(route.request) if route.request else None,
+            names=_names_in(kind) if kind else None,
             **fields,
         )
 
@@ -118,8 +109,9 @@ class SglangEndpoints:
     def __init__(self, sglang: SglangService, limits: p.Limits) -> None:
         self._sglang = sglang
         self._decoders = {
-            operation: BodyDecoder(kind, (p.JSON,), limits)
-            for operation, (kind, _) in p.SGLANG_ROUTES.items()
+            operation: BodyDecoder(route.request, (p.JSON,), limits)
+            for operation, route in p.SGLANG_ROUTES.items()
+            if route.request
         }
 
     def of_rank(self, rank: int) -> dict[str, Endpoint]:
@@ -127,12 +119,9 @@ class SglangEndpoints:
         sglang = self._sglang
 
         def row(operation: str, run: Operation, *, cut: bool = False, **more: Any) -> Endpoint:
-            kind, token = p.SGLANG_ROUTES[operation]
             do = partial(run, rank)
             return Endpoint(
-                name=f"/{{rank}}/{operation}",
-                token=token,
-                request=kind,
+                route=p.SGLANG_ROUTES[operation],
                 body=self._decoders[operation],
                 do=do,
                 do_chunk=do if cut else None,
@@ -157,7 +146,7 @@ class SglangEndpoints:
         }
 
 
-def _names_in(kind: type[p.Request]) -> ScopeNames | None:
+def _names_in(kind: type[Struct]) -> ScopeNames | None:
     """Accessor of scope names in messages of a type: `scope`, `scopes` or its parts."""
     fields = kind.__struct_fields__
     if "scopes" in fields:

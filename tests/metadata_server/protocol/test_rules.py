@@ -50,10 +50,8 @@ def test_the_document_names_every_route_with_its_token():
         assert f"| {route.token} |" in row
         for kind in filter(None, (route.request, route.answer)):
             assert f"`{kind.__name__}`" in row
-    for operation, (kind, token) in protocol.SGLANG_ROUTES.items():
-        row = next(
-            line for line in DOCUMENT.splitlines() if line.startswith(f"| `/{{rank}}/{operation}`")
-        )
-        assert row.endswith(f"| {token} |")
-        for field in msgspec.structs.fields(kind):
+    for route in protocol.SGLANG_ROUTES.values():
+        row = next(line for line in DOCUMENT.splitlines() if line.startswith(f"| `{route.path}`"))
+        assert row.endswith(f"| {route.token} |")
+        for field in msgspec.structs.fields(route.request):
             assert field.name == "namespace" or f"`{field.name}`" in row
