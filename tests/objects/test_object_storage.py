@@ -4,10 +4,12 @@ statistics."""
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 
 import pytest
 
+from hicache_storage.objects import recorder
 from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
     PoolTransfer,
@@ -191,6 +193,27 @@ def test_statistics_can_be_switched_off_but_not_faults(kit):
     storage.batch_exists_v2(["a"])
     assert storage.get_stats().pools == {}
     assert storage.get_stats().faults == 1
+
+
+def test_a_call_is_counted_once_however_many_pages_it_has(kit):
+    def counted(pages):
+        storage, pool = kit.memory_storage()
+        keys, entered = [f"key {page}" for page in range(pages)], []
+
+        def note(frame, event, argument):
+            if event == "call" and frame.f_code.co_filename == recorder.__file__:
+                entered.append(frame.f_code.co_name)
+
+        sys.setprofile(note)
+        try:
+            stored(storage, pool, keys, range(pages))
+            storage.batch_exists_v2(keys)
+            storage.batch_get_v2([pool.transfer("kv", keys, range(pages))])
+        finally:
+            sys.setprofile(None)
+        return entered
+
+    assert counted(4) == counted(1) != []
 
 
 def test_pages_over_the_limit_are_refused(kit):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy
@@ -190,11 +189,6 @@ lookup(
     exists=shape(restorable_prefix_pages=lambda listed: iter(listed) if listed else listed),
 )
 lookup(
-    "EX-5 ListsThirtyTwoEndpoints",
-    "restorable_prefix_pages is",
-    exists=shape(restorable_prefix_pages=lambda listed: listed[-32:]),
-)
-lookup(
     "EX-5 NoList",
     "restorable_prefix_pages is",
     known_bug="D19",
@@ -284,30 +278,12 @@ counts("DrainsItsCounters", "pages_read", stats=drained)
 counts("CountsLookupsAsMisses", "pages_missed", exists=misses_of_lookups)
 
 
-# Costs of counters
-# ------------------------------------------------------------------------------------------------
-
-
-def writing_counters_down(right, store, identity, config):
-    right(identity, config)
-    count = store.recorder.count
-
-    def count_and_write(pool, **increments):
-        count(pool, **increments)
-        if store.recorder.enabled:
-            for _ in range(20):
-                json.dumps(asdict(store.recorder.snapshot()))
-
-    store.recorder.count = count_and_write
-
-
 def faults_with_metrics(right, store):
     stats = right()
     stats.faults *= store.recorder.enabled
     return stats
 
 
-objects("OB-2 SerialisesMetrics Metrics", "metrics add", init=writing_counters_down)
 objects(
     "OB-2 HidesFaults Metrics",
     "with metrics off, get_stats() tells 0 faults after 0 and one more",
