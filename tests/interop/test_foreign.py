@@ -63,7 +63,7 @@ KNOWN = {
     },
 }
 
-APART = ("test_one_side_pool", "test_side_pools_survive_reopening")
+APART = ("test_one_side_pool", "test_pages_survive_reopening")
 """Cases with states of different lengths. SGLang's metadata server counts the slots of a rank by
 the first length that it is told, so that the second case failed while both had one rank."""
 

@@ -15,6 +15,7 @@ from hicache_conformance.fixtures.fault_calls import (
 )
 from hicache_conformance.harness.corruption import FileCorruption, corrupt_files
 from hicache_conformance.harness.page_patterns import Page, short
+from hicache_conformance.harness.storage_under_test import check_each
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.servers import ServerInjector
 from hicache_conformance.model.case import covers
@@ -49,7 +50,7 @@ class BitRotCases:
         None that was found damaged goes on existing.
         """
         sut, keys = serving_storage(context, injector, pages=PAGES)
-        _check_verified(sut)
+        context.require_checksums(sut)
         sut = _damaged(context, injector, sut, keys, decay)
         # Two reads: the first may find the damage, and the second shows whether it was remembered.
         # Exists comes before both, since it need not read the bytes (EX-9) but may not raise.
@@ -81,13 +82,8 @@ class BitRotCases:
                 f"a get does not deliver page {index} key {short(key)} ({decay} below the "
                 f"driver), and it goes on existing",
             )
-        for index, (key, ok) in enumerate(zip(keys, sut.set(keys), strict=True)):
-            check(
-                ok,
-                "SET-3",
-                f"page {index} key {short(key)} was lost ({decay} below the driver), and a set "
-                f"of it answers False",
-            )
+        lost = f"was lost ({decay} below the driver), and a set of it answers False"
+        check_each(keys, sut.set(keys), "SET-3", lost)
         sut.expect(keys, rule="SET-3")
 
 
@@ -155,11 +151,3 @@ def _on_its_way(injector: FaultInjector, decay: FileCorruption, random: Random) 
         operations=("write" if objects else "request",),
         place=round(random.uniform(0.2, 0.95), 4),
     )
-
-
-def _check_verified(sut: StorageUnderTest) -> None:
-    if not sut.call("get_stats", sut.storage.get_stats).verifies_checksums:
-        raise Inconclusive(
-            "the options leave checksums unverified, as get_stats() says; nothing can notice "
-            "damaged bytes"
-        )

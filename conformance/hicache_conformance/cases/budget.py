@@ -8,7 +8,7 @@ from statistics import linear_regression
 from typing import TYPE_CHECKING, Final, cast
 
 from hicache_conformance.fixtures.large_batches import BATCH
-from hicache_conformance.harness.driver_calls import counted, has_steps
+from hicache_conformance.harness.driver_calls import counted, require_steps
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup, all_pages, trailing
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
@@ -122,10 +122,7 @@ class BudgetCases:
     def test_one_batch_for_a_call(self, context: CaseContext) -> None:
         """128 pages in each of three pools: a set asks the driver once, and so does a get."""
         sut = _three_pools(context, pages=BATCH)
-        if not has_steps(sut.storage):
-            raise Inconclusive(
-                "the driver is no ObjectStorage, so that there are no calls of its own to count"
-            )
+        require_steps(sut.storage)
         shares = [PageGroup(context.keys(BATCH), pool) for pool in sut.memories]
         # Fresh keys first and the same ones afterwards, so that the set has to write and the get
         # has to read all of them.

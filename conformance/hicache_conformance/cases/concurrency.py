@@ -47,9 +47,7 @@ class ConcurrencyCases:
         # its own; a driver that copies its tables without a lock raises here.
         together("CC-1", [*history.threads(sut, keys, MIX), _counting(context, sut)])
         # Nobody deleted anything, so what the threads have left can be read, and is somebody's.
-        last = history.client(
-            "afterwards", sut.client(0, THREADS, context.chance("places afterwards"))
-        )
+        last = history.client("afterwards", context.clients(sut, THREADS)[0])
         last.call(Call.SET, keys, PoolName.KV, history.values(1))
         last.call(Call.GET, keys, PoolName.KV)
         history.judge()
@@ -91,9 +89,7 @@ class ConcurrencyCases:
         """
         sut = context.storage(pools={PoolName.KV: GuardedPool(pages=12)})
         keys, ended = context.keys(FRESH_PAGES), threading.Event()
-        writer, *readers = [
-            sut.client(number, 3, context.chance(f"places {number}")) for number in range(3)
-        ]
+        writer, *readers = context.clients(sut, 3)
         being_set = keys[:1]
 
         def write() -> None:
@@ -128,13 +124,8 @@ class ConcurrencyCases:
         together(
             "CC-1",
             [
-                partial(
-                    use,
-                    sut.client(number, THREADS, context.chance(f"places {number}")),
-                    pools if number % 2 else pools[::-1],
-                    context.keys(3),
-                )
-                for number in range(THREADS)
+                partial(use, client, pools if number % 2 else pools[::-1], context.keys(3))
+                for number, client in enumerate(context.clients(sut, THREADS))
             ],
         )
 
@@ -157,9 +148,7 @@ class ConcurrencyCases:
             finally:
                 registered.set()
 
-        clients = [
-            sut.client(number, THREADS, context.chance(f"places {number}")) for number in range(3)
-        ]
+        clients = context.clients(sut, THREADS)[:3]
         together("CC-1", [*(partial(read, client) for client in clients), register])
 
     @covers("CC-1")
@@ -232,13 +221,9 @@ class _SharedHistory:
             # and a lost update would pass.
             first_value=self.values(THREADS * calls),
         )
-        shares = [
-            sut.client(number, THREADS, self._context.chance(f"places {number}"))
-            for number in range(THREADS)
-        ]
         return [
             partial(self.client(str(number), share).run, work, number)
-            for number, share in enumerate(shares)
+            for number, share in enumerate(self._context.clients(sut, THREADS))
         ]
 
     def judge(self) -> None:
@@ -261,8 +246,7 @@ def _check_whole(context: CaseContext, client: StorageUnderTest, key: str) -> No
     faults = client.storage.fault_count()
     there = client.has(key)
     [content] = client.get([key])
-    wrong = client.explain(key, content)
-    check(not wrong, "GET-1", f"page key {short(key)}, read while it was set, {wrong}")
+    client.check_right([key], [content], when=", read while it was set,")
     # Other interfaces do not promise it of a page whose set has not answered.
     if context.interface_profile.is_native and not context.capabilities.evicts:
         check(

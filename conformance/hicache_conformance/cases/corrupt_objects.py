@@ -14,7 +14,7 @@ from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.harness.storage_under_test import PageGroup, check_each
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
@@ -48,13 +48,7 @@ class CorruptObjectCases:
         """An object of the wrong length, owner, key or checksum is answered with False."""
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
-        content = sut.get([key])[0]
-        check(
-            content is None,
-            "GET-5",
-            f"page 0 key {short(key)} is damaged ({damage}), and a get delivers it: "
-            f"{sut.explain(key, content)}",
-        )
+        _check_undelivered(sut, key, sut.get([key])[0], damage)
 
     @covers("GET-5", "GET-1", levels=[Level.POOLS], corrupts=True)
     def test_damaged_pages_of_a_side_pool(self, context: CaseContext) -> None:
@@ -67,12 +61,7 @@ class CorruptObjectCases:
         for pool in pools:
             _plant(context, sut, key, ObjectCorruption.FLIPPED_BIT, pool)
         for pool, found in sut.get_many([PageGroup([key], pool) for pool in pools]).items():
-            check(
-                found[0] is None,
-                "GET-5",
-                f"page 0 key {short(key)} of pool {pool!r} is damaged, and a get delivers it: "
-                f"{sut.explain(key, found[0], pool)}",
-            )
+            _check_undelivered(sut, key, found[0], pool=pool)
 
     @covers("GET-5", "GET-1", corrupts=True)
     @pytest.mark.parametrize("place", [0, 3, 6])
@@ -81,13 +70,7 @@ class CorruptObjectCases:
         sut, keys = context.storage(), context.keys(7)
         sut.store(keys[:place] + keys[place + 1 :])
         _plant(context, sut, keys[place], ObjectCorruption.FLIPPED_BIT)
-        content = sut.get(keys)[place]
-        check(
-            content is None,
-            "GET-5",
-            f"page {place} of 7 key {short(keys[place])} is damaged, and a get delivers it: "
-            f"{sut.explain(keys[place], content)}",
-        )
+        _check_undelivered(sut, keys[place], sut.get(keys)[place])
 
     @covers("GET-3", "SET-6", corrupts=True)
     def test_damage_in_the_middle_of_a_batch(self, context: CaseContext) -> None:
@@ -98,21 +81,11 @@ class CorruptObjectCases:
         sut.store(keys[:3] + keys[4:])
         _plant(context, sut, keys[3], ObjectCorruption.FLIPPED_BIT)
         found = sut.get(keys)
-        check(
-            found[3] is None,
-            "GET-5",
-            f"page 3 key {short(keys[3])} is damaged, and a get delivers it: "
-            f"{sut.explain(keys[3], found[3])}",
-        )
+        _check_undelivered(sut, keys[3], found[3])
         sut.compare(keys[:3] + keys[4:], found[:3] + found[4:], rule="GET-3")
-        for index, ok in enumerate(sut.set(keys)):
-            if not ok:
-                rule = "SET-3" if index == 3 else "SET-6"
-                raise Violation(
-                    rule,
-                    f"page {index} key {short(keys[index])} was refused in a batch around a "
-                    f"damaged page 3",
-                )
+        for index, (key, ok) in enumerate(zip(keys, sut.set(keys), strict=True)):
+            rule = "SET-3" if index == 3 else "SET-6"
+            check_each([key], [ok], rule, "was refused in a batch around a damaged page 3")
         sut.expect(keys, rule="SET-6")
 
     @covers("GET-7", corrupts=True)
@@ -248,15 +221,8 @@ def _plant(
     damage: ObjectCorruption,
     pool: str = PoolName.KV,
 ) -> None:
-    if (
-        damage in BY_CHECKSUM
-        and context.interface_profile.is_native
-        and not sut.call("get_stats", sut.storage.get_stats).verifies_checksums
-    ):
-        raise Inconclusive(
-            "the options leave checksums unverified, as get_stats() says; nothing can notice "
-            "damaged bytes"
-        )
+    if damage in BY_CHECKSUM and context.interface_profile.is_native:
+        context.require_checksums(sut)
     held = context.corrupt_page(sut, key, damage, pool)
     # A store of fixed places cannot hold another length; then there is nothing, and nothing is what
     # a get must find.
@@ -264,6 +230,21 @@ def _plant(
         raise Inconclusive(
             f"the driver could not be made to hold a page with {damage}; override corrupt()"
         )
+
+
+def _check_undelivered(
+    sut: StorageUnderTest,
+    key: str,
+    content: bytes | None,
+    damage: ObjectCorruption = ObjectCorruption.FLIPPED_BIT,
+    pool: str = PoolName.KV,
+) -> None:
+    check(
+        content is None,
+        "GET-5",
+        f"page key {short(key)} of pool {pool!r} is damaged ({damage}), and a get delivers it: "
+        f"{sut.explain(key, content, pool)}",
+    )
 
 
 def _repair(sut: StorageUnderTest, key: str, damage: ObjectCorruption) -> None:

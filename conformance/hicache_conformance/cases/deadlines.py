@@ -20,7 +20,7 @@ from hicache_conformance.fixtures.fault_calls import (
     set_deadline,
     wait_until_serving,
 )
-from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.page_patterns import canary, short, spent
@@ -81,19 +81,7 @@ class DeadlineCases:
         new, within = context.keys(4), context.interface_profile.patience_seconds or IN_TIME
         set_deadline(sut)
         injector.inject(plan)
-        for name, ask in (
-            ("batch_exists_v2", partial(sut.exists, keys)),
-            ("batch_set_v2", partial(sut.set, new)),
-            ("batch_present", partial(sut.present, keys)),
-            # Asked again behind a set that hung: a driver with one connection or one worker has
-            # used it up by now, and would wait for it without end.
-            ("batch_exists_v2 again", partial(sut.exists, keys)),
-        ):
-            _check_time(Pending(ask), name, plan, within)
-        # Last, because a driver may say that its reads wait.
-        reading = Pending(partial(sut.get, keys))
-        if not may_wait(sut):
-            check_hits(sut, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
+        reading = _ask_in_time(sut, keys, new, plan, within)
         injector.heal()
         # A get that was allowed to wait has to come back now, with right bytes or none.
         check_hits(sut, keys, _come_back(context, reading, "batch_get_v2", plan), plan)
@@ -127,16 +115,13 @@ class DeadlineCases:
         injector.heal()
         # Now with a deadline that a busy machine keeps.
         allowed = context.profile.recovery_seconds
-        until = time.monotonic() + allowed
         # A storage whose open() failed has to serve when the store is back: an engine does not
         # construct it a second time.
-        while sut.set(context.keys(1)) != [True]:
-            check(
-                time.monotonic() <= until,
-                "FT-4",
-                f"a storage that was opened while the store hung stores nothing {allowed:.0f} "
-                f"s later",
-            )
+        check(
+            eventually(lambda: sut.set(context.keys(1)) == [True], allowed),
+            "FT-4",
+            f"a storage that was opened while the store hung stores nothing {allowed:.0f} s later",
+        )
 
     @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=FAULTS)
     def test_unusual_deadlines_of_a_hung_store(
@@ -151,8 +136,8 @@ class DeadlineCases:
         sut, keys = serving_storage(context, injector, pages=2, options=options)
         plan = hang_plan(injector, sut)
         calls = [
-            _Unusual(sut.client(number, len(UNUSUAL), context.chance(f"lane {number}")), seconds)
-            for number, seconds in enumerate(UNUSUAL)
+            _Unusual(client, seconds)
+            for client, seconds in zip(context.clients(sut, len(UNUSUAL)), UNUSUAL, strict=True)
         ]
         injector.inject(plan)
         # All calls begin before any is waited for, so that one with an endless deadline cannot hold
@@ -187,10 +172,8 @@ class DeadlineCases:
         # No fault and no deadline layer: what a deadline that has passed does is up to the driver
         # alone here.
         plan = FaultPlan("none", ())
-        for number, seconds in enumerate(UNUSUAL):
-            call = _Unusual(
-                sut.client(number, len(UNUSUAL), context.chance(f"lane {number}")), seconds
-            )
+        for client, seconds in zip(context.clients(sut, len(UNUSUAL)), UNUSUAL, strict=True):
+            call = _Unusual(client, seconds)
             call.begin(keys, context.keys(2))
             call.check_ended(0.0, plan)
             call.check_untouched(plan)
@@ -274,16 +257,9 @@ class DeadlineCases:
         # it serves again.
         until = time.monotonic() + LATE_SECONDS
         while True:
-            for index, (key, content) in enumerate(
-                zip(refused, sut.get(refused) if refused else [], strict=True)
-            ):
-                wrong = sut.explain(key, content)
-                check(
-                    not wrong,
-                    "SET-8",
-                    f"a set answered False for key {short(key)} ({plan}), and later page "
-                    f"{index} of a get {wrong}",
-                )
+            late = f", whose set answered False ({plan}), later"
+            found = sut.get(refused) if refused else []
+            sut.check_right(refused, found, rule="SET-8", when=late)
             if time.monotonic() > until:
                 break
             time.sleep(LATE_SECONDS / 3)
@@ -329,14 +305,7 @@ class DeadlineCases:
         plan = FaultPlan(injector.name, (half_open,))
         set_deadline(sut)
         injector.inject(plan)
-        for name, ask in (
-            ("batch_exists_v2", partial(sut.exists, keys)),
-            ("batch_set_v2", partial(sut.set, context.keys(4))),
-        ):
-            _check_time(Pending(ask), name, plan)
-        reading = Pending(partial(sut.get, keys))
-        if not may_wait(sut):
-            check_hits(sut, keys, _check_time(reading, "batch_get_v2", plan), plan)
+        reading = _ask_in_time(sut, keys, context.keys(4), plan)
         injector.heal()
         try:
             # A get that is allowed to wait has to give the connection up by itself.
@@ -442,23 +411,15 @@ class _Unusual:
         Raises:
             Violation: SET-8.
         """
-        for key, content in zip(self._new, self._sut.get(self._new), strict=True):
-            wrong = self._sut.explain(key, content)
-            check(
-                not wrong,
-                "SET-8",
-                f"a set with deadline_seconds={self.seconds} left a page key {short(key)} that "
-                f"{wrong} ({plan})",
-            )
+        late = f", left by a set with deadline_seconds={self.seconds} ({plan}),"
+        self._sut.check_right(self._new, self._sut.get(self._new), rule="SET-8", when=late)
 
 
 def _left_behind(context: CaseContext, injector: FaultInjector, allowed: float) -> str:
     before = OpenResources.now()
     _life_under_hang(context, injector)
-    until = time.monotonic() + allowed
-    while (left := OpenResources.now().beyond(before)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return left
+    eventually(lambda: not OpenResources.now().beyond(before), allowed, 0.05)
+    return OpenResources.now().beyond(before)
 
 
 def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
@@ -470,7 +431,7 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
     )
     plan = hang_plan(injector, sut)
     new = context.keys(4)
-    pools = [sut.client(number, 3, context.chance(f"lane {number}")) for number in range(3)]
+    pools = context.clients(sut, 3)
     # Far beyond the closing deadline, so that it is close() that ends the calls and not their own
     # deadline.
     for client in pools:
@@ -485,9 +446,7 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
         )
     ]
     # Each of them shall hang; some drivers have one call wait for another.
-    until = time.monotonic() + DEADLINE_SECONDS
-    while injector.injected_count() < len(calls) and time.monotonic() < until:
-        time.sleep(0.005)
+    eventually(lambda: injector.injected_count() >= len(calls), DEADLINE_SECONDS, 0.005)
     allowed = CLOSING_SECONDS + SLACK_SECONDS
     # LC-2 asks for an idempotent close(), here also while calls of before the first one hang.
     checked("LC-2")
@@ -523,6 +482,34 @@ def _until_closed(ask: Callable[[], object]) -> None:
         # A call that comes back to a closed storage may say so.
         if not isinstance(violation.__cause__, StorageClosedError):
             raise
+
+
+def _ask_in_time(
+    sut: StorageUnderTest,
+    keys: list[str],
+    new: list[str],
+    plan: FaultPlan,
+    within: float = IN_TIME,
+) -> Pending[list[bytes | None]]:
+    """Look up, set and read pages while nothing answers; the get, which may wait.
+
+    Raises:
+        Violation: FT-3, a call has not ended in time; GET-1 for wrong bytes.
+    """
+    for name, ask in (
+        ("batch_exists_v2", partial(sut.exists, keys)),
+        ("batch_set_v2", partial(sut.set, new)),
+        ("batch_present", partial(sut.present, keys)),
+        # Asked again behind a set that hung: a driver with one connection or one worker has used
+        # it up by now, and would wait for it without end.
+        ("batch_exists_v2 again", partial(sut.exists, keys)),
+    ):
+        _check_time(Pending(ask), name, plan, within)
+    # Last, because a driver may say that its reads wait.
+    reading = Pending(partial(sut.get, keys))
+    if not may_wait(sut):
+        check_hits(sut, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
+    return reading
 
 
 def _check_time(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +19,7 @@ from hicache_conformance.fixtures.small_store import (
     readable,
     shares_in_process,
 )
-from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.concurrency import eventually, together
 from hicache_conformance.harness.disk_usage import DiskUsage
 from hicache_conformance.harness.oracle import drawn
 from hicache_conformance.harness.page_patterns import short
@@ -160,7 +159,7 @@ class EvictionCases:
         suts = (
             [open_capped(context, config, identity) for _ in range(4)]
             if shares_in_process(context)
-            else _clients(context, open_capped(context, config, identity))
+            else context.clients(open_capped(context, config, identity), 4)
         )
         recent, reading = [context.keys(BATCH) for _ in range(4)], [True, True]
         for chain in recent:
@@ -242,10 +241,6 @@ class EvictionCases:
                 )
 
 
-def _clients(context: CaseContext, sut: StorageUnderTest) -> list[StorageUnderTest]:
-    return [sut.client(number, 4, context.chance(f"places {number}")) for number in range(4)]
-
-
 def _write_chain(
     context: CaseContext, sut: StorageUnderTest, chain: Sequence[str], manner: str
 ) -> None:
@@ -277,15 +272,13 @@ def _within(there: int, pages: int, batch: int) -> None:
 
 def _check_counted(sut: StorageUnderTest, stored: Sequence[str]) -> None:
     """The pages that are gone are those that were counted as evicted."""
-    until = time.monotonic() + SETTLE_SECONDS
-    while True:
-        gone = readable(sut, stored, rule="EV-1").count(False)
-        counted = sut.stats().pages_evicted
-        if gone == counted:
-            return
-        check(
-            time.monotonic() <= until,
-            "OB-1",
-            f"{gone} of {len(stored)} stored pages were evicted, and pages_evicted is {counted}",
-        )
-        time.sleep(0.05)
+
+    def gone() -> int:
+        return readable(sut, stored, rule="EV-1").count(False)
+
+    check(
+        eventually(lambda: gone() == sut.stats().pages_evicted, SETTLE_SECONDS, 0.05),
+        "OB-1",
+        f"{gone()} of {len(stored)} stored pages were evicted, and pages_evicted is "
+        f"{sut.stats().pages_evicted}",
+    )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.interfaces.interface import InterfaceProfile
     from hicache_storage.spec import PoolTransfer, PoolTransferResult
 
@@ -119,31 +120,28 @@ class ExistenceCases:
 
     @covers("EX-1", "EX-5", "EX-6")
     def test_the_form_of_a_hit(self, context: CaseContext) -> None:
-        """Numbers of pages are of type int, and endpoints come in a list, hit or miss."""
+        """Numbers of pages are of type int, and endpoints come in a list, hit or miss.
+
+        An answer does not change with the calls that follow.
+        """
         pools = {PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)}
         # Without the layers, whose counters add up numbers of any type.
         sut, keys = context.storage(pools=pools, options=NO_LAYERS), context.keys(4)
         for pool in pools:
             sut.store(keys[:3], pool)
         for chain in (keys, keys[3:]):
-            _check_form(sut.exists(chain, all_pages(SIDE)), context.interface_profile)
-
-    @covers("EX-5", "EX-6")
-    def test_a_hit_stays_what_it_is(self, context: CaseContext) -> None:
-        """An answer does not change with the calls that follow."""
-        sut, keys = context.storage(options=NO_LAYERS), context.keys(4)
-        sut.store(keys)
-        answer = sut.exists(keys)
-        before = (list(answer.restorable_prefix_pages), dict(answer.extra_pool_hit_pages))
-        sut.exists(keys[:2])
-        sut.exists(context.keys(1))
-        after = (answer.restorable_prefix_pages, answer.extra_pool_hit_pages)
-        check(
-            after == before,
-            "EX-5",
-            f"an answer changed with later calls: endpoints and pools' verdicts were {before}, "
-            f"and are {after}",
-        )
+            answer = sut.exists(chain, all_pages(SIDE))
+            _check_form(answer, context.interface_profile)
+            before = (list(answer.restorable_prefix_pages), dict(answer.extra_pool_hit_pages))
+            sut.exists(keys[:2])
+            sut.exists(context.keys(1))
+            after = (answer.restorable_prefix_pages, answer.extra_pool_hit_pages)
+            check(
+                after == before,
+                "EX-5",
+                f"an answer changed with later calls: endpoints and pools' verdicts were {before}, "
+                f"and are {after}",
+            )
 
     @covers("EX-1", "EX-2", "EX-3", "EX-5")
     def test_chains_longer_than_a_request(self, context: CaseContext) -> None:
@@ -160,33 +158,39 @@ class ExistenceCases:
             check_exists(sut.exists(keys, transfer), [True] * 300, asked, verdicts=verdicts)
 
     @covers("EX-7", "EX-6", levels=[Level.CORE, Level.POOLS])
-    def test_unknown_pools_beside_known_ones(self, context: CaseContext) -> None:
-        """Each other pool of the call has its own verdict; the hit is 0."""
-        sut = context.storage(pools={PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)})
-        keys = context.keys(3)
-        sut.store(keys)
-        sut.store(keys[:2], SIDE)
-        answer = sut.exists(keys, all_pages("never_registered"), all_pages(SIDE))
-        told, wanted = dict(answer.extra_pool_hit_pages), {"kv": 3, SIDE: 2, "never_registered": 0}
-        check(
-            told == wanted,
-            "EX-6",
-            f"beside an unregistered pool the pools' verdicts are {told}, must be {wanted}",
-        )
+    def test_unknown_pool(self, context: CaseContext) -> None:
+        """A pool that nobody registered, KV among them: the hit is 0, and so is its verdict.
 
-    @covers("EX-7", levels=[Level.CORE, Level.POOLS])
-    def test_kv_that_is_not_registered(self, context: CaseContext) -> None:
-        """With a side pool alone the hit is 0, and nothing is raised."""
-        sut, keys = context.storage(pools={SIDE: GuardedPool(page_size=1)}), context.keys(3)
-        sut.store(keys, SIDE)
-        for transfers in ([], [all_pages(SIDE)]):
+        Each other pool of the call has its own.
+        """
+        pools: dict[str, PoolMemory] = {
+            PoolName.KV: GuardedPool(),
+            SIDE: GuardedPool(page_size=1),
+        }
+        both, keys = context.storage(pools=pools), context.keys(3)
+        alone = context.storage(pools={SIDE: GuardedPool(page_size=1)})
+        both.store(keys)
+        both.store(keys[:2], SIDE)
+        alone.store(keys, SIDE)
+        unknown = "never_registered"
+        for sut, transfers, wanted in (
+            (both, [all_pages(unknown)], {"kv": 3, unknown: 0}),
+            (both, [trailing(unknown, 2)], {"kv": 3, unknown: 0}),
+            (both, [all_pages(unknown), all_pages(SIDE)], {"kv": 3, SIDE: 2, unknown: 0}),
+            (alone, [], {"kv": 0}),
+            (alone, [all_pages(SIDE)], {"kv": 0, SIDE: 3}),
+        ):
             answer = sut.exists(keys, *transfers)
-            told = answer.extra_pool_hit_pages.get(PoolName.KV)
+            told = dict(answer.extra_pool_hit_pages)
             check(
-                (answer.kv_hit_pages, told) == (0, 0),
+                not answer.kv_hit_pages and not answer.restorable_prefix_pages,
                 "EX-7",
-                f"kv is not registered: the hit is {answer.kv_hit_pages} and kv's verdict "
-                f"{told}, must be 0",
+                f"beside an unregistered pool the hit is {answer.kv_hit_pages}, must be 0",
+            )
+            check(
+                told == wanted,
+                "EX-6",
+                f"beside an unregistered pool the pools' verdicts are {told}, must be {wanted}",
             )
 
     @covers("EX-7", levels=[Level.CORE, Level.POOLS])
@@ -204,25 +208,6 @@ class ExistenceCases:
             f"pool {SIDE!r} was registered after an exists had named it, and has 3 pages; "
             f"kv_hit_pages is {hit}",
         )
-
-    @covers("EX-7", levels=[Level.CORE, Level.POOLS])
-    def test_unknown_pool(self, context: CaseContext) -> None:
-        """A pool that nobody registered makes the hit 0, and its verdict is 0."""
-        sut, keys = context.storage(), context.keys(3)
-        sut.store(keys)
-        for transfer in (all_pages("never_registered"), trailing("never_registered", 2)):
-            answer = sut.exists(keys, transfer)
-            check(
-                not answer.kv_hit_pages and not answer.restorable_prefix_pages,
-                "EX-7",
-                f"with an unregistered pool ({transfer.hit_policy}) the hit is "
-                f"{answer.kv_hit_pages}, must be 0",
-            )
-            check(
-                answer.extra_pool_hit_pages.get(PoolName("never_registered")) == 0,
-                "EX-7",
-                f"the unregistered pool is not reported as 0: {dict(answer.extra_pool_hit_pages)}",
-            )
 
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
     def test_an_empty_chain(self, context: CaseContext) -> None:
@@ -297,9 +282,13 @@ class ExistenceCases:
 
     @covers("EX-11")
     def test_presence_of_each_key(self, context: CaseContext) -> None:
-        """Each page has its own answer, in any order, with holes and repeated keys."""
+        """Each page has its own answer, in any order, with holes and repeated keys.
+
+        What was missing, and is set then, is there; what is removed is not.
+        """
         sut, keys = context.storage(), context.keys(12)
         stored = context.random.sample(keys, 5)
+        _check_presence(sut, keys, [])
         sut.store(stored)
         for asked in (
             keys,
@@ -310,6 +299,11 @@ class ExistenceCases:
             [],
         ):
             _check_presence(sut, asked, stored)
+        if sut.storage.capabilities.deletes:
+            sut.delete(stored[1:3])
+            _check_presence(sut, keys, [stored[0], *stored[3:]])
+        if sut.storage.capabilities.clears and not sut.clear():
+            _check_presence(sut, keys, [])
 
     @covers("EX-11", levels=[Level.CORE, Level.POOLS])
     def test_presence_in_each_pool(self, context: CaseContext) -> None:
@@ -322,19 +316,6 @@ class ExistenceCases:
             _check_presence(sut, keys, keys[:3])
             _check_presence(sut, keys, keys[2:5], SIDE)
             _check_presence(sut, keys, [], "never_registered")
-
-    @covers("EX-11")
-    def test_presence_follows_what_is_set(self, context: CaseContext) -> None:
-        """What was missing, and is set then, is there; what is removed is not."""
-        sut, keys = context.storage(), context.keys(6)
-        _check_presence(sut, keys, [])
-        sut.store(keys[:4])
-        _check_presence(sut, keys, keys[:4])
-        if sut.storage.capabilities.deletes:
-            sut.delete(keys[1:3])
-            _check_presence(sut, keys, [keys[0], keys[3]])
-        if sut.storage.capabilities.clears and not sut.clear():
-            _check_presence(sut, keys, [])
 
 
 def _check_presence(

@@ -44,15 +44,7 @@ class FailedClearCases:
         """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector, pages=4)
-        injector.inject(plan)
-        clearing = Pending(sut.storage.clear)
-        checked("FT-3")
-        if not clearing.comes_back(PATIENCE_SECONDS):
-            injector.heal()
-            raise Violation("FT-3", f"clear has not come back for {PATIENCE_SECONDS:.0f} s; {plan}")
-        returned = _returned(clearing, plan)
-        injector.heal()
-        _check_cleared(context, sut, keys, plan, returned=returned)
+        _clear_under(context, injector, sut, keys, plan, PATIENCE_SECONDS)
 
     @covers("LC-7", "FT-3", "FT-4", levels=FAULTS, needs=["clears"])
     def test_a_clear_that_hangs(self, context: CaseContext, injector: FaultInjector) -> None:
@@ -61,22 +53,35 @@ class FailedClearCases:
         Done again afterwards, it clears.
         """
         sut, keys = serving_storage(context, injector, pages=4, options=HURRIED)
-        plan = _lost(injector, sut)
-        injector.inject(plan)
-        clearing = Pending(sut.storage.clear)
-        checked("FT-3")
-        if not clearing.ended(CLEARING_SECONDS + SLACK_SECONDS):
-            injector.heal()
-            clearing.comes_back(context.profile.recovery_seconds)
-            raise Violation(
-                "FT-3",
-                f"clear has not ended {CLEARING_SECONDS + SLACK_SECONDS:.1f} s after it began, "
-                f"with a deadline of "
-                f"{CLEARING_SECONDS:.1f} s; {plan}",
-            )
-        returned = _returned(clearing, plan, late=True)
+        within = CLEARING_SECONDS + SLACK_SECONDS
+        _clear_under(context, injector, sut, keys, _lost(injector, sut), within, late=True)
+
+
+def _clear_under(
+    context: CaseContext,
+    injector: FaultInjector,
+    sut: StorageUnderTest,
+    keys: list[str],
+    plan: FaultPlan,
+    within: float,
+    *,
+    late: bool = False,
+) -> None:
+    """Clear under a fault, and again afterwards.
+
+    Raises:
+        Violation: FT-3, the clear has not ended in so many seconds; LC-7; FT-4.
+    """
+    injector.inject(plan)
+    clearing = Pending(sut.storage.clear)
+    checked("FT-3")
+    if not clearing.ended(within):
         injector.heal()
-        _check_cleared(context, sut, keys, plan, returned=returned)
+        clearing.comes_back(context.profile.recovery_seconds)
+        raise Violation("FT-3", f"clear has not ended {within:.1f} s after it began; {plan}")
+    returned = _returned(clearing, plan, late=late)
+    injector.heal()
+    _check_cleared(context, sut, keys, plan, returned=returned)
 
 
 def _lost(injector: FaultInjector, sut: StorageUnderTest) -> FaultPlan:

@@ -350,10 +350,7 @@ class FaultCases:
             injector.name,
             (slow, *_FAILING_ONCE[injector.name]) if injector.name in _FAILING_ONCE else (),
         )
-        clients = [
-            sut.client(number, BESIDE + 1, context.chance(f"lane {number}"))
-            for number in range(BESIDE + 1)
-        ]
+        clients = context.clients(sut, BESIDE + 1)
         answers = list[list[bool]]()
         injector.inject(plan)
         together("FT-3", [partial(_note, answers, client, context.keys(2)) for client in clients])

@@ -182,35 +182,19 @@ class IdentityCases:
     def test_equal_identities_share(self, context: CaseContext) -> None:
         """Two storages of one process: what one sets, the other finds and reads.
 
-        And the other way round.
+        And the other way round, also what it has missed before.
         """
-        one = context.storage(context.identity(**BASE))
-        two = context.storage(replace(one.identity))
+        one = context.storage(context.identity(**BASE), pools=kv_and_state())
+        two = context.storage(replace(one.identity), pools=kv_and_state())
         for writer, reader in ((one, two), (two, one)):
             keys = context.keys(4)
-            writer.store(keys)
+            for pool in reader.memories:
+                reader.expect_missing(keys, pool, rule="ID-2", why="was never set")
+            writer.store_many([PageGroup(keys, pool) for pool in writer.memories])
             writer.expect(keys)
-            reader.expect(keys, rule="ID-2")
+            for pool in reader.memories:
+                reader.expect(keys, pool, rule="ID-2")
             reader.expect_existing(keys, rule="ID-2")
-
-    @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
-    def test_misses_are_not_remembered(self, context: CaseContext) -> None:
-        """A storage that has missed pages finds them when another one has set them."""
-        one = context.storage(context.identity(**BASE))
-        two, keys = context.storage(replace(one.identity)), context.keys(4)
-        two.expect_missing(keys, rule="ID-2", why="was never set")
-        one.store(keys)
-        two.expect(keys, rule="ID-2")
-        two.expect_existing(keys, rule="ID-2")
-
-    @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
-    def test_equal_identities_share_side_pools(self, context: CaseContext) -> None:
-        """Pages of several pools, set by one storage and read by another."""
-        one = context.storage(context.identity(**BASE), pools=kv_and_state())
-        two, keys = context.storage(replace(one.identity), pools=kv_and_state()), context.keys(3)
-        one.store_many([PageGroup(keys, pool) for pool in one.memories])
-        for pool in two.memories:
-            two.expect(keys, pool, rule="ID-2")
 
     @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
     def test_what_does_not_decide(self, context: CaseContext) -> None:
@@ -224,24 +208,15 @@ class IdentityCases:
 
     @covers("ID-2", levels=IDENTITY, needs=["durability>=reopen"], probes=True)
     def test_pages_survive_reopening(self, context: CaseContext) -> None:
-        """All storages are closed; one that is opened afterwards finds the pages."""
-        one, keys = context.storage(context.identity(**BASE)), context.keys(8)
-        one.store(keys)
-        one.expect(keys)
-        one.call("close", one.storage.close)
-        two = context.storage(replace(one.identity))
-        two.expect(keys, rule="ID-2")
-        two.expect_existing(keys, rule="ID-2")
-
-    @covers("ID-2", levels=IDENTITY, needs=["durability>=reopen"], probes=True)
-    def test_side_pools_survive_reopening(self, context: CaseContext) -> None:
-        """The same for pages of several pools."""
-        one, keys = context.storage(context.identity(**BASE), pools=kv_and_state()), context.keys(3)
+        """All storages are closed; one that is opened afterwards finds the pages of every pool."""
+        one, keys = context.storage(context.identity(**BASE), pools=kv_and_state()), context.keys(8)
         one.store_many([PageGroup(keys, pool) for pool in one.memories])
+        one.expect(keys)
         one.call("close", one.storage.close)
         two = context.storage(replace(one.identity), pools=kv_and_state())
         for pool in two.memories:
             two.expect(keys, pool, rule="ID-2")
+        two.expect_existing(keys, rule="ID-2")
 
 
 def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:

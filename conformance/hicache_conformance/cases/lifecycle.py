@@ -6,7 +6,6 @@ import contextlib
 import gc
 import sys
 import threading
-import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from hicache_conformance.fixtures.fault_calls import UNGUARDED
-from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.concurrency import eventually, together
 from hicache_conformance.harness.global_state import unchanged_globals
 from hicache_conformance.harness.import_probe import probe
 from hicache_conformance.harness.leak_check import OpenResources
@@ -97,8 +96,7 @@ class LifecycleCases:
     def test_a_delete_may_be_the_first_call(self, context: CaseContext) -> None:
         """A storage that nobody has opened deletes another one's pages in its first call."""
         one, two, keys = _unopened_twin(context)
-        removed = two.delete(keys)
-        check(removed == [True] * 3, "LC-1", f"a delete in a first call answered {removed}")
+        check(two.delete(keys) == [True] * 3, "LC-1", "a delete in a first call answered False")
         one.expect_missing(keys, rule="LC-1", why="was deleted in another storage's first call")
 
     @covers("LC-1", needs=["sharing>=process", "clears"])
@@ -185,7 +183,7 @@ class LifecycleCases:
         sut, keys = context.storage(pools={PoolName.KV: GuardedPool(pages=128)}), context.keys(8)
         sut.store(keys)
         busy = threading.Semaphore(0)
-        clients = [sut.client(number, 8, context.chance(f"lane {number}")) for number in range(8)]
+        clients = context.clients(sut, 8)
 
         def close() -> None:
             for _ in clients:
@@ -240,10 +238,7 @@ class LifecycleCases:
             context.keys(4),
         )
         sut.store(keys)
-        clients = [
-            sut.client(number, CALLERS + 1, context.chance(f"lane {number}"))
-            for number in range(CALLERS + 1)
-        ]
+        clients = context.clients(sut, CALLERS + 1)
         ended = threading.Event()
 
         def call(client: StorageUnderTest, own: list[str]) -> None:
@@ -322,10 +317,8 @@ def _still_alive(reference: weakref.ref[GuardedPool]) -> str:
 
 def _after_grace(context: CaseContext, look: Callable[[], str]) -> str:
     """Return what `look` still finds after a grace period."""
-    end = time.monotonic() + context.profile.grace_seconds
-    while (found := look()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
+    eventually(lambda: not look(), context.profile.grace_seconds, 0.05)
+    return look()
 
 
 def _check_closed(name: str, ask: Callable[[], object]) -> None:

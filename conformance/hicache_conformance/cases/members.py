@@ -116,9 +116,9 @@ class _Load:
         self._other = self.storage
         if declares(context.capabilities, "sharing>=process"):
             self._other = context.storage(self.storage.identity, options=UNBROKEN)
-        clients = self._clients_of(self.storage, READERS + WRITERS)
+        clients = context.clients(self.storage, READERS + WRITERS)
         self._readers, self._writers = clients[:READERS], clients[READERS:]
-        self._others = self._clients_of(self._other, READERS)
+        self._others = context.clients(self._other, READERS)
         self._missed_with: dict[str, str] = {}
         """Pages that no get has delivered while a store was away and that were there afterwards,
         and that store."""
@@ -158,12 +158,6 @@ class _Load:
             self._check_kept(self._pages, recovery, plan)
         self._check_places(member, [key for key in away if key in self._pages], plan)
         self._pages = [*self._pages, *self._check_sets(recovery, plan)][:PAGES]
-
-    def _clients_of(self, storage: StorageUnderTest, count: int) -> list[StorageUnderTest]:
-        return [
-            storage.client(number, count, self._context.chance(f"client {number}"))
-            for number in range(count)
-        ]
 
     def _use(self, plan: FaultPlan) -> _Outage:
         """Read and set until the pages of the stores that are there come for some rounds in a row.

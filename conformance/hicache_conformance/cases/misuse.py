@@ -16,6 +16,7 @@ from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import (
     HiCacheError,
+    HiCacheStorage,
     HiCacheStorageExtraInfo,
     PoolName,
     PoolTransfer,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 PAGES: Final = (5, 2, 9)
@@ -71,6 +73,54 @@ BAD_INFO: Final[Mapping[str, tuple[str, object]]] = {
 }
 """How fields of `HiCacheStorageExtraInfo` can be wrong."""
 
+
+def _move(call: str, storage: HiCacheStorage, keys: list[str]) -> object:
+    return getattr(storage, call)([PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)])
+
+
+def _borrow(storage: HiCacheStorage, keys: list[str]) -> object:
+    borrower = PoolTransfer(PoolName.INDEXER, keys=keys, indices_from_pool=PoolName.KV)
+    return storage.batch_get_v2([borrower])
+
+
+def _ask(block: int, group: int, storage: HiCacheStorage, keys: list[str]) -> object:
+    return storage.batch_exists_v2(keys, [block_groups("indexer", block, group)])
+
+
+def _register(pool: object, storage: HiCacheStorage, _: list[str]) -> object:
+    return storage.register_mem_host_pool_v2(pool, PoolName.KV)
+
+
+def _register_as(name: str, storage: HiCacheStorage, _: list[str]) -> object:
+    return storage.register_mem_host_pool_v2(GuardedPool(), name)
+
+
+def _delete(storage: HiCacheStorage, keys: list[str]) -> object:
+    return storage.delete(keys, pool="nobody_s_pool")
+
+
+REFUSED: Final[Mapping[str, tuple[str, Callable[[HiCacheStorage, list[str]], object]]]] = {
+    "delete from an unregistered pool": ("", _delete),
+    "indices from a pool that is not in the call": ("indices", _borrow),
+    **{
+        f"before any registration {call}": (PoolName.KV, partial(_move, call))
+        for call in ("batch_get_v2", "batch_set_v2")
+    },
+    **{
+        f"block_groups of {block} and {group}": ("block", partial(_ask, block, group))
+        for block, group in ((0, 0), (2, 3), (-1, 0), (2, -1))
+    },
+    **{
+        f"registering {kind}": ("", partial(_register, pool))
+        for kind, pool in {"None": None, "7": 7, "a text": "kv", "an object": object()}.items()
+    },
+    **{
+        f"registering as {name!a}": ("name", partial(_register_as, name))
+        for name in ("", "KV", "k v", "kv/1", "..", "x" * 65, "caf\u00e9")
+    },
+}
+"""Calls that are refused, with what the error has to name."""
+
 MISUSES: Final = 6
 """More than the faults in a row that open a circuit breaker."""
 
@@ -99,39 +149,28 @@ class MisuseCases:
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
     def test_an_unregistered_pool(self, context: CaseContext, call: str) -> None:
         """A pool that nobody registered; the error names it."""
-        _check_refused(
-            context,
-            call,
-            lambda: {"name": "nobody_s_pool"},
-            "nobody_s_pool",
-            "an unregistered pool",
-        )
+        pool = "nobody_s_pool"
+        _check_refused(context, call, lambda: {"name": pool}, pool, "an unregistered pool")
 
     @covers("FT-2")
-    @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
-    def test_before_any_registration(self, context: CaseContext, call: str) -> None:
-        """A storage without any pool."""
-        sut = context.storage(pools={})
-        transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=context.keys(3))
-        _refused(
-            lambda: getattr(sut.storage, call)([transfer]),
-            f"{call} before any registration",
-            PoolName.KV,
+    @pytest.mark.parametrize("how", REFUSED)
+    def test_a_wrong_call(self, context: CaseContext, how: str) -> None:
+        """Pools that are not registered or are none, their names, groups and borrowed indices."""
+        named, ask = REFUSED[how]
+        bare = how.startswith(("register", "before"))
+        pools: dict[str, PoolMemory] = (
+            {} if bare else {PoolName.KV: GuardedPool(), "indexer": GuardedPool()}
         )
+        storage = context.storage(pools=pools).storage
+        _refused(partial(ask, storage, context.keys(3)), how, named)
 
     @covers("FT-2")
     @pytest.mark.parametrize("how", BAD_KEYS)
     def test_bad_keys_of_exists(self, context: CaseContext, how: str) -> None:
         """exists refuses the same keys as get and set, and so does batch_present."""
-        sut = context.storage()
-        _refused(
-            lambda: sut.storage.batch_exists_v2(_bad_keys(how)), f"exists of keys with {how}", "key"
-        )
-        _refused(
-            lambda: sut.storage.batch_present(_bad_keys(how)),
-            f"batch_present of keys with {how}",
-            "key",
-        )
+        storage = context.storage().storage
+        for ask in (storage.batch_exists_v2, storage.batch_present):
+            _refused(lambda: ask(_bad_keys(how)), f"{ask.__name__} of keys with {how}", "key")  # noqa: B023 - called at once
 
     @covers("FT-2", needs=["deletes"])
     @pytest.mark.parametrize("how", BAD_KEYS)
@@ -194,58 +233,6 @@ class MisuseCases:
         )
 
     @covers("FT-2")
-    @pytest.mark.parametrize(("block", "group"), [(0, 0), (2, 3), (-1, 0), (2, -1)])
-    def test_bad_block_groups(self, context: CaseContext, block: int, group: int) -> None:
-        """Groups that do not fit their block."""
-        sut, keys = (
-            context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()}),
-            context.keys(4),
-        )
-        transfer = block_groups("indexer", block, group)
-        _refused(
-            lambda: sut.storage.batch_exists_v2(keys, [transfer]),
-            f"block_groups of {block}/{group}",
-            "block",
-        )
-
-    @covers("FT-2")
-    @pytest.mark.parametrize(
-        "pool", [None, 7, "kv", object()], ids=["None", "number", "text", "object"]
-    )
-    def test_no_host_pool(self, context: CaseContext, pool: object) -> None:
-        """Something that is no host pool at all is refused when it is registered."""
-        sut = context.storage(pools={})
-        _refused(
-            lambda: sut.storage.register_mem_host_pool_v2(pool, PoolName.KV),
-            f"registering {pool!r}",
-            "",
-        )
-
-    @covers("FT-2")
-    @pytest.mark.parametrize("name", ["", "KV", "k v", "kv/1", "..", "x" * 65, "caf\u00e9"])
-    def test_bad_pool_names(self, context: CaseContext, name: str) -> None:
-        """Names of pools are of [a-z0-9_]{1,64}."""
-        sut = context.storage(pools={})
-        _refused(
-            lambda: sut.storage.register_mem_host_pool_v2(GuardedPool(), name),
-            f"registering as {name!r}",
-            "name",
-        )
-
-    @covers("FT-2")
-    def test_a_borrower_without_a_lender(self, context: CaseContext) -> None:
-        """indices_from_pool names a pool that has no transfer in the call."""
-        sut = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
-        transfer = PoolTransfer(
-            PoolName.INDEXER, keys=context.keys(2), indices_from_pool=PoolName.KV
-        )
-        _refused(
-            lambda: sut.storage.batch_get_v2([transfer]),
-            "indices from a pool that is not in the call",
-            "indices",
-        )
-
-    @covers("FT-2")
     def test_undeclared_operations(self, context: CaseContext) -> None:
         """delete() and clear() work where they are declared.
 
@@ -262,16 +249,6 @@ class MisuseCases:
                 sut.expect_missing(keys, rule="FT-2", why=f"was removed by a {name}()")
             else:
                 _refused(ask, f"{name}(), which is not declared,", "", UnsupportedOperationError)
-
-    @covers("FT-2")
-    def test_deleting_from_an_unregistered_pool(self, context: CaseContext) -> None:
-        """delete() names the pool that it does not know, or is not declared at all."""
-        sut, keys = context.storage(), context.keys(1)
-        _refused(
-            lambda: sut.storage.delete(keys, pool="nobody_s_pool"),
-            "delete from an unregistered pool",
-            "",
-        )
 
 
 def _bad_keys(how: str) -> Any:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.page_patterns import spent
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation, check
+from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolName, PoolTransfer
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.pools import PoolMemory
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 POOLS = [Level.POOLS]
 
@@ -62,7 +62,9 @@ class PoolCases:
                 for pool in pools * 2
             ]
             context.random.shuffle(shares)
-            _check_holes(sut, shares, stored)
+            for pool, pages in sut.get_many(shares).items():
+                asked = [key for share in shares if share.pool == pool for key in share.keys]
+                sut.compare_holed(asked, pages, stored[pool], pool, unset="GET-3")
 
     @covers("GET-1", "SET-1", levels=POOLS)
     def test_names_of_pools_and_keys_do_not_run_together(self, context: CaseContext) -> None:
@@ -93,49 +95,32 @@ class PoolCases:
             if pool != doomed:
                 sut.expect(keys, pool)
 
-    @covers("GET-3", "GET-1", levels=POOLS)
-    def test_borrowed_indices_of_a_get(self, context: CaseContext) -> None:
-        """A get, too, reads a transfer without own indices by those of the pool that it names."""
-        sut = context.storage(
-            pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool(components=(40,))}
-        )
-        keys = context.keys(4)
-        sut.store_many([PageGroup(keys), PageGroup(keys[1:], "indexer")])
-        transfers = [
-            PoolTransfer(PoolName.KV, slots_of([9, 2, 30, 5], 2), keys=keys),
-            PoolTransfer(PoolName.INDEXER, indices_from_pool=PoolName.KV),
-        ]
-        answer = sut.call("batch_get_v2", lambda: sut.storage.batch_get_v2(transfers))
-        check(
-            answer == {"kv": [True] * 4, "indexer": [False, True, True, True]},
-            "GET-3",
-            f"a get of kv and of indexer, which borrows kv's indices and lacks the first page, "
-            f"answered {answer}",
-        )
-        sut.compare(keys, [sut.memories["kv"].read(page) for page in (9, 2, 30, 5)])
-        found = [sut.memories["indexer"].read(page) for page in (2, 30, 5)]
-        sut.compare(keys[1:], found, "indexer")
-
-    @covers("GET-1", "SET-1", levels=POOLS)
+    @covers("GET-1", "GET-3", "SET-1", levels=POOLS)
     def test_borrowed_indices(self, context: CaseContext) -> None:
         """A transfer without own indices takes the keys and slots of the pool that it names."""
         sut = context.storage(
             pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool(components=(40,))}
         )
         keys, pages = context.keys(4), [9, 2, 30, 5]
-        for pool in ("kv", "indexer"):
+        for pool in sut.memories:
             sut.fill(PageGroup(keys, pool), pages)
-        transfers = [
-            PoolTransfer(PoolName.INDEXER, indices_from_pool=PoolName.KV),
-            PoolTransfer(PoolName.KV, slots_of(pages, 2), keys=keys),
-        ]
-        answer = sut.call("batch_set_v2", lambda: sut.storage.batch_set_v2(transfers))
-        check(
-            answer == {"kv": [True] * 4, "indexer": [True] * 4},
-            "SET-1",
-            f"a set of kv and of indexer, which borrows kv's indices, answered {answer}",
-        )
-        for pool in ("kv", "indexer"):
+        indexer = PoolTransfer(PoolName.INDEXER, indices_from_pool=PoolName.KV)
+        holed = [*context.keys(1), *keys[1:]]
+        # In both orders: the one that borrows may come first.
+        for name, rule, there, transfers in (
+            ("batch_set_v2", "SET-1", [True] * 4, [indexer, _kv(pages, keys)]),
+            ("batch_get_v2", "GET-3", [False, True, True, True], [_kv(pages, holed), indexer]),
+        ):
+            answer = sut.call(name, partial(getattr(sut.storage, name), transfers))
+            check(
+                answer == {"kv": there, "indexer": there},
+                rule,
+                f"{name} of kv and of indexer, which borrows kv's indices, answered {answer}",
+            )
+            for pool, memory in sut.memories.items():
+                sut.compare(keys[1:], [memory.read(page) for page in pages[1:]], pool)
+                memory.fill(pages, spent(memory.page_bytes))
+        for pool in sut.memories:
             sut.expect(keys, pool)
 
     @covers("GET-1", "SET-1", levels=POOLS)
@@ -150,6 +135,10 @@ class PoolCases:
         again.expect(keys, "draft")
 
 
+def _kv(pages: list[int], keys: list[str]) -> PoolTransfer:
+    return PoolTransfer(PoolName.KV, slots_of(pages, 2), keys=keys)
+
+
 def _four_pools() -> dict[str, PoolMemory]:
     return {
         PoolName.KV: GuardedPool(components=(64, 64)),
@@ -157,26 +146,3 @@ def _four_pools() -> dict[str, PoolMemory]:
         PoolName.SWA: GuardedPool(components=(64, 64)),
         PoolName.INDEXER: GuardedPool(components=(33,)),
     }
-
-
-def _check_holes(
-    sut: StorageUnderTest, shares: list[PageGroup], stored: dict[str, set[str]]
-) -> None:
-    found = sut.get_many(shares)
-    for pool, pages in found.items():
-        keys = [key for share in shares if share.pool == pool for key in share.keys]
-        for index, (key, content) in enumerate(zip(keys, pages, strict=True)):
-            if content is not None and key not in stored[pool]:
-                held = sut.explain(key, content, pool)
-                raise Violation(
-                    "GET-3",
-                    f"page {index} key {short(key)} of pool {pool!r} was never set, and a get "
-                    f"delivers it: {held}",
-                )
-        present = [index for index, key in enumerate(keys) if key in stored[pool]]
-        sut.compare(
-            [keys[index] for index in present],
-            [pages[index] for index in present],
-            pool,
-            rule="GET-3",
-        )

@@ -10,7 +10,6 @@ import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.harness.log_records import records_above_debug
-from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.pools import PoolMemory
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 ORDERS: Final[Mapping[str, Callable[[int], int]]] = {
     "ascending": lambda page: page,
@@ -62,19 +60,15 @@ class ReadingCases:
 
     @covers("GET-1", "SET-1")
     def test_pages_read_back(self, context: CaseContext) -> None:
-        """Batches of several sizes, read whole, in reverse, and in part."""
+        """Batches of several sizes, read whole, in reverse, and in part; nothing before a set."""
         sut = context.storage()
+        sut.expect_missing(context.keys(8), rule="GET-1", why="was never set")
         for size in (1, 2, 7, 32, 64):
             keys = context.keys(size)
             sut.store(keys)
             sut.expect(keys)
             sut.expect(keys[::-1])
             sut.expect(keys[size // 2 :])
-
-    @covers("GET-1")
-    def test_nothing_is_there_before_a_set(self, context: CaseContext) -> None:
-        """A store that holds nothing delivers nothing."""
-        context.storage().expect_missing(context.keys(8), rule="GET-1", why="was never set")
 
     @covers("GET-1", "GET-3")
     def test_holes(self, context: CaseContext) -> None:
@@ -85,9 +79,10 @@ class ReadingCases:
         sut = context.storage()
         stored, missing = context.keys(64), context.keys(64)
         sut.store(stored)
-        for pattern in product((True, False), repeat=5):
-            _read_with_holes(sut, stored, missing, pattern)
-        _read_with_holes(sut, stored, missing, [index % 3 != 1 for index in range(64)])
+        third = [index % 3 != 1 for index in range(64)]
+        for pattern in (*product((True, False), repeat=5), third):
+            chain = [(stored if there else missing)[index] for index, there in enumerate(pattern)]
+            sut.compare_holed(chain, sut.get(chain), set(stored))
 
     @covers("GET-3")
     def test_a_key_that_stands_twice(self, context: CaseContext) -> None:
@@ -95,17 +90,7 @@ class ReadingCases:
         sut, (first, second), missing = context.storage(), context.keys(2), context.keys(1)[0]
         sut.store([first, second])
         chain = [first, missing, second, first, first, missing]
-        found = sut.get(chain)
-        for index in (1, 5):
-            check(
-                found[index] is None,
-                "GET-1",
-                f"page {index} key {short(missing)} was never set, and a get delivers it",
-            )
-        present = [index for index in range(len(chain)) if index not in (1, 5)]
-        sut.compare(
-            [chain[index] for index in present], [found[index] for index in present], rule="GET-3"
-        )
+        sut.compare_holed(chain, sut.get(chain), {first, second})
 
     @covers("GET-3")
     def test_transfers_of_one_pool(self, context: CaseContext) -> None:
@@ -113,21 +98,10 @@ class ReadingCases:
         sut, missing = context.storage(), context.keys(1)
         parts = [context.keys(3), context.keys(1), context.keys(4)]
         sut.store_many([PageGroup(part) for part in parts])
-        found = sut.get_many(
-            [
-                PageGroup(parts[0]),
-                PageGroup(missing),
-                PageGroup([]),
-                PageGroup(parts[1]),
-                PageGroup(parts[2]),
-            ]
-        )[PoolName.KV]
-        check(
-            found[3] is None,
-            "GET-3",
-            f"the second transfer's key {short(missing[0])} was never set, and its place says True",
-        )
-        sut.compare([*parts[0], *parts[1], *parts[2]], found[:3] + found[4:], rule="GET-3")
+        stored = {key for part in parts for key in part}
+        groups = [parts[0], missing, [], parts[1], parts[2]]
+        found = sut.get_many([PageGroup(group) for group in groups])[PoolName.KV]
+        sut.compare_holed([key for group in groups for key in group], found, stored, unset="GET-3")
 
     @covers("GET-3")
     def test_the_form_of_answers(self, context: CaseContext) -> None:
@@ -296,25 +270,3 @@ class ReadingCases:
             "GET-6",
             "reading missing pages counted as faults",
         )
-
-
-def _read_with_holes(
-    sut: StorageUnderTest,
-    stored: list[str],
-    missing: list[str],
-    pattern: tuple[bool, ...] | list[bool],
-) -> None:
-    chain = [stored[index] if there else missing[index] for index, there in enumerate(pattern)]
-    found = sut.get(chain)
-    for index, (there, content) in enumerate(zip(pattern, found, strict=True)):
-        if not there and content is not None:
-            held = sut.explain(chain[index], content)
-            raise Violation(
-                "GET-1",
-                f"page {index} key {short(chain[index])} was never set, and a get delivers it: "
-                f"{held}",
-            )
-    present = [index for index, there in enumerate(pattern) if there]
-    sut.compare(
-        [chain[index] for index in present], [found[index] for index in present], rule="GET-3"
-    )

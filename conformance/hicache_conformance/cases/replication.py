@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import kv_and_state
-from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.harness.storage_under_test import PageGroup, check_each
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation, check, checked
+from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -83,11 +83,8 @@ class ReplicationCases:
         ranks[0].store(alone, PoolName.MAMBA)
         ranks[0].expect(alone, PoolName.MAMBA)
         for rank in ranks:
-            checked("ID-3")
-            for index, ok in enumerate(rank.set(keys, PoolName.MAMBA)):
-                if not ok:
-                    told = f"rank {rank.identity.tp_rank} of a pool that is sharded over TP was refused"
-                    raise Violation("ID-3", f"page {index} key {short(keys[index])}: {told}")
+            refused = f"of a sharded pool was refused to TP rank {rank.identity.tp_rank}"
+            check_each(keys, rank.set(keys, PoolName.MAMBA), "ID-3", refused)
         for rank in ranks:
             rank.expect_own(keys, PoolName.MAMBA, rule="ID-3")
 

@@ -11,7 +11,7 @@ import pytest
 from hicache_conformance.fixtures.large_batches import BATCH
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.corruption import ObjectCorruption
-from hicache_conformance.harness.driver_calls import counted, has_steps
+from hicache_conformance.harness.driver_calls import counted, require_steps
 from hicache_conformance.harness.page_patterns import Page, short
 from hicache_conformance.harness.pools import GuardedPool, HeadsPool
 from hicache_conformance.harness.storage_under_test import PageGroup, all_pages, trailing
@@ -21,7 +21,7 @@ from hicache_conformance.model.violation import Inconclusive, Violation, check, 
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.pools import PoolMemory
@@ -152,45 +152,30 @@ class ShardCases:
             )
         whole.expect(keys, rule="ID-8")
 
-    @covers("EX-12", levels=POOLS, needs=SHARED)
+    @covers("EX-12", "GET-10", levels=POOLS, needs=SHARED)
     def test_a_hole_in_one_shard(self, context: CaseContext) -> None:
-        """A page without one of its shards exists only for ranks that do not hold that shard."""
+        """A page without one of its shards is there only for ranks that do not hold that shard."""
         model = _model(context)
         eight = model.ranks(8)
-        readers = [rank for size in (1, 2, 4) for rank in model.ranks(size)]
+        readers = [*eight, *(rank for size in (1, 2, 4) for rank in model.ranks(size))]
         for hole in range(HEADS):
-            first, key, last = context.keys(3)
-            for shard, rank in enumerate(eight):
-                rank.store([first, last] if shard == hole else [first, key, last])
-            for rank in (*readers, *eight):
+            keys = context.keys(3)
+            _store_with_hole(eight, keys, hole)
+            for rank in readers:
                 there = hole not in rank.identity.shards(PoolName.KV)
-                hit = rank.exists([first, key, last]).kv_hit_pages
-                answers = rank.present([first, key, last])
+                hit, answers = rank.exists(keys).kv_hit_pages, rank.present(keys)
+                lacks = f"page 1 key {short(keys[1])} lacks shard {hole}"
                 check(
                     hit == (3 if there else 1) and answers == [True, there, True],
                     "EX-12",
-                    f"page 1 key {short(key)} lacks shard {hole}; for {_name(rank)} "
-                    f"kv_hit_pages is {hit}, and batch_present answers {answers}",
+                    f"{lacks}; for {_name(rank)} kv_hit_pages is {hit}, and batch_present answers "
+                    f"{answers}",
                 )
-
-    @covers("GET-10", levels=POOLS, needs=SHARED)
-    def test_a_get_of_a_page_with_a_hole(self, context: CaseContext) -> None:
-        """It is delivered to ranks that do not hold the missing shard, and to no others."""
-        model = _model(context)
-        eight = model.ranks(8)
-        readers = [rank for size in (1, 2, 4) for rank in model.ranks(size)]
-        for hole in range(HEADS):
-            keys = context.keys(3)
-            for shard, rank in enumerate(eight):
-                rank.store(keys[::2] if shard == hole else keys)
-            for rank in readers:
-                there = hole not in rank.identity.shards(PoolName.KV)
                 found = rank.get(keys)
                 check(
                     (found[1] is not None) == there,
                     "GET-10",
-                    f"page 1 key {short(keys[1])} lacks shard {hole}, and a get of "
-                    f"{_name(rank)} answers {not there}",
+                    f"{lacks}, and a get of {_name(rank)} answers {not there}",
                 )
                 wanted = keys if there else keys[::2]
                 rank.compare(wanted, [page for page in found if page], rule="GET-10")
@@ -202,8 +187,7 @@ class ShardCases:
         eight, [one] = model.ranks(8), model.ranks(1)
         for hole in range(HEADS):
             keys = context.keys(3)
-            for shard, rank in enumerate(eight):
-                rank.store(keys[::2] if shard == hole else keys, generation=1)
+            _store_with_hole(eight, keys, hole, generation=1)
             before = one.stats().bytes_written
             one.store(keys, generation=2)
             written = one.stats().bytes_written - before
@@ -310,10 +294,7 @@ class ShardCases:
     def test_one_batch_for_all_shards(self, context: CaseContext) -> None:
         """128 pages of 8 shards each: an exists, a set and a get ask the driver once each."""
         [sut] = _model(context, pages=BATCH).ranks(1)
-        if not has_steps(sut.storage):
-            raise Inconclusive(
-                "the driver is no ObjectStorage, so that there are no calls of its own to count"
-            )
+        require_steps(sut.storage)
         keys = context.keys(BATCH)
         for what, ask in (
             ("set", partial(sut.store, keys)),
@@ -368,6 +349,14 @@ def _side_pools() -> dict[str, PoolMemory]:
         PoolName.INDEXER: GuardedPool(components=(48,)),
         PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
     }
+
+
+def _store_with_hole(
+    ranks: Sequence[StorageUnderTest], keys: Sequence[str], hole: int, generation: int = 0
+) -> None:
+    """Store 3 pages, of which the second one lacks a shard."""
+    for shard, rank in enumerate(ranks):
+        rank.store(keys[::2] if shard == hole else keys, generation=generation)
 
 
 def _name(rank: StorageUnderTest) -> str:

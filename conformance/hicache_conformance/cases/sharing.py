@@ -110,11 +110,7 @@ class SharingCases:
         """One process finds a page damaged, one sets it anew: both read it then."""
         group = ProcessGroup(context)
         one, two, own = group.worker("one"), group.worker("two"), context.storage(group.identity)
-        if not own.call("get_stats", own.storage.get_stats).verifies_checksums:
-            raise Inconclusive(
-                "the options leave checksums unverified, as get_stats() says; nothing can notice "
-                "damaged bytes"
-            )
+        context.require_checksums(own)
         for finders, mender in (((one,), one), ((one,), two), ((one, two), two)):
             keys = group.new_keys(3)
             for key in keys:

@@ -153,8 +153,7 @@ def _meet(
         other = open_long_pages(context, config, writer.identity, options=HURRIED)
     else:
         # What two storages of one driver do to each other is nothing then.
-        other = writer.client(1, 2, context.chance("places of the other"))
-        writer = writer.client(0, 2, context.chance("places of the writer"))
+        writer, other = context.clients(writer, 2)
     held, keys = context.keys(BATCH), context.keys(BATCH)
     injector.inject(plan)
     setting = Pending(partial(writer.set, held))

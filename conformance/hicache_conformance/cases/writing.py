@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.page_patterns import canary, short
 from hicache_conformance.harness.pools import kv_and_state
-from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.harness.storage_under_test import PageGroup, check_each
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation, check, checked
@@ -189,14 +189,8 @@ class WritingCases:
         sut, keys = context.storage(), context.keys(6)
         sut.store(keys[:3])
         again = sut.set(keys, generation=1)
-        for index, ok in enumerate(again):
-            if not ok:
-                rule = "SET-3" if index < 3 else "SET-6"
-                raise Violation(
-                    rule,
-                    f"page {index} key {short(keys[index])} was answered with False in a batch of "
-                    f"existing and new pages",
-                )
+        check_each(keys[:3], again[:3], "SET-3", "exists, and a set of it answers False")
+        check_each(keys[3:], again[3:], "SET-6", "is new, and a set of it answers False")
         check_not_rewritten(sut, keys[:3])
         sut.expect(keys[3:], generation=1)
 
@@ -231,13 +225,8 @@ class WritingCases:
             new = context.keys(6)
             chain = context.random.sample(stored, 4) + new + context.random.sample(new, 2)
             context.random.shuffle(chain)
-            for index, (key, ok) in enumerate(zip(chain, sut.set(chain), strict=True)):
-                check(
-                    ok,
-                    "SET-6",
-                    f"page {index} key {short(key)} of a batch of existing, repeated and new "
-                    f"pages was refused",
-                )
+            refused = "of a batch of existing, repeated and new pages was refused"
+            check_each(chain, sut.set(chain), "SET-6", refused)
             sut.expect(chain, rule="SET-6")
 
     @covers("SET-7")
@@ -252,9 +241,7 @@ class WritingCases:
             sut.store(keys)
         for keys in batches:
             found = sut.get(keys)
-            for index, (key, content) in enumerate(zip(keys, found, strict=True)):
-                wrong = sut.explain(key, content)
-                check(not wrong, "SET-7", f"page {index} key {short(key)} {wrong}")
+            sut.check_right(keys, found, rule="SET-7")
             sut.compare(keys, found)
 
 

@@ -60,6 +60,16 @@ class Pending(Generic[AnswerT_co]):
         self.seconds = time.monotonic() - self._began
 
 
+def eventually(look: Callable[[], object], seconds: float, pause: float = 0.02) -> bool:
+    """Return whether `look` comes true within so many seconds."""
+    until = time.monotonic() + seconds
+    while not look():
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+    return True
+
+
 def together(rule: str, functions: Sequence[Callable[[], object]]) -> None:
     """Run functions in a thread each, begun at the same time, and wait for all of them.
 

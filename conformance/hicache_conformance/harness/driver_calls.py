@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from hicache_conformance.model.violation import Inconclusive
 from hicache_storage.layers import innermost
 from hicache_storage.objects import ObjectStorage
 
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
 
 STEPS: Final = ("objects_exist", "read_objects", "write_objects")
+
+
+def require_steps(storage: HiCacheStorage) -> None:
+    """Make sure that a driver has calls of its own to count.
+
+    Raises:
+        Inconclusive: it is no `ObjectStorage`.
+    """
+    if not has_steps(storage):
+        raise Inconclusive(
+            "the driver is no ObjectStorage, so that there are no calls of its own to count"
+        )
 
 
 def has_steps(storage: HiCacheStorage) -> bool:

@@ -18,7 +18,7 @@ from hicache_conformance.harness.page_patterns import (
     spent,
 )
 from hicache_conformance.harness.pools import slots_of
-from hicache_conformance.model.violation import Violation, checked
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.spec import (
     HiCacheStorage,
     PoolHitPolicy,
@@ -30,7 +30,7 @@ from hicache_storage.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
     from random import Random
 
     import torch
@@ -421,6 +421,58 @@ class StorageUnderTest:
             return ""
         return self._patterns.explain(content, self._owners([key], pool, generation)[0])
 
+    def compare_holed(
+        self,
+        keys: Sequence[str],
+        found: Sequence[bytes | None],
+        stored: Container[str],
+        pool: str = PoolName.KV,
+        *,
+        unset: str = "GET-1",
+    ) -> None:
+        """Compare pages that were read, of which only those of `stored` were ever set.
+
+        Raises:
+            Violation: `unset` for another page that is delivered; GET-3 for one that is not where
+                it belongs; GET-1 for wrong bytes.
+        """
+        checked(unset)
+        present = list[int]()
+        for index, (key, content) in enumerate(zip(keys, found, strict=True)):
+            if key in stored:
+                present.append(index)
+            elif content is not None:
+                held = self.explain(key, content, pool)
+                raise Violation(
+                    unset,
+                    f"page {index} key {short(key)} of pool {pool!r} was never set, and a get "
+                    f"delivers it: {held}",
+                )
+        self.compare(
+            [keys[index] for index in present],
+            [found[index] for index in present],
+            pool,
+            rule="GET-3",
+        )
+
+    def check_right(
+        self,
+        keys: Sequence[str],
+        found: Sequence[bytes | None],
+        pool: str = PoolName.KV,
+        *,
+        rule: str = "GET-1",
+        when: str = "",
+    ) -> None:
+        """Check that the pages that a get has delivered hold their own bytes; it may miss any.
+
+        Raises:
+            Violation: `rule`.
+        """
+        for index, (key, content) in enumerate(zip(keys, found, strict=True)):
+            wrong = self.explain(key, content, pool)
+            check(not wrong, rule, f"page {index} key {short(key)}{when} {wrong}")
+
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters; zeros for a pool that has none yet."""
         return (
@@ -516,6 +568,17 @@ class StorageUnderTest:
                 f"a get into host pages {sorted(destinations)} wrote outside the memory of pool "
                 f"{pool!r}",
             )
+
+
+def check_each(keys: Sequence[str], answers: Sequence[object], rule: str, otherwise: str) -> None:
+    """Check that no page of a call was answered with False, nor with None for a miss.
+
+    Raises:
+        Violation: `rule`; `otherwise` says what is wrong with such a page.
+    """
+    for index, (key, answer) in enumerate(zip(keys, answers, strict=True)):
+        there = answer is not None and answer is not False
+        check(there, rule, f"page {index} key {short(key)} {otherwise}")
 
 
 def all_pages(pool: str) -> PoolTransfer:
