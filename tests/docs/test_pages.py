@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.docs
 
-NOT_RUN: Final = 19
+NOT_RUN: Final = 18
 """How many blocks are exempt. One more is one that nobody finds broken: change this number only for
 a reason."""
 QUICK_STARTS: Final = [
     ROOT / "docs" / f"quickstart-{path}.md"
-    for path in ("author", "operator", "python", "engine", "vllm", "lmcache")
+    for path in ("operator", "python", "engine", "vllm", "lmcache")
 ]
 LONG: Final = ("write-a-driver",)
 """Pages whose commands run the whole suite."""
