@@ -95,6 +95,11 @@ class DriverRun(msgspec.Struct, frozen=True):
             return APART
         return self.interface.partition(" ")[0] or OWN
 
+    def broken(self) -> list[RuleRow]:
+        """The rules that were found broken, or whose cases broke themselves."""
+        outcomes = (Outcome.FAIL, Outcome.ERROR)
+        return [rule for rule in self.rules if rule.selected and rule.outcome in outcomes]
+
     @property
     def settings(self) -> str:
         """Interface, levels, profile and lengths of pages."""
@@ -136,6 +141,8 @@ def matrix(runs: Sequence[DriverRun]) -> str:
             ids = [rule for rule in _undeclared(group[0]) if rule in common]
             parts.append(f"Not declared by any of them: {_ranges(ids)}.")
         parts.append(_table(COLUMNS, (_about(run, common) for run in group)))
+        if commands := _once(command for run in group for command in _commands(run)):
+            parts.append(f"To repeat a case: {', '.join(f'`{each}`' for each in commands)}.")
         for run in group:
             parts += _findings(run)
     reasons = {name: setup.not_judged for name, setup in all_known().items() if setup.not_judged}
@@ -165,6 +172,14 @@ def _about(run: DriverRun, undeclared: Collection[str]) -> tuple[str, ...]:
     )
 
 
+def _commands(run: DriverRun) -> Iterable[str]:
+    """The commands that repeat cases, with words for the driver and the case."""
+    for rule in run.broken():
+        if command := rule.failing()[0].reproduce:
+            command = command.replace(f" run {run.driver.name} ", " run DRIVER ")
+            yield _CASE.sub("--case CASE", command)
+
+
 def _undeclared(run: DriverRun) -> list[str]:
     return _ids(run, Outcome.NOT_DECLARED)
 
@@ -186,25 +201,16 @@ def _ranges(rules: Iterable[str]) -> str:
 
 
 def _findings(run: DriverRun) -> Iterable[str]:
-    broken = [
-        rule
-        for rule in run.rules
-        if rule.selected and rule.outcome in (Outcome.FAIL, Outcome.ERROR)
-    ]
-    if not broken:
+    if not run.broken():
         return
     yield f"### {run.driver.name}"
     found = list[str]()
-    commands = list[str]()
-    for rule in broken:
+    for rule in run.broken():
         case = rule.failing()[0]
         again = _CASE.search(case.reproduce)
-        commands += [_CASE.sub("--case CASE", case.reproduce)] if again else []
         error = "error of the suite: " if rule.outcome is Outcome.ERROR else ""
         where = f" (`{again[1]}`)" if again else ""
         found.append(f"- **{rule.id}**: {error}{_sentence(case.reason, rule.id)}{where}")
-    if commands:
-        yield f"To repeat a case: {', '.join(f'`{command}`' for command in _once(commands))}."
     if script := _script(run.driver.name):
         yield f"With the driver alone: `{script} RULE`."
     yield "\n".join(found)
