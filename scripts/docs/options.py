@@ -75,25 +75,18 @@ def driver_options(name: str) -> list[Option]:
     ]
 
 
-def bridge_options() -> list[Option]:
-    """The bridge's own keys in SGLang's extra config."""
+def bridge_options(engine: str = "") -> list[Option]:
+    """The options of every bridge, or those that only one engine's has."""
+    from hicache_storage.engines.bridge_config import BridgeConfig
+    from hicache_storage.engines.lmcache.identity import AdapterConfig
     from hicache_storage.engines.sglang.identity import SGLangBridgeConfig
-
-    return _struct(SGLangBridgeConfig, {})
-
-
-def tier_options() -> list[Option]:
-    """The bridge's keys in an entry of vLLM's `secondary_tiers`."""
     from hicache_storage.engines.vllm.identity import TierConfig
 
-    return _struct(TierConfig, {})
-
-
-def adapter_options() -> list[Option]:
-    """The bridge's keys in LMCache's `adapter_params`."""
-    from hicache_storage.engines.lmcache.identity import AdapterConfig
-
-    return _struct(AdapterConfig, {})
+    if not engine:
+        return _struct(BridgeConfig, {})
+    model = {"sglang": SGLangBridgeConfig, "vllm": TierConfig, "lmcache": AdapterConfig}[engine]
+    common = BridgeConfig.__struct_fields__
+    return [option for option in _struct(model, {}) if option.name not in common]
 
 
 def server_settings() -> list[Option]:
@@ -119,8 +112,9 @@ MODELS: Final[dict[str, Callable[[], list[Option]]]] = {
     "hf3fs": lambda: driver_options("hf3fs"),
     "mooncake": lambda: driver_options("mooncake"),
     "bridge": bridge_options,
-    "vllm": tier_options,
-    "lmcache": adapter_options,
+    "sglang": lambda: bridge_options("sglang"),
+    "vllm": lambda: bridge_options("vllm"),
+    "lmcache": lambda: bridge_options("lmcache"),
     "server": server_settings,
 }
 """What the comments of a page may name."""
