@@ -64,11 +64,10 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does with a read that has not returned at the deadline. "
-            "'bounce_buffer': the get returns; pages are read into the driver's own buffers (at "
-            "most 16 MiB) and copied. 'wait': the get waits; pages are read straight into the "
-            "host pool. By default 'bounce_buffer', except for pages in the page cache of a local "
-            "disk, which are read straight into the host pool."
+            description="What a get does with a read that has not returned at the deadline: "
+            "'bounce_buffer' returns, because pages are read into the driver's own buffers (at "
+            "most 16 MiB); 'wait' waits, because they are read straight into the host pool. By "
+            "default 'bounce_buffer', except for pages in the page cache of a local disk."
         ),
     ] = "auto"
     verify_checksums: Annotated[

@@ -81,9 +81,9 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
             description="What a get does with a read that has not returned at the deadline "
-            "(posix). 'bounce_buffer': the get returns; pages are read into the driver's own "
-            "buffers and copied. 'wait': the get waits; pages are read straight into the host "
-            "pool. By default 'wait' on a local disk, and 'bounce_buffer' elsewhere."
+            "(posix): 'bounce_buffer' returns, because pages are read into the driver's own "
+            "buffers; 'wait' waits, because they are read straight into the host pool. By default "
+            "'wait' on a local disk, and 'bounce_buffer' elsewhere."
         ),
     ] = "auto"
     usrbio_rings: Annotated[

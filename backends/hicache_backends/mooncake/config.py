@@ -134,11 +134,10 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does with a transfer that has not returned at the deadline. "
-            "'bounce_buffer' (tcp): the get returns; pages are read into the driver's own buffers "
-            "and copied. 'wait': the get waits for Mooncake's own timeouts; pages are read "
-            "straight into the host pool. By default 'bounce_buffer' over tcp, and 'wait' "
-            "elsewhere."
+            description="What a get does with a transfer that has not returned at the deadline: "
+            "'bounce_buffer' (tcp) returns, because pages are read into the driver's own buffers; "
+            "'wait' waits for Mooncake's own timeouts, because they are read straight into the "
+            "host pool. By default 'bounce_buffer' over tcp, and 'wait' elsewhere."
         ),
     ] = "auto"
     buffer_size: Annotated[
