@@ -7,8 +7,14 @@ import threading
 import pytest
 
 from hicache_storage.hybrid import page_hashes
+from hicache_storage.hybrid.storage_io import backups
 from hicache_storage.hybrid.storage_io.workers import Job
 from tests.hybrid.stack import PAGE, Stack, identity, tokens
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(backups, "RETRY_SECONDS", 0.001)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.errors import FlakyFailure
+from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
 FACTOR = int(os.environ.get("HICACHE_PROGRAMS", "1"))
@@ -52,5 +52,5 @@ def assert_found(kind) -> None:
         report_multiple_bugs=False,
         print_blob=False,
     )
-    with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError, FlakyFailure)):
+    with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError, Flaky)):
         run_state_machine_as_test(kind, settings=quick)

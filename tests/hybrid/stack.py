@@ -24,55 +24,50 @@ from tests.support.pools import pool_pair
 PAGE = 4
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
 ATTENTION, MAMBA_LAYERS = [0, 2], [1, 3]
-
-
-def kv_pools(slots):
-    fields = {"page_size": PAGE, "layer_num": 2, "head_num": 1, "head_dim": 3, "dtype": torch.int16}
-    return PoolPair(*pool_pair("mha", 2 * slots, slots, **fields), ATTENTION)
-
-
-def indexer_pools(slots):
-    fields = {"page_size": PAGE, "layer_num": 2, "index_head_dim": 4, "quant_block_size": 2}
-    return PoolPair(*pool_pair("indexer", 2 * slots, slots, **fields), ATTENTION)
-
-
-def mla_pools(slots):
-    fields = {"page_size": PAGE, "layer_num": 2, "kv_cache_dim": 3, "dtype": torch.int16}
-    return PoolPair(*pool_pair("mla", 2 * slots, slots, **fields), ATTENTION)
-
-
-def mamba_pools(slots):
-    fields = {
+KINDS = {
+    "mha": {"layer_num": 2, "head_num": 1, "head_dim": 1, "dtype": torch.int64},
+    "mla": {"layer_num": 2, "kv_cache_dim": 1, "dtype": torch.int64},
+    "indexer": {"layer_num": 1, "index_head_dim": 4, "quant_block_size": 4},
+    "mamba": {
         "layer_num": 2,
-        "temporal_shape": (2, 2),
-        "conv_shapes": [(3,)],
-        "temporal_dtype": torch.int16,
-        "conv_dtype": torch.int16,
-    }
-    return PoolPair(*pool_pair("mamba", 2 * slots, slots, **fields), MAMBA_LAYERS)
+        "temporal_shape": (1,),
+        "conv_shapes": [(1,)],
+        "temporal_dtype": torch.int64,
+        "conv_dtype": torch.int64,
+    },
+}
+"""Pools with one integer for each slot, layer and part."""
+RULES = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
 
 
 def identity(parallel=None, **changes):
-    fields = {"model": "m", "kv_dtype": "int16", "page_size": PAGE, "layout": "page_first"}
+    fields = {"model": "m", "kv_dtype": "int64", "page_size": PAGE, "layout": "page_first"}
     made = StorageIdentity(**{**fields, **changes})
     return made if parallel is None else parallel.identity(made)
 
 
 class Stack:
-    """Pools of so many pages and states on the host, twice as many on the device.
+    """Pools of so many pages and states on the host, and by default twice as many on the device.
 
     Args:
         states: 0 for MLA and an indexer without states.
+        device: slots of KV, and of states, on the device.
     """
 
-    def __init__(self, *, pages=16, states=8, seed=0, **options):
+    def __init__(self, *, pages=16, states=8, page_size=PAGE, device=None, seed=0, **options):
         self.simulator = StreamSimulator(seed)
         self.compute = self.simulator.stream("compute")
-        pairs = {
-            KV: (kv_pools if states else mla_pools)(pages * PAGE),
-            INDEXER: indexer_pools(pages * PAGE),
+        rows, on_device = pages * page_size, device or (2 * pages * page_size, 2 * states)
+        paged = {"page_size": page_size}
+        pools = {
+            KV: ("mha" if states else "mla", on_device[0], rows, ATTENTION, paged),
+            INDEXER: ("indexer", on_device[0], rows, ATTENTION[:1], paged),
         }
-        pairs |= {MAMBA: mamba_pools(states)} if states else {}
+        pools |= {MAMBA: ("mamba", on_device[1], states, MAMBA_LAYERS, {})} if states else {}
+        pairs = {
+            name: PoolPair(*pool_pair(kind, mine, hosts, **KINDS[kind], **more), layers)
+            for name, (kind, mine, hosts, layers, more) in pools.items()
+        }
         self.transfers = PageTransfers(self.simulator, self.compute, pairs)
         self.device = {name: pair.device_pool for name, pair in pairs.items()}
         self.host = {name: pair.host_pool for name, pair in pairs.items()}
@@ -83,20 +78,13 @@ class Stack:
         }
         self.group = HostPoolGroup(
             PoolEntry(
-                **{
-                    "name": name,
-                    "host_pool": pair.host_pool,
-                    "device_pool": pair.device_pool,
-                    **fields[name],
-                },
+                **{"name": name, "device_pool": pair.device_pool, **fields[name]},
+                host_pool=pair.host_pool,
                 host_slots=self.transfers.host_slots[name],
             )
             for name, pair in pairs.items()
         )
-        options.setdefault(
-            "rules", PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
-        )
-        options.setdefault("stop_seconds", 30.0)
+        options = {"rules": RULES, "stop_seconds": 30.0, **options}
         self.controller = HybridCacheController(self.group, self.transfers, **options)
 
     def close(self):
@@ -129,10 +117,9 @@ class Stack:
             for number, end in enumerate(ends):
                 key = keys[end - 1] if end else before[-1]
                 slot = slots.view(len(ends), -1)[number, 0].item()
-                for layer in range(2):
-                    for part, tensor in enumerate(
-                        getattr(self, where)[name].page_layer(slot, layer)
-                    ):
+                pool = getattr(self, where)[name]
+                for layer in range(pool.layer_num):
+                    for part, tensor in enumerate(pool.page_layer(slot, layer)):
                         seed = random.Random(f"{key}/{name}/{layer}/{part}").getrandbits(32)
                         noise = torch.randint(
                             0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed)

@@ -17,11 +17,6 @@ from tests.support.waiting import eventually
 KEYS = page_hashes(tokens(12), PAGE)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.001)
-
-
 def backed_up(stack, host, keys=KEYS, prefix=()):
     number = stack.controller.write_storage(host, keys[: host.anchor.numel() // PAGE], prefix)
     [result] = eventually(stack.controller.completed_backups)

@@ -49,7 +49,6 @@ class Programs(RuleBasedStateMachine):
             mock.patch.object(
                 Job, "overdue", lambda job, seconds: not job.query() and self.mood.mood == "hangs"
             ),
-            mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.0),
             mock.patch("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 4),
         )
         for patch in self.patches:

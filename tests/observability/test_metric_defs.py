@@ -34,7 +34,7 @@ from hicache_storage.observability.prometheus import (
     ControllerCollector,
     StorageCollector,
 )
-from tests.hybrid.radix.standin import StandInController
+from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
 from tests.metadata_server.http_calls import SlowStore, running
@@ -105,7 +105,7 @@ def test_a_controller_exports_what_is_defined():
 
 
 def test_a_cache_exports_what_is_defined():
-    world = World(StandInController(SIZES, 2, states=True))
+    world = World(WorldController(SIZES, 2, states=True))
     collector = CacheCollector(world.cache)
     world.start(tuple(range(10, 27)))
     assert 'hicache_cache_tokens{tier="device"} 0.0' in exposition(collector)
@@ -114,6 +114,7 @@ def test_a_cache_exports_what_is_defined():
     assert exported(text) == expected("cache")
     assert f'hicache_cache_tokens{{tier="device"}} {world.cache.usage().device_tokens}.0' in text
     assert world.cache.usage().device_tokens > 0
+    world.controller.close()
 
 
 async def test_a_server_exports_what_is_defined(tmp_path):

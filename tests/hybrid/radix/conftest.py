@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 
 from hicache_storage.hybrid.policies import WritePolicy
-from tests.hybrid.radix.real import RealController
+from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.serving import GRID, PAGE
-from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
 
 
-@pytest.fixture(params=[StandInController, RealController])
-def make_world(request):
+@pytest.fixture
+def make_world():
     made = []
 
     def make(*, grid=GRID, policy=WritePolicy.WRITE_THROUGH, threshold=0, **sizes):
-        controller = request.param(
+        controller = WorldController(
             SIZES | sizes, PAGE, states=grid is not None, threshold=threshold
         )
         made.append(World(controller, PAGE, grid, policy))

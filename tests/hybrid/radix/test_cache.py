@@ -14,12 +14,20 @@ from hicache_storage.hybrid.radix import (
     checkpoint_grid,
 )
 from hicache_storage.hybrid.radix.tree import SlotKind
-from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import ConfigError, InvalidTransferError
-from tests.hybrid.radix.real import RealController
-from tests.hybrid.radix.serving import LONG, PAGE, fetch, served
-from tests.hybrid.radix.standin import StandInController
-from tests.hybrid.radix.world import KV, MAMBA, SIZES, value
+from tests.hybrid.radix.serving import LONG, fetch, served
+from tests.hybrid.radix.world import KV, MAMBA, SIZES, kv_values, value
+
+
+def computed(world, tokens, *ends):
+    """Rows and states that a model has computed for whole pages of tokens."""
+    rows, states = world.cache.alloc_kv(len(tokens)), {}
+    world.device[KV][rows] = kv_values(tokens)
+    for end in ends:
+        state = world.cache.alloc_state()
+        world.device[MAMBA][state] = value("state", tokens[:end])
+        states[end] = int(state)
+    return rows, states
 
 
 def test_a_hit_goes_to_the_last_checkpoint_with_a_state(world):
@@ -45,14 +53,23 @@ def test_without_states_every_page_is_a_hit(make_world):
 
 
 def test_namespaces_share_nothing(world):
-    rows = world.cache.alloc_kv(4)
-    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(4)])
-    state = world.cache.alloc_state()
-    world.device[MAMBA][state] = value("state", LONG[:4])
-    world.cache.insert(LONG[:4], rows, {4: int(state)}, namespace="ab" * 32)
+    world.cache.insert(LONG[:4], *computed(world, LONG[:4], 4), namespace="ab" * 32)
     world.inserted[LONG[:4]] = {"kv", "state"}
     assert world.cache.match(LONG[:4], namespace="ab" * 32).length == 4
     assert world.cache.match(LONG[:4]).length == 0
+
+
+def test_a_namespace_that_nobody_uses_is_forgotten(world):
+    """There may be one for each request."""
+    for number in range(20):
+        seed = f"{number:064x}"
+        world.cache.insert(LONG[:4], *computed(world, LONG[:4], 4), namespace=seed)
+        world.inserted[LONG[:4]] = {"kv", "state"}
+        assert world.cache.match(LONG[:4], namespace=seed).length == 4
+        world.settle()
+        world.cache.evict(100, 100)
+        world.cache.evict_host(100, 100)
+    assert not world.tree._roots
 
 
 def test_a_state_can_go_alone_and_its_kv_stays(world):
@@ -214,15 +231,13 @@ def test_a_prefix_that_is_being_loaded_for_another_request_is_waited_for(make_wo
     world = make_world(grid=None)
     served(world, LONG)
     world.cache.evict(100)
-    if isinstance(world.controller, RealController):
-        world.controller.simulator.is_held = True
+    world.controller.stack.simulator.is_held = True
     world.load_and_leave(LONG)
     match = world.cache.match(LONG)
     assert not match.needs_load
     consumer = world.cache.start_loading()
     assert consumer > 0
-    if isinstance(world.controller, RealController):
-        assert not world.controller.layer_counter(consumer).done()
+    assert not world.controller.layer_counter(consumer).done()
     world.controller.wait_for_loads(consumer)
     world.check_rows(LONG[:16], match.device_indices)
 
@@ -231,8 +246,7 @@ def test_rows_of_what_is_on_the_host_only_become_its_rows_on_the_device(world):
     served(world, LONG)
     world.cache.evict(100, 100)
     free = world.kv_slots.available_size()
-    rows = world.cache.alloc_kv(16)
-    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(16)])
+    rows, _ = computed(world, LONG[:16])
     result = world.insert(LONG[:16], rows, {})
     assert torch.equal(result.device_indices, rows)
     assert world.kv_slots.available_size() == free - 16
@@ -271,8 +285,7 @@ def test_what_finds_no_room_on_the_host_is_counted_and_stays_on_the_device(make_
 
 
 def test_a_state_that_comes_later_is_written_later(world):
-    rows = world.cache.alloc_kv(8)
-    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(8)])
+    rows, _ = computed(world, LONG[:8])
     world.insert(LONG[:8], rows, {})
     world.settle()
     assert world.cache.usage().host_tokens == 8
@@ -314,12 +327,8 @@ def test_old_states_do_not_take_the_host_from_a_new_one(make_world):
 
 def test_states_that_come_together_are_copied_from_the_last_one_on(make_world):
     world = make_world(host_states=2, device_kv=64, device_states=8)
-    rows, slots = world.cache.alloc_kv(16), world.cache.alloc_state(4)
-    world.device[KV][rows] = torch.tensor([value("kv", LONG[: end + 1]) for end in range(16)])
-    ends = range(4, 17, 4)
-    world.device[MAMBA][slots] = torch.tensor([value("state", LONG[:end]) for end in ends])
     world.inserted = {LONG[:end]: {"kv", "state"} for end in range(2, 17, 2)}
-    world.cache.insert(LONG[:16], rows, dict(zip(ends, slots.tolist(), strict=True)))
+    world.cache.insert(LONG[:16], *computed(world, LONG[:16], 4, 8, 12, 16))
     assert host_states(world) == [12, 16]
     world.settle()
 
@@ -361,17 +370,22 @@ def test_states_of_a_model_without_them_are_refused(make_world):
         world.cache.insert(LONG[:8], torch.arange(8), {8: 0})
 
 
-def test_pools_that_do_not_fit_the_model_are_refused():
-    controller = StandInController(SIZES, PAGE, states=True)
-    with pytest.raises(InvalidTransferError, match="give both, or neither"):
+@pytest.mark.parametrize(
+    ("config", "pools", "error", "message"),
+    [
+        ({}, (KV, MAMBA), InvalidTransferError, "give both, or neither"),
+        ({"checkpoint_grid": 8}, (KV,), InvalidTransferError, "give both, or neither"),
+        ({"page_size": 8}, (KV,), InvalidTransferError, "pages of 4 slots, the cache of 8"),
+        ({"bigram": True}, (KV,), ConfigError, "bigram is True in the cache's config and False in"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(stack, config, pools, error, message):
+    with pytest.raises(error, match=message):
         HiMambaRadixCache(
-            RadixCacheConfig(page_size=PAGE),
-            controller,
-            controller.kv_slots,
-            controller.state_slots,
+            RadixCacheConfig(**{"page_size": 4, **config}),
+            stack.controller,
+            *(stack.device[name] for name in pools),
         )
-    with pytest.raises(InvalidTransferError, match="pages of 4 slots, the cache of 2"):
-        HiMambaRadixCache(RadixCacheConfig(page_size=PAGE), controller, SlotAllocator(8, 4))
 
 
 def test_a_grid_is_where_page_chunk_and_interval_meet():
@@ -398,16 +412,3 @@ def test_the_last_sampled_token_is_not_committed():
         1792,
     ]
     assert [plain.committed_length(length) for length in (64, 65, 2048)] == [0, 64, 1984]
-
-
-@pytest.mark.parametrize("of_cache", [True, False])
-def test_keys_of_another_kind_than_the_controllers_are_refused(of_cache):
-    controller = StandInController(SIZES, PAGE, states=False)
-    controller.bigram = not of_cache
-    with pytest.raises(
-        ConfigError,
-        match=f"bigram is {of_cache} in the cache's config and {not of_cache} in the controller",
-    ):
-        HiMambaRadixCache(
-            RadixCacheConfig(page_size=PAGE, bigram=of_cache), controller, controller.kv_slots
-        )

@@ -3,9 +3,9 @@ or once more."""
 
 from __future__ import annotations
 
-from hicache_storage.hybrid.policies import WritePolicy
+from hicache_storage.hybrid import WritePolicy, namespace_seed
 from tests.hybrid.radix.serving import LONG, PAGE, fetch, served
-from tests.hybrid.radix.world import KV
+from tests.hybrid.radix.world import KV, MAMBA, kv_values, value
 from tests.support.waiting import eventually
 
 
@@ -25,6 +25,22 @@ def test_a_prefix_comes_back_from_storage(world):
     request = world.start(LONG)
     world.drop(request)
     world.running.clear()
+
+
+def test_a_prefix_comes_back_in_its_namespace_only(world):
+    seed = namespace_seed("adapter")
+    rows, state = world.cache.alloc_kv(4), world.cache.alloc_state()
+    world.device[KV][rows], world.device[MAMBA][state] = kv_values(LONG[:4]), value("s", LONG[:4])
+    world.cache.insert(LONG[:4], rows, {4: int(state)}, namespace=seed)
+    for _ in range(2):
+        world.settle()
+        world.cache.evict(100, 100)
+    world.cache.evict_host(100, 100)
+    for namespace, length in ((None, 0), (namespace_seed("other"), 0), (seed, 4)):
+        if world.cache.prefetch_from_storage("r", LONG[:5], namespace=namespace):
+            eventually(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+        assert world.cache.match(LONG[:4], namespace=namespace).length == length
+    world.cache.reset()
 
 
 def test_what_fits_is_cut_to_a_checkpoint(make_world):

@@ -15,9 +15,7 @@ from hicache_storage.hybrid.radix.write_back import NodeWriteBack
 from hicache_storage.hybrid.storage_io.prefetch import Prefetcher, PrefetchPhase
 from hicache_storage.transfer import PageTransfers
 from tests.hybrid.programs import assert_found
-from tests.hybrid.radix import standin
-from tests.hybrid.radix.standin import StandInController
-from tests.hybrid.radix.test_programs import Fetches, Programs, RealFetches, RealPrograms
+from tests.hybrid.radix.test_programs import Fetches, Programs
 
 pytestmark = pytest.mark.long
 
@@ -76,10 +74,6 @@ def end_without_freeing(prefetching, request_id):
     return END(prefetching, request_id)
 
 
-def max_that_fits(restorable, fits):
-    return next((pages for pages in range(max(restorable, default=0), 0, -1) if fits(pages)), 0)
-
-
 def finish_without_freeing(prefetcher, operation, pages, outcome):
     if pages:
         FINISH(prefetcher, operation, pages, outcome)
@@ -104,10 +98,7 @@ MUTANTS = {
     "copies are launched after what they read was given away": Mutant(
         HiMambaRadixCache, "evict", evict_without_launching
     ),
-    "slots are overwritten under a copy": Mutant(StandInController, "before_overwrite", nothing),
-    "slots are overwritten under a real copy": Mutant(
-        PageTransfers, "before_overwrite", nothing, RealPrograms
-    ),
+    "slots are overwritten under a copy": Mutant(PageTransfers, "before_overwrite", nothing),
     "slots that nobody needs are kept": Mutant(LRUList, "free", nothing),
     "slots are given back twice": Mutant(LRUList, "free", free_twice),
     "states are not asked for": Mutant(PrefixMatcher, "_usable", lambda *_, **__: True),
@@ -124,23 +115,13 @@ MUTANTS = {
     "what has no place keeps its slots": Mutant(
         RequestPrefetches, "end", end_without_freeing, Fetches
     ),
-    "a prefetch is cut where nothing can be gone on from": Mutant(
-        standin, "max_fitting_endpoint", max_that_fits, Fetches
-    ),
     "a prefetch that failed keeps its slots": Mutant(
-        Prefetcher, "_finish", finish_without_freeing, RealFetches
+        Prefetcher, "_finish", finish_without_freeing, Fetches
     ),
 }
 
 
-LONG = "a prefetch is cut where nothing can be gone on from"
-"""Takes as long to find as all others together."""
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(name, marks=[pytest.mark.long] if name == LONG else []) for name in MUTANTS],
-)
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_programs_notice(monkeypatch, mutant):
     broken = MUTANTS[mutant]
     monkeypatch.setattr(broken.owner, broken.name, broken.broken)

@@ -3,8 +3,6 @@ byte is where it belongs."""
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -12,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import CacheInUseError, StalePrefixError
 from tests.hybrid.programs import PICKS, machine
-from tests.hybrid.radix.real import RealController
-from tests.hybrid.radix.standin import StandInController
+from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import SIZES, World
 from tests.support.waiting import eventually
 
@@ -41,7 +38,6 @@ class Fetches(RuleBasedStateMachine):
     followed by a check of everything."""
 
     grid: int | None = 4
-    controller = StandInController
 
     @initialize(
         policy=st.sampled_from(WritePolicy),
@@ -52,7 +48,7 @@ class Fetches(RuleBasedStateMachine):
     )
     def begin(self, policy, seed, host, states, releases):
         sizes = SIZES | {"host_kv": host, "host_states": states}
-        controller = self.controller(sizes, PAGE, states=self.grid is not None, seed=seed)
+        controller = WorldController(sizes, PAGE, states=self.grid is not None, seed=seed)
         self.world = World(controller, PAGE, self.grid, policy, releases)
         self.stale = None
         self.locks = []
@@ -306,40 +302,6 @@ class StatelessPrograms(Programs):
     grid = None
 
 
-class OnRealController:
-    """Runs programs on the real controller, with copies on simulated streams and a storage in a
-    dict."""
-
-    controller = RealController
-
-    def __init__(self):
-        super().__init__()
-        self.at_once = mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.0)
-        self.at_once.start()
-
-    def teardown(self):
-        try:
-            super().teardown()
-        finally:
-            self.at_once.stop()
-
-
-class RealFetches(OnRealController, Fetches):
-    """The few rules, on the real controller."""
-
-
-class RealPrograms(OnRealController, Programs):
-    """All of them."""
-
-
-class RealStatelessPrograms(RealPrograms):
-    """MLA with an indexer, on the real controller."""
-
-    grid = None
-
-
+TestFetches = machine(Fetches, 15)
 TestPrograms = machine(Programs, 40)
 TestStatelessPrograms = machine(StatelessPrograms, 25)
-TestRealFetches = machine(RealFetches, 10)
-TestRealPrograms = machine(RealPrograms, 20)
-TestRealStatelessPrograms = machine(RealStatelessPrograms, 10)
