@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,12 +25,14 @@ from hicache_storage.hybrid import (
     ParallelConfig,
     PrefetchRules,
     RankGroupError,
+    StorageConfig,
     TorchRankGroup,
     page_hashes,
 )
 from hicache_storage.spec import ConfigError, HiCacheError, PoolTransfer
 from hicache_storage.testing import FaultLayer, FaultOptions, MemoryStorage
 from tests.hybrid.stack import MAMBA, PAGE, Stack, identity, tokens
+from tests.hybrid.stacks import Session, build, mamba_config
 from tests.support.waiting import eventually
 
 SECONDS = 200
@@ -240,11 +243,39 @@ class Rank:
                 self.tell("lost")
         self.controller.detach()
 
-    def stuck(self):
-        """A rank that waits for ever ends, and says where."""
-        if self.parallel.rank == 0:
-            threading.Event().wait()
-        self.rank_group.all_reduce_min([1])
+    def building(self):
+        """A fault of one rank is a refusal for both; then both build a stack that serves."""
+        rank, mine = self.parallel.rank, self.parallel
+        store = StorageConfig(driver="file", model="m", options={"path": self.settings["path"]})
+        config = mamba_config(parallel=mine, storage=store)
+        refusals = (
+            # One rank has been told that it is the other, or one of four.
+            lambda: TorchRankGroup.of(ParallelConfig.of_rank(0, pp_size=2)),
+            lambda: TorchRankGroup.of(ParallelConfig.of_rank(rank, pp_size=4 if rank else 2)),
+            lambda: TorchRankGroup.of(
+                ParallelConfig.of_rank(rank, **{"tp_size" if rank else "pp_size": 2})
+            ),
+            lambda: build(replace(config, device_tokens=config.device_tokens * (1 + rank))),
+            lambda: build(
+                replace(config, storage=replace(store, driver="none")) if rank else config
+            ),
+        )
+        self.own = [refused(ask) for ask in refusals]
+        with build(config) as stack:
+            session = Session(stack, seed=rank)
+            # Ranks hold other bytes of the same tokens.
+            session.tokens = list(range(Session.LENGTH))
+            session.insert()
+            assert stack.drain(60)
+            stack.cache.reset()
+            session.fetch()
+            self.tell("restored", *session.restore())
+            assert stack.drain(60)
+        try:
+            stack._rank_group.all_reduce_min([1])
+        except RankGroupError as error:
+            self.tell("closed", str(error))
+        eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("hicache")])
 
     # Steps
     # -------------------------------------------------------------------------------------------------------
@@ -316,6 +347,15 @@ def refuse(pool, name):
     raise HiCacheError("there is no such pool")
 
 
+def refused(ask):
+    """What a rank is told when it, or the other one, is refused."""
+    try:
+        ask()
+    except HiCacheError as error:
+        return type(error).__name__
+    return None
+
+
 def main(kinds):
     """Run scenarios one after the other, each on a rank of one of these kinds."""
     names, rank, folder, settings = (
@@ -337,9 +377,6 @@ def main(kinds):
     for name in names:
         print("scenario", name, flush=True)
         place = next(kind for kind in kinds if hasattr(kind, name))(settings, rank)
-        if "scenario_seconds" in settings:
-            dist.barrier()
-            faulthandler.dump_traceback_later(settings["scenario_seconds"], exit=True)
         getattr(place, name)()
         place.close()
         (folder / f"{name}.{rank}.json").write_text(

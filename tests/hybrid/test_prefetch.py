@@ -3,12 +3,15 @@ faults do."""
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from hicache_storage.hybrid import PrefetchOutcome, PrefetchRules, PrefetchTimeout, page_hashes
 from hicache_storage.hybrid.storage_io.calls import BATCH_PAGES
 from hicache_storage.hybrid.storage_io.prefetch_jobs import plan_reads
-from hicache_storage.spec import PoolTransferResult
+from hicache_storage.spec import PoolTransferResult, seconds_since_asked
 from tests.hybrid.stack import KV, MAMBA, PAGE, tokens
 from tests.support.waiting import eventually
 
@@ -385,4 +388,36 @@ def test_a_hanging_storage_holds_up_nobody(make_stack, store, gate, operation, e
     eventually(lambda: stack.free() == stack.total())
     if end == "detach":
         stack.controller.attach(store.open())
+    assert fetched(stack, 8).tokens == 8 * PAGE
+
+
+def test_the_deadline_of_a_lookup_begins_when_it_is_submitted(stack, store, gate):
+    """Behind hung lookups each of the others would have a deadline of its own, one after another."""
+    storage, hang, waited = store.open(), gate("exist"), []
+    stack.controller.attach(storage)
+    storage.before = lambda operation: (
+        hang(operation) or (operation == "exist" and waited.append(seconds_since_asked()))
+    )
+    first, second = (stack.controller.prefetch("r", tokens(8)) for _ in range(2))
+    assert hang.entered.wait(60)
+    submitted = time.monotonic()
+    while (released := time.monotonic()) <= submitted:
+        pass
+    hang.open()
+    for operation in (first, second):
+        finished(stack, operation)
+    assert waited[1] >= released - submitted
+
+
+def test_without_threads_a_lookup_is_a_miss(stack, store, monkeypatch):
+    """A system that is out of threads makes misses, and nobody waits."""
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    store.fill(8, ends=(8,))
+    stack.controller.attach(store.open())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert fetched(stack, 8).tokens == 0
     assert fetched(stack, 8).tokens == 8 * PAGE

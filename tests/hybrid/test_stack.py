@@ -3,11 +3,7 @@ at the end."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +30,6 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=25)
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = {
     "mamba": mamba_config,
     "mamba-mla": lambda **changes: mamba_config(attention=LATENT, **changes),
@@ -381,54 +376,6 @@ def test_a_storage_fails_with_that_of_another_rank(config):
         build(settings, storage=storage, rank_group=Pair(None, None, None, None, [0]))
     assert storage._lifecycle.closed
     assert storage.operations == []
-
-
-def test_ranks_are_built_together(tmp_path):
-    """Two processes over gloo: a fault of one is a refusal for both, and then both serve."""
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error",
-                "-m",
-                "tests.hybrid.stack_rank",
-                str(rank),
-                str(tmp_path),
-            ],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    found = [json.loads(out) for out, _ in outputs]
-    assert found[0]["refused"] == [
-        "OtherRankError",
-        "OtherRankError",
-        "ConfigError",
-        "ConfigError",
-        "OtherRankError",
-    ]
-    assert found[1]["refused"] == [
-        "ConfigError",
-        "ConfigError",
-        "ConfigError",
-        "ConfigError",
-        "DriverNotFoundError",
-    ]
-    assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
-    assert [one["closed"] for one in found] == [
-        "the rank group is unusable: the rank group was closed"
-    ] * 2
-    assert [one["threads"] for one in found] == [["MainThread"]] * 2
 
 
 def test_bigram_keys_come_back_from_every_tier(config):

@@ -105,7 +105,7 @@ def test_a_controller_exports_what_is_defined():
 
 
 def test_a_cache_exports_what_is_defined():
-    world = World(WorldController(SIZES, 2, states=True))
+    world = World(WorldController.of(SIZES, 2, states=True))
     collector = CacheCollector(world.cache)
     world.start(tuple(range(10, 27)))
     assert 'hicache_cache_tokens{tier="device"} 0.0' in exposition(collector)

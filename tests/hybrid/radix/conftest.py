@@ -15,7 +15,7 @@ def make_world():
     made = []
 
     def make(*, grid=GRID, policy=WritePolicy.WRITE_THROUGH, threshold=0, **sizes):
-        controller = WorldController(
+        controller = WorldController.of(
             SIZES | sizes, PAGE, states=grid is not None, threshold=threshold
         )
         made.append(World(controller, PAGE, grid, policy))

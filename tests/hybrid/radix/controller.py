@@ -66,9 +66,23 @@ class WorldController:
     With states: MHA, an indexer and Mamba. Without: MLA and an indexer.
     """
 
-    def __init__(self, sizes, page_size, *, states, seed=0, threshold=0):
-        self.random, self._faults, self._page_size = Random(seed), Faults(), page_size
-        self.stack = Stack(
+    def __init__(self, stack, seed=0):
+        self.random, self._faults, self.stack = Random(seed), Faults(), stack
+        self.controller, self.host = stack.controller, stack.host
+        self.host_slots = stack.transfers.host_slots
+        self.kv_slots, self.state_slots = stack.device[KV], stack.device.get(MAMBA)
+        self.device_memory, self.host_memory = (
+            {KV: Rows(pools[KV], pools[INDEXER])}
+            | ({MAMBA: Rows(pools[MAMBA])} if MAMBA in pools else {})
+            for pools in (stack.device, stack.host)
+        )
+        self.objects, self.refuse_backups, self._loses = {}, False, 0.0
+        self._arriving = set()
+
+    @classmethod
+    def of(cls, sizes, page_size, *, states, seed=0, threshold=0):
+        """Make one with a storage over pools of these sizes."""
+        stack = Stack(
             pages=sizes["host_kv"] // page_size,
             states=sizes["host_states"] if states else 0,
             page_size=page_size,
@@ -76,16 +90,9 @@ class WorldController:
             seed=seed,
             rules=replace(RULES, threshold_tokens=threshold),
         )
-        self.controller, self.host = self.stack.controller, self.stack.host
-        self.host_slots = self.stack.transfers.host_slots
-        self.kv_slots, self.state_slots = self.stack.device[KV], self.stack.device.get(MAMBA)
-        self.device_memory, self.host_memory = (
-            {KV: Rows(pools[KV], pools[INDEXER])} | ({MAMBA: Rows(pools[MAMBA])} if states else {})
-            for pools in (self.stack.device, self.stack.host)
-        )
-        self.objects, self.refuse_backups, self._loses = {}, False, 0.0
-        self._arriving = set()
-        self.attach()
+        made = cls(stack, seed)
+        made.attach()
+        return made
 
     def __getattr__(self, name):
         return getattr(self.controller, name)
@@ -101,11 +108,12 @@ class WorldController:
     def attach(self, *, empty=False):
         if empty:
             self.objects = {}
-        self.storage = MemoryStorage(identity(page_size=self._page_size), self.objects)
-        self.storage.before = self._before
+        own = identity(self.controller.parallel, page_size=self.group.page_size)
+        self.storage = MemoryStorage(own, self.objects)
+        self.storage.before = self.before
         self.controller.attach(self.storage)
 
-    def _before(self, operation):
+    def before(self, operation):
         if self.refuse_backups and operation == "write":
             raise OSError("no space left on device")
         if operation == "read" and self._loses:

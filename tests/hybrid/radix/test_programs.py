@@ -48,8 +48,8 @@ class Fetches(RuleBasedStateMachine):
     )
     def begin(self, policy, seed, host, states, releases):
         sizes = SIZES | {"host_kv": host, "host_states": states}
-        controller = WorldController(sizes, PAGE, states=self.grid is not None, seed=seed)
-        self.world = World(controller, PAGE, self.grid, policy, releases)
+        controller = WorldController.of(sizes, PAGE, states=self.grid is not None, seed=seed)
+        self.world = World(controller, PAGE, self.grid, policy, releases_states=releases)
         self.stale = None
         self.locks = []
         self.waiting = []

@@ -29,9 +29,10 @@ def value(kind, tokens) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
-def kv_values(tokens, start=0):
+def kv_values(tokens, start=0, label=""):
     return torch.tensor(
-        [value("kv", tokens[: end + 1]) for end in range(start, len(tokens))], dtype=torch.int64
+        [value(f"{label}kv", tokens[: end + 1]) for end in range(start, len(tokens))],
+        dtype=torch.int64,
     )
 
 
@@ -55,6 +56,8 @@ class World:
     page: int = 2
     grid: int | None = 4
     policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    label: str = ""
+    """Whose bytes: ranks hold others of the same tokens."""
     releases_states: bool = False
     """Whether a request gives a matched state free as soon as it has a copy."""
     running: list[Running] = field(default_factory=list)
@@ -75,6 +78,9 @@ class World:
         self.kv_slots, self.state_slots = self.controller.kv_slots, self.controller.state_slots
         self.cache = HiMambaRadixCache(config, self.controller, self.kv_slots, self.state_slots)
         self.device = self.controller.device_memory
+
+    def state_value(self, tokens):
+        return value(f"{self.label}state", tokens)
 
     # -- the life of a request
 
@@ -139,7 +145,7 @@ class World:
         length = self.cache.config.committed_length(len(request.tokens))
         states = {}
         if length and request.state is not None:
-            self.device[MAMBA][request.state] = value("state", request.tokens[:length])
+            self.device[MAMBA][request.state] = self.state_value(request.tokens[:length])
             states, request.state = {length: int(request.state)}, None
         if states or length > request.cached:
             result = self.insert(request.tokens[:length], request.rows[:length], states)
@@ -258,9 +264,11 @@ class World:
                 return False
             request.rows = torch.cat([request.rows, new])
         mine = slice(request.cached, length)
-        self.device[KV][request.rows[mine]] = kv_values(request.tokens[:length], request.cached)
+        self.device[KV][request.rows[mine]] = kv_values(
+            request.tokens[:length], request.cached, self.label
+        )
         if request.state is not None:
-            self.device[MAMBA][request.state] = value("state", request.tokens[:length])
+            self.device[MAMBA][request.state] = self.state_value(request.tokens[:length])
         if insert:
             self._insert(request, length)
         return True
@@ -282,7 +290,7 @@ class World:
         slot = self.cache.alloc_state() if end > 0 else None
         if slot is None:
             return {}
-        self.device[MAMBA][slot] = value("state", request.tokens[:end])
+        self.device[MAMBA][slot] = self.state_value(request.tokens[:end])
         return {end: int(slot)}
 
     # -- checks
@@ -290,10 +298,10 @@ class World:
     def check_hit(self, tokens, rows, state):
         self.check_rows(tokens, rows)
         if state is not None and tokens:
-            assert int(self.device[MAMBA][state]) == value("state", tokens)
+            assert int(self.device[MAMBA][state]) == self.state_value(tokens)
 
     def check_rows(self, tokens, rows):
-        assert torch.equal(self.device[KV][rows], kv_values(tokens))
+        assert torch.equal(self.device[KV][rows], kv_values(tokens, label=self.label))
 
     def check(self):
         """What is true between any two calls."""
@@ -431,19 +439,22 @@ class World:
             assert node.device[SlotKind.STATE].indices is None or "state" in self.inserted[tokens]
             rows, host_rows = node.device[SlotKind.KV].indices, node.host[SlotKind.KV].indices
             if rows is not None and arriving.isdisjoint(rows.tolist()):
-                assert torch.equal(self.device[KV][rows], kv_values(tokens, node.start))
+                assert torch.equal(self.device[KV][rows], kv_values(tokens, node.start, self.label))
             if host_rows is not None and not node.writing:
                 assert torch.equal(
-                    self.controller.host_memory[KV][host_rows], kv_values(tokens, node.start)
+                    self.controller.host_memory[KV][host_rows],
+                    kv_values(tokens, node.start, self.label),
                 )
             state, host_state = (
                 node.device[SlotKind.STATE].indices,
                 node.host[SlotKind.STATE].indices,
             )
             if state is not None:
-                assert int(self.device[MAMBA][state]) == value("state", tokens)
+                assert int(self.device[MAMBA][state]) == self.state_value(tokens)
             if host_state is not None and not node.writing:
-                assert int(self.controller.host_memory[MAMBA][host_state]) == value("state", tokens)
+                assert int(self.controller.host_memory[MAMBA][host_state]) == self.state_value(
+                    tokens
+                )
 
     def best(self, tokens, *, device_only=False) -> int:
         """The longest prefix that can be used, by looking at every node."""
