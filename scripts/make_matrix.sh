@@ -53,5 +53,5 @@ for driver in "${first[@]}" "${drivers[@]/peercache/}"; do
 done
 for ((; running > 0; running--)); do wait -n || failed=1; done
 ((failed == 0))
-"$sglang" conformance matrix "${drivers[@]/#/$results/}" --output "$output"
+"${sglang%hicache}python" "${0%/*}/matrix.py" "$output" "${drivers[@]/#/$results/}"
 echo "$output: ${#drivers[@]} drivers"

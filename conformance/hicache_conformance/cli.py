@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import shlex
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -340,33 +339,6 @@ def explain(
         )
     if not cases:
         console.print("  none yet: the rule is reported as untested")
-
-
-@app.command("matrix")
-def write_matrix(
-    results: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RESULTS", help="results.json of each driver, or the directory of its report."
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write it here, and not to the terminal.")
-    ] = None,
-) -> None:
-    """Put drivers beside each other, in Markdown.
-
-    Each rule's outcome, and each failure with the command that shows it again.
-    """
-    from hicache_conformance.report.matrix import matrix, read_run
-
-    with _mistakes(Console(stderr=True)):
-        text = matrix([read_run(path) for path in results])
-        if output is not None:
-            output.write_text(text, encoding="utf-8")
-    if output is None:
-        # Not by rich, which would wrap the lines of the table.
-        sys.stdout.write(text)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from hicache_conformance.fixtures.target import (
     SEVERAL_STORES,
     STEPS,
 )
+from hicache_conformance.interfaces.interface import FOLDERS, interface_of, known
 from hicache_conformance.model.pytest_keys import CASE_MARK
 from hicache_conformance.model.rules import Level, declares, parse_levels, rules, undeclared
 from hicache_conformance.suite.driver_conformance import DriverConformance, catalogue
@@ -153,3 +154,23 @@ def test_levels_are_read_as_text():
     assert parse_levels("all") == parse_levels("") == tuple(Level)
     with pytest.raises(ValueError, match="unknown level 'corre'"):
         parse_levels("corre")
+
+
+@pytest.mark.parametrize("interface", FOLDERS)
+def test_what_is_said_about_an_interface_is_about_what_exists_and_about_each_rule(interface):
+    promises = interface_of(interface)
+    for entry in promises.entry:
+        assert set(entry.rules) <= set(rules())
+        assert {name.partition("[")[0] for name in entry.cases} <= set(catalogue())
+        assert set(entry.levels) <= set(Level)
+        assert set(entry.drivers) <= set(known(interface))
+    levels = {level for entry in promises.entry if not entry.declared for level in entry.levels}
+    for name, rule in rules().items():
+        assert set(rule.levels) <= levels or isinstance(promises.rule("any", name), str)
+
+
+def test_what_is_said_about_a_driver_comes_before_what_is_said_about_all():
+    promises = interface_of("sglang")
+    case = ("test_a_hung_store[services]", ("FT-3",), ("faults",))
+    assert promises.undeclared("sglang-mooncake", *case) == ""
+    assert promises.undeclared("sglang-hf3fs", *case) != ""

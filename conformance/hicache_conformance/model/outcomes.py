@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -14,8 +14,6 @@ from hicache_conformance.model.cause import Cause  # noqa: TC001 - msgspec reads
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import pytest
 
 
@@ -85,26 +83,6 @@ def ended_case(report: pytest.TestReport) -> EndedCase | None:
         if name == OUTCOME_PROPERTY:
             return msgspec.json.decode(str(content), type=EndedCase)
     return None
-
-
-class JudgedCase(Protocol):
-    """A case, as far as results are read again."""
-
-    @property
-    def outcome(self) -> Outcome: ...
-    @property
-    def broken_rule(self) -> str: ...
-
-
-CaseT = TypeVar("CaseT", bound=JudgedCase)
-
-
-def failing_cases(rule: str, cases: Sequence[CaseT]) -> list[CaseT]:
-    """The cases of a rule that found it broken, or else those in which the suite itself broke."""
-    failed = [
-        case for case in cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", rule)
-    ]
-    return failed or [case for case in cases if case.outcome is Outcome.ERROR]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

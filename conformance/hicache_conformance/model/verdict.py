@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.outcomes import CaseOutcome, Outcome, RunRecord, failing_cases
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, RunRecord
 from hicache_conformance.model.rules import LEVEL_NEEDS, Level, Rule, rules
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ class RuleResult:
 
     def failing(self) -> list[CaseOutcome]:
         """The cases that found it broken, or else those in which the suite broke."""
-        return failing_cases(self.rule.id, self.cases)
+        failed = [
+            case
+            for case in self.cases
+            if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.rule.id)
+        ]
+        return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
 
 
 @dataclass(frozen=True, slots=True)

