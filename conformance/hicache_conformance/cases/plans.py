@@ -144,9 +144,8 @@ class _Search:
     def __init__(self, context: CaseContext, injector: FaultInjector) -> None:
         self._run = RandomRun(context, injector)
         self._injector = injector
-        self._log = context.calls
-        self._found: dict[tuple[FaultPlan, tuple[Step, ...]], tuple[Violation, str] | None] = {}
-        """By example: the violation, and the calls that led to it."""
+        self._found: dict[tuple[FaultPlan, tuple[Step, ...]], Violation | None] = {}
+        """By example."""
         self._until: float | None = None
         """End of the search for shorter examples, once there is one."""
 
@@ -161,8 +160,7 @@ class _Search:
             if self._until is not None and time.monotonic() > self._until:
                 return
             recorded = list(self._injector.plans)
-            violation = self._run.run(plan, steps)
-            self._found[example] = None if violation is None else (violation, str(self._log))
+            violation = self._found[example] = self._run.run(plan, steps)
             if self._until is not None:
                 # What is tried in order to shorten the first is of no interest.
                 self._injector.plans[:] = recorded
@@ -170,9 +168,7 @@ class _Search:
                 self._until = time.monotonic() + SHRINK_SECONDS
         found = self._found[example]
         if found is not None:
-            # The last one that was tried is not the shortest that fails.
-            self._log.restore(found[1])
-            raise found[0]
+            raise found
 
 
 class RandomRun:

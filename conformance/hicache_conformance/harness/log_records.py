@@ -26,14 +26,12 @@ _LOGGERS: Final = (
 class CauseLog(logging.Handler):
     """Exceptions and warnings that a driver, the SDK and the adapters have logged in one case."""
 
-    def __init__(self, level: int = logging.WARNING) -> None:
+    def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self._level = level
         self._causes: dict[str, Cause] = {}
         self._taken = 0
         self.lines = deque[str](maxlen=MAX_LINES)
-        """The last messages of at least the level, those left out in which the SDK tells what it
-        does."""
+        """The last warnings and errors."""
 
     @property
     def causes(self) -> list[Cause]:
@@ -42,8 +40,7 @@ class CauseLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record's exception as text, because its frames hold the pages of the call."""
-        is_told = record.levelno < logging.WARNING and record.name.startswith("hicache_storage.")
-        if record.levelno >= self._level and not is_told:
+        if record.levelno >= logging.WARNING:
             self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
         defect = getattr(record, "defect", "")
         if defect:
@@ -68,13 +65,13 @@ class CauseLog(logging.Handler):
 
 
 @contextmanager
-def cause_log(level: int = logging.WARNING) -> Generator[CauseLog]:
-    """Collect what is logged meanwhile, in all threads: exceptions, and lines of a level."""
-    log, root = CauseLog(level), logging.getLogger()
+def cause_log() -> Generator[CauseLog]:
+    """Collect what is logged meanwhile, in all threads: exceptions, and the last warnings."""
+    log, root = CauseLog(), logging.getLogger()
     levels = {logger: logger.level for logger in (*map(logging.getLogger, _LOGGERS), root)}
     root.addHandler(log)
     for logger in levels:
-        logger.setLevel(logging.DEBUG if logger is not root else min(level, root.level))
+        logger.setLevel(logging.DEBUG if logger is not root else min(logging.WARNING, root.level))
     try:
         yield log
     finally:

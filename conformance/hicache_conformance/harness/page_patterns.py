@@ -87,23 +87,6 @@ class PagePatterns:
         wrong = sum(a != b for a, b in zip(found, wanted, strict=True))
         return f"{self._describe(found[start : start + CELL_BYTES], start, expected)} ({wrong} of {len(found)} bytes differ)"
 
-    def difference(self, found: bytes, expected: Page) -> str:
-        """Show the bytes of `found` around the first that is not `expected`, beside those.
-
-        Empty where there is none.
-        """
-        wanted = self.render(expected, len(found))
-        offset = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b), -1)
-        if offset < 0:
-            return ""
-        start = max(0, offset // CELL_BYTES - 1) * CELL_BYTES
-        end = min(len(found), start + 3 * CELL_BYTES)
-        return (
-            f"bytes {start} to {end} of {len(found)}, the first that differs is {offset}\n"
-            f"  expected  {wanted[start:end].hex(' ', 4)}\n"
-            f"  found     {found[start:end].hex(' ', 4)}"
-        )
-
     def explain_all(self, found: Iterable[bytes | None], expected: Iterable[Page]) -> list[str]:
         """As `explain`, for several pages; empty for one that is missing."""
         return [

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from hicache_conformance.harness.call_log import CallLog
 from hicache_conformance.harness.page_patterns import (
     Page,
     canary,
@@ -66,7 +65,6 @@ class StorageUnderTest:
         *,
         client: int = 0,
         clients: int = 1,
-        log: CallLog | None = None,
     ) -> None:
         self.storage = storage
         self.memories = memories
@@ -75,7 +73,6 @@ class StorageUnderTest:
         self._client = client
         self._clients = clients
         self._calls = client
-        self._log = CallLog() if log is None else log
         self.model: StorageIdentity | None = None
         """Identity in the pages' bytes, where several identities hold parts of the same page."""
         self.info: HiCacheStorageExtraInfo | None = None
@@ -108,7 +105,6 @@ class StorageUnderTest:
             random,
             client=number,
             clients=of,
-            log=self._log,
         )
         client.model = self.model
         return client
@@ -128,9 +124,7 @@ class StorageUnderTest:
         for group, pages in zip(groups, placed, strict=True):
             self.fill(group, pages)
         transfers = self.transfers(groups, placed)
-        answer = self.call(
-            "batch_set_v2", lambda: self.storage.batch_set_v2(transfers, self.info), *_about(groups)
-        )
+        answer = self.call("batch_set_v2", lambda: self.storage.batch_set_v2(transfers, self.info))
         for group, pages in zip(groups, placed, strict=True):
             memory = self.memories[group.pool]
             # The next owner's bytes: a driver that keeps a reference and writes later stores these
@@ -159,9 +153,7 @@ class StorageUnderTest:
             # shows by a missing canary.
             memory.fill(self._own_pages(memory), canary(self._calls, memory.page_bytes))
         transfers = self.transfers(groups, placed)
-        answer = self.call(
-            "batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info), *_about(groups)
-        )
+        answer = self.call("batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info))
         verdicts = _checked(answer, groups)
         delivered = dict[str, list[bytes | None]]()
         for pool in pools:
@@ -204,8 +196,6 @@ class StorageUnderTest:
         answer = self.call(
             "batch_exists_v2",
             lambda: self.storage.batch_exists_v2(keys, list(transfers) or None, self.info),
-            (PoolName.KV, keys),
-            *((transfer.name, transfer.keys or ()) for transfer in transfers),
         )
         listed, hit = list(answer.restorable_prefix_pages), answer.kv_hit_pages
         if not 0 <= hit <= len(keys):
@@ -233,7 +223,6 @@ class StorageUnderTest:
         answer = self.call(
             "batch_present",
             lambda: self.storage.batch_present(keys, pool=pool, extra_info=self.info),
-            (pool, keys),
         )
         if not _is_list_of_bools(answer, len(keys)):
             raise Violation("EX-11", f"{len(keys)} keys were answered with {answer!r:.200}")
@@ -251,7 +240,7 @@ class StorageUnderTest:
         Raises:
             Violation: SET-1 for the form of the answer.
         """
-        answer = self.call("delete", lambda: self.storage.delete(keys, pool=pool), (pool, keys))
+        answer = self.call("delete", lambda: self.storage.delete(keys, pool=pool))
         if not _is_list_of_bools(answer, len(keys)):
             raise Violation("SET-1", f"a delete of {len(keys)} keys answered {answer!r:.200}")
         return list(answer)
@@ -332,7 +321,6 @@ class StorageUnderTest:
                     f"answers False",
                 )
             if words:
-                self._note_difference(content, self._owners([key], pool, generation, writer)[0])
                 raise Violation(wrong, f"page {index} key {short(key)} of pool {pool!r} {words}")
 
     def expect_missing(
@@ -363,7 +351,6 @@ class StorageUnderTest:
             page = f"page {index} key {short(key)} of pool {pool!r} {why}"
             if content is not None:
                 [page_of_key] = self._owners([key], pool)
-                self._note_difference(content, page_of_key)
                 whose = self._patterns.explain(content, page_of_key) or "holds its own bytes"
                 raise Violation(rule, f"{page}, and a get delivers it: {whose}")
             if claimed[index] or self.has(key, pool):
@@ -479,34 +466,20 @@ class StorageUnderTest:
             self.call("get_stats", self.storage.get_stats).pools.get(PoolName(pool)) or PoolStats()
         )
 
-    def call(
-        self, name: str, question: Callable[[], AnswerT], *about: tuple[str, Sequence[str]]
-    ) -> AnswerT:
-        """Call the storage, and write the call into the log.
-
-        Args:
-            name: of the method.
-            question: makes the call.
-            about: pools and keys that it is called with, for the log.
+    def call(self, name: str, question: Callable[[], AnswerT]) -> AnswerT:
+        """Call the method of this name.
 
         Raises:
             Violation: it raised, or tried to end the process (LC-3).
         """
         try:
-            answer = question()
+            return question()
         except SystemExit as error:
-            self._log.add(name, about, error)
             raise Violation("LC-3", f"{name} tried to end the process: {error!r}") from error
         except Violation:
             raise
         except Exception as error:
-            self._log.add(name, about, error)
             raise Violation("", f"{name} raised {type(error).__name__}: {error}") from error
-        self._log.add(name, about, answer)
-        return answer
-
-    def _note_difference(self, content: bytes, page: Page) -> None:
-        self._log.note(self._patterns.difference(content, page))
 
     def own_pages(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int]:
         """A page of this client for each of the keys."""
@@ -601,10 +574,6 @@ def block_groups(pool: str, block: int, group: int) -> PoolTransfer:
     return PoolTransfer(
         PoolName(pool), hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=block, group_pages=group
     )
-
-
-def _about(groups: Sequence[PageGroup]) -> list[tuple[str, Sequence[str]]]:
-    return [(group.pool, group.keys) for group in groups]
 
 
 def _checked(

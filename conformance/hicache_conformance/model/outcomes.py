@@ -46,8 +46,6 @@ class CaseOutcome:
     detail: str = ""
     """All there is to say about a failure: the history that led to it, the traceback of an
     error."""
-    calls: str = ""
-    """The last calls that led to a failure, a line each, and the bytes that it is about."""
     log: str = ""
     """The last lines that were logged before a failure."""
     broken_rule: str = ""

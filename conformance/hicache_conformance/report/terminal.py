@@ -176,11 +176,10 @@ def _by_reason(results: Iterable[RuleResult]) -> list[tuple[str, list[str]]]:
 def _explain(console: Console, case: CaseOutcome) -> None:
     """Print all there is to say about a failure."""
     console.print(Text(case.detail or case.reason), soft_wrap=True)
-    for title, lines in (("Last calls", case.calls), ("Last log lines", case.log)):
-        if lines:
-            console.print(Text(f"{title}:", "bold"))
-            shown = "\n".join(f"  {line}" for line in lines.splitlines())
-            console.print(Text(shown), soft_wrap=True)
+    if case.log:
+        console.print(Text("Last log lines:", "bold"))
+        shown = "\n".join(f"  {line}" for line in case.log.splitlines())
+        console.print(Text(shown), soft_wrap=True)
 
 
 def _failure(result: RuleResult) -> str:

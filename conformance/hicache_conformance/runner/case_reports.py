@@ -182,7 +182,6 @@ def _outcome(
         outcome=outcome,
         reason=reason,
         detail=worst.detail,
-        calls=record.calls if worst.detail else "",
         log=worst.log,
         broken_rule=worst.rule,
         seconds=round(sum(finding.seconds for finding in findings), 4),
