@@ -315,12 +315,14 @@ class BundleSet:
         expired: Callable[[], bool] = no_deadline,
         *,
         void: bool = False,
+        paths: Mapping[Bundle, str] | None = None,
     ) -> list[bool | OSError]:
         """Announce that bundles are removed, as many at once as fit into a cursor; unlink them.
 
         Args:
             expired: returns whether the caller's deadline has passed; then the rest stays.
             void: no storage uses these files, and one that cannot be removed stays void.
+            paths: the files, where a bundle that has another name by now is to stay.
 
         Returns:
             For each bundle, `True`; `False` if its file was gone: another process has removed it,
@@ -336,10 +338,13 @@ class BundleSet:
                 passed = TimeoutError("the deadline has passed; some bundles are still there")
                 return [*outcomes, *[passed] * (len(bundles) - done)]
             with self.removing:
-                outcomes += self._remove_batch(bundles[done : done + MAX_REMOVALS], void=void)
+                batch = bundles[done : done + MAX_REMOVALS]
+                outcomes += self._remove_batch(batch, void=void, paths=paths or {})
         return outcomes
 
-    def _remove_batch(self, bundles: Sequence[Bundle], *, void: bool) -> list[bool | OSError]:
+    def _remove_batch(
+        self, bundles: Sequence[Bundle], *, void: bool, paths: Mapping[Bundle, str]
+    ) -> list[bool | OSError]:
         # What is queued does not grow while announcements fail.
         self._feed.announce()
         ids = [bundle.id for bundle in bundles]
@@ -353,7 +358,7 @@ class BundleSet:
                 return outcomes
             for bundle in bundles:
                 # Without a lock of the lookups: an unlink that hangs keeps no other thread.
-                outcomes.append(_unlink(bundle))
+                outcomes.append(_unlink(paths.get(bundle) or bundle.path))
                 if outcomes[-1] is True:
                     left.remove(bundle)
             if left:
@@ -695,10 +700,10 @@ def _removing(cursors: Mapping[str, WriterCursor]) -> set[BundleId]:
     return {id for cursor in cursors.values() for id in cursor.removing}
 
 
-def _unlink(bundle: Bundle) -> bool | OSError:
+def _unlink(path: str) -> bool | OSError:
     """Unlink a file: `True`, `False` if there is none, or the error."""
     try:
-        os.unlink(bundle.path)
+        os.unlink(path)
     except FileNotFoundError:
         return False
     except OSError as error:

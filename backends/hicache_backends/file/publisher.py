@@ -136,12 +136,15 @@ class Publisher:
         """
         for bundle in bundles:
             self._remove_void(bundle_set, bundle.id)
+        # Taken before the check, and unlinked by these names: a bundle that is claimed from now on
+        # is not found, even if another thread has learned its new name.
+        paths = {bundle: bundle.path for bundle in bundles}
         free = [
             bundle for bundle in bundles if bundle.name.claim is None or self.is_unclaimed(bundle)
         ]
         if len(free) < len(bundles):
             bundle_set.invalidate()
-        outcomes = dict(zip(free, bundle_set.remove_files(free, expired), strict=True))
+        outcomes = dict(zip(free, bundle_set.remove_files(free, expired, paths=paths), strict=True))
         return [outcomes.get(bundle, False) for bundle in bundles]
 
     def is_unclaimed(self, bundle: Bundle) -> bool:

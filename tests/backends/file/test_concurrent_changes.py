@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,6 @@ from tests.backends.file.test_processes import FORK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 KEYS = chain("k", 3)
 
@@ -420,6 +420,25 @@ def claimed_elsewhere(path: Path) -> Path:
     )
     path.rename(claimed)
     return claimed
+
+
+def test_a_bundle_that_is_claimed_when_its_removal_begins_is_not_removed(rigs, monkeypatch):
+    a = rigs()
+    a.put(KEYS)
+    bundle_set = a.store.bundle_sets.get(a.namespace)
+    announce, claims = a.store.feed.announce, list[Path]()
+
+    def late(*, always_advance=False):
+        if not claims:
+            claims.append(claimed_elsewhere(*a.bundles()))
+            # Another thread of this storage lists, and learns the new name.
+            bundle_set.invalidate()
+            bundle_set.catch_up(a.store.feed.read())
+        announce(always_advance=always_advance)
+
+    monkeypatch.setattr(a.store.feed, "announce", late)
+    assert a.store.publisher.remove(bundle_set, list(bundle_set.bundles.values())) == [False]
+    assert claims[0].exists()
 
 
 def test_what_another_machine_has_claimed_is_read_and_waited_for(rigs, monkeypatch):
