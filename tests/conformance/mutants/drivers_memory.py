@@ -28,6 +28,7 @@ from hicache_storage.spec import (
     parse_bytes,
 )
 from hicache_storage.spec.arguments import check_keys
+from hicache_storage.testing import MemoryStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -220,7 +221,7 @@ class Plain(HiCacheStorage):
         self.closed = True
 
 
-class Objects(ObjectStorage):
+class Objects(MemoryStorage):
     """Keeps objects in a dictionary, over `ObjectStorage`."""
 
     stores: ClassVar[dict[str, dict[str, bytes]]] = {}
@@ -230,47 +231,14 @@ class Objects(ObjectStorage):
     def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
         super().__init__(
             identity,
+            self.stores.setdefault(f"{type(self).__name__}/{config.store}", {}),
             driver_name="sample",
             capabilities=self.promises,
             verifies_checksums=self.verifies,
         )
-        self.objects = self.stores.setdefault(f"{type(self).__name__}/{config.store}", {})
-
-    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        return [
-            [batch.namespace.object_name(key) in self.objects for key in batch.keys]
-            for batch in batches
-        ]
-
-    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        return [[self.take(read) for read in batch.reads] for batch in batches]
-
-    def take(self, read: ObjectRead) -> bool:
-        return read.fill(self.objects.get(read.namespace.object_name(read.key)))
-
-    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        return [[self.put(write) for write in batch.writes] for batch in batches]
-
-    def put(self, write: ObjectWrite) -> bool:
-        self.objects[write.namespace.object_name(write.key)] = write.tobytes()
-        return True
-
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        for batch in batches:
-            for read in batch.reads:
-                self.objects.pop(read.namespace.object_name(read.key), None)
-        return True
-
-    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        return [
-            [
-                self.objects.pop(batch.namespace.object_name(key), None) is not None
-                for key in batch.keys
-            ]
-            for batch in batches
-        ]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        # Other threads set and delete meanwhile.
         for name in list(self.objects):
             if name.startswith(tuple(namespace.name for namespace in namespaces)):
                 self.objects.pop(name, None)

@@ -156,11 +156,6 @@ class OneRequestAPage(Networked):
         return answers
 
 
-def with_requests(in_flight):
-    promises = replace(ACROSS, requests_in_flight=in_flight)
-    return replace(NETWORKED, driver=OneRequestAPage, capabilities=promises)
-
-
 def in_packets(talk):
     """What is asked goes in 24 packets."""
 
@@ -199,9 +194,11 @@ def one_by_one(connection, packets):
 
 
 ROUND_TRIPS = "test_one_round_trip[network] test_many_keys"
-PROMISED = {in_flight: with_requests(in_flight) for in_flight in (4, 32)}
+PROMISED = replace(
+    NETWORKED, driver=OneRequestAPage, capabilities=replace(ACROSS, requests_in_flight=32)
+)
 waits = partial(mutant, breaks="EX-10", where=ROUND_TRIPS)
-right(f"OneRequestAPage {ROUND_TRIPS}", PROMISED[32], promises=PROMISED[32].capabilities)
+right(f"OneRequestAPage {ROUND_TRIPS}", PROMISED, promises=PROMISED.capabilities)
 right(f"Pipelines {ROUND_TRIPS}", NETWORKED, asked=in_packets(meanwhile))
 waits(
     "AsksTheServerForEachPool",
@@ -210,24 +207,17 @@ waits(
     objects_exist=lambda right, store, batches, call: [right([one], call)[0] for one in batches],
 )
 waits(
-    "OneRequestInFlight",
+    "EightRequestsInFlight",
     "times for the server with 32 requests in flight, must be 12 at most",
-    base=PROMISED[32],
-    promises=PROMISED[32].capabilities,
-    in_flight=1,
-)
-waits(
-    "DeclaresFewInFlight",
-    "times for the server with 4",
-    base=PROMISED[4],
-    promises=PROMISED[4].capabilities,
-    in_flight=4,
+    base=PROMISED,
+    promises=PROMISED.capabilities,
+    in_flight=8,
 )
 waits(
     "AsksTwiceForEachPage",
     "made 768 requests, must be 384 at most",
-    base=PROMISED[32],
-    promises=PROMISED[32].capabilities,
+    base=PROMISED,
+    promises=PROMISED.capabilities,
     in_flight=64,
     objects_exist=lambda right, store, batches, call: right([*batches] * 2, call)[: len(batches)],
 )

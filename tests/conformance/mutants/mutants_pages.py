@@ -115,20 +115,6 @@ def indices_by_memory(right, store, transfers, *more):
     return right([known(transfer) for transfer in transfers], *more)
 
 
-def in_the_next_call(right, store, request):
-    """The pages of a get are filled during the next call."""
-    catch_up(None, store)
-    targets = request.pool.access.targets(request.slots)
-    store.memo["late"] = [(request.pool, *one) for one in zip(request.keys, targets, strict=True)]
-    return [store.there(request.pool, key) for key in request.keys]
-
-
-def catch_up(right, store, *arguments):
-    for page in store.memo.pop("late", []):
-        store.take(*page)
-    return right(*arguments) if right else None
-
-
 plain("SET-1 Misses", "page 0 key", known_bug="D11", there=always(False), take=always(False))
 plain("GET-1 EX-2 AlwaysTrue", "was not written", there=always(True), take=always_true)
 plain(
@@ -154,7 +140,6 @@ plain("GET-4 StoresK Reading", "holds zeros", put=without_the_last, take=what_th
 plain("GET-1 ReadsSixtyFourPages Reading", "was not written", read=first_pages)
 plain("GET-1 SortsDescendingPages Reading", "holds bytes of key", write=descending_sorted)
 plain("GET-1 CachesIndices Key", "page", get=indices_by_memory)
-plain("GET-1 DeliversInTheNextCall Reading", "was not written", read=in_the_next_call)
 
 
 # What a call touches
@@ -314,11 +299,6 @@ def all_or_nothing(right, store, request):
     return [False] * len(there) if any(there) and not all(there) else right(request)
 
 
-def hole_of_zeros(right, store, pool, key, page):
-    """A page of zeros is taken for a place that was never written."""
-    return any(store.pages.get(store.place(pool, key), b"")) and right(pool, key, page)
-
-
 def stored_as(change):
     """A page is stored in another form, from which it does not come back."""
 
@@ -331,7 +311,6 @@ def stored_as(change):
 
 plain("SET-1 Refuses", "was refused", put=always(False))
 plain("SET-1 WritesSixtyFourPages Reading Writing", "get answers False", write=first_pages)
-plain("SET-1 ZerosAreAHole Writing", "a page of zeros was stored", take=hole_of_zeros)
 plain(
     "SET-1 StripsZeros Writing",
     "a page of zeros was stored",
@@ -658,8 +637,12 @@ def one_damage_a_call(right, store, batches, call):
     return filled
 
 
-def put_under(right, store, write):
-    return bool(store.objects.setdefault(write.namespace.object_name(write.key), write.tobytes()))
+def put_under(right, store, batches, call):
+    """Whatever is there stays."""
+    before = dict(store.objects)
+    answers = right(batches, call)
+    store.objects.update(before)
+    return answers
 
 
 damage = partial(objects, where="CorruptObject")
@@ -687,6 +670,6 @@ damage(
     "SET-3 KeepsDamage",
     "and a get answers False",
     known_bug="D10",
-    put=put_under,
+    write_objects=put_under,
     discard_objects=always(False),
 )

@@ -13,7 +13,6 @@ from mutant import always, mutant, right
 from mutants_files import removals_told
 
 from hicache_storage.objects import ObjectWrite
-from hicache_storage.spec import parse_bytes
 
 files = partial(mutant, base=BOUNDED_FILES)
 slots, bounded = partial(mutant, base=SLOTS), partial(mutant, base=BOUNDED)
@@ -228,12 +227,6 @@ def raising(right, store, *page):
     return True
 
 
-def counting_on(right, store, page):
-    """What was deleted goes on counting."""
-    store.memo["used"] = store.memo.get("used", 0) + sum(map(len, page))
-    return store.memo["used"] <= parse_bytes(store.config.capacity)
-
-
 full = partial(bounded, breaks="SET-5", where="Space")
 full("RaisesWhenFull", "raised OSError", put=raising)
 full(
@@ -241,4 +234,3 @@ full(
     "and a get misses it",
     put=lambda right, store, *page: right(*page) or True,
 )
-full("NeverFrees", "everything was", fits=counting_on)
