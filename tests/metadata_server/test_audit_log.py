@@ -105,7 +105,7 @@ def test_the_logger_has_a_name_of_its_own_and_a_level_that_no_setting_changes(ca
 async def test_the_trace_of_a_fault_shows_no_token(tmp_path, form, capsys):
     configure_logs("debug", form)
     async with running(**guarded(tmp_path, "")) as caller:
-        caller.service.tenants.of_scope = None
+        caller.service.limits = None
         body = {"scopes": [{"scope": SCOPE, "keys": ["k"]}]}
         reply = await caller.post("/v2/lookup", body, headers=bearer("write-"))
         assert (reply.status, reply.json["code"]) == (500, "internal")

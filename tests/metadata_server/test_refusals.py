@@ -46,9 +46,11 @@ def state(service):
         slots = [scope.status(slot, now) for slot in range(64)]
         slots = [msgspec.structs.replace(slot, seconds_left=0) for slot in slots]
         counts = scope.hits, scope.misses, scope.evicted, scope.epoch
-        scopes.append((name, scope.geometry, scope.model, slots, list(scope.lru), counts))
+        scopes.append(
+            (name, scope.geometry, scope.tenant, scope.model, slots, list(scope.lru), counts)
+        )
     sizes = len(service._pins), len(service.answers)
-    return [*scopes, service.draining, *sizes, dict(service.tenants.of_scope)]
+    return [*scopes, service.draining, *sizes]
 
 
 def refused_tokens(asked):

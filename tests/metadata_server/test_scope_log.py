@@ -87,7 +87,7 @@ class Owner:
         log = log_of(scope, self.service.new_number(), token, head, self.now)
         loaded = self.do(load(self.connection, scope, token))
         found, again = restored(self.service, log, loaded, self.now)
-        self.service.adopt(found, again)
+        self.service.adopt(again, found)
         self.store.attach(log, found.pins)
 
     def append(self, changes):

@@ -134,9 +134,10 @@ class Security:
 
     def _tenant_families(self) -> Iterator[Metric]:
         held, most = scalars(v.TENANT_HOLDS), scalars(v.TENANT_QUOTA)
-        tenants, quotas = self._service.tenants, self._service.tenants.quotas
+        quotas = self._service.tenants.quotas
+        tenants = {scope.tenant for scope in self._service.scopes.values()}
         # Also tenants without a scope that have a quota, and those whose quota was removed.
-        for tenant in sorted({*tenants.of_scope.values(), *quotas.by_tenant} - {""}):
+        for tenant in sorted({*tenants, *quotas.by_tenant} - {""}):
             has, quota = TenantUsage.of(self._service.held_by(tenant)), quotas.of(tenant)
             for what in TenantUsage._fields:
                 held.add_metric([tenant, what], getattr(has, what))

@@ -55,6 +55,11 @@ def mismatch(scope: str, name: str, known: object, wanted: object, field: str) -
     )
 
 
+def others_scope(scope: str, field: str) -> RequestError:
+    """A scope of another tenant."""
+    return RequestError(403, "forbidden", f"scope {scope!r} is another tenant's", field)
+
+
 def in_use(scope: str, slots: int, seconds: float, field: str) -> RequestError:
     """A scope that cannot be dropped, because it is not empty."""
     message = (

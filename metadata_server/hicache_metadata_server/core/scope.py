@@ -63,6 +63,8 @@ class Scope:
         self.geometry = geometry
         self.number = 0
         """Number in the store."""
+        self.tenant = ""
+        """Tenant of the token that made it; empty for none."""
         self.model = ""
         """Name given by `describe`; empty for none."""
         self.quarantine_seconds = quarantine_seconds

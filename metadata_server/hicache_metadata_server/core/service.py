@@ -21,6 +21,7 @@ from hicache_metadata_server.core.errors import (
     in_use,
     invalid,
     mismatch,
+    others_scope,
     too_large,
     unknown_scope,
 )
@@ -125,12 +126,7 @@ class MetadataService:
         self._longest = math.ceil(limits.max_lease_seconds + limits.quarantine_seconds)
         """Seconds of the longest lease and quarantine that this store has seen. Leases outlive a
         restart, and the restart may have shorter limits."""
-        self._ceilings = {
-            "lease": self._leases.ceiling,
-            "pin": self._pin_numbers.ceiling,
-            "scope": 0,
-            LONGEST: 0,
-        }
+        self._written = self._counters() | {LONGEST: 0}
         """Durable counters, or the values that a restart without them would use."""
 
     # Scopes.
@@ -193,7 +189,7 @@ class MetadataService:
         """Create a scope that does not exist."""
         scope = Scope(geometry, self.limits.quarantine_seconds)
         self.scopes[geometry.scope] = scope
-        self.tenants.of_scope[geometry.scope] = tenant
+        scope.tenant = tenant
         scope.number = self.new_number()
         self._by_number[scope.number] = scope
         self._made[geometry.scope] = scope
@@ -207,19 +203,15 @@ class MetadataService:
 
     # Scopes of a store that servers share come and go.
 
-    def adopt(self, recovered: Changes, scope: Scope) -> None:
+    def adopt(self, scope: Scope, recovered: Changes) -> None:
         """Serve a scope that `restored_scope` has restored.
 
         Args:
-            recovered: one scope, under a `new_number`, with its pins, answers and counters.
-            scope: its slots.
+            scope: under a `new_number`.
+            recovered: its pins, answers and counters.
         """
-        (record,) = recovered.scopes
-        name = record.geometry.scope
-        scope.number = record.number
         self._by_number[scope.number] = scope
-        self.scopes[name] = scope
-        self.tenants.of_scope[name] = record.tenant
+        self.scopes[scope.geometry.scope] = scope
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
         self.answers.restore(recovered.answers)
@@ -241,7 +233,6 @@ class MetadataService:
 
     def _forget(self, name: str) -> int:
         number = self.scopes.pop(name).number
-        del self.tenants.of_scope[name]
         self._made.pop(name, None)
         self._changed.pop(name, None)
         self._gone.add(number)
@@ -502,18 +493,17 @@ class MetadataService:
             unpinned=self._pins.removed,
         )
         self._forget_answers_and_pins()
-        for name, scope in self._made.items():
-            tenant = self.tenants.of_scope[name]
-            changes.scopes.append(
-                ScopeRecord(
-                    scope.number,
-                    scope.geometry,
-                    scope.epoch,
-                    scope.cleared_until,
-                    tenant,
-                    scope.model,
-                )
+        changes.scopes = [
+            ScopeRecord(
+                scope.number,
+                scope.geometry,
+                scope.epoch,
+                scope.cleared_until,
+                scope.tenant,
+                scope.model,
             )
+            for scope in self._made.values()
+        ]
         for scope in self._changed.values():
             if scope.changed:
                 changes.slots[scope.number] = changes_of(scope, scope.changed, scope.leased)
@@ -523,18 +513,11 @@ class MetadataService:
         self._changed = {}
         changes.dropped = self._dropped
         self._dropped = []
-        ceilings = {
-            "lease": self._leases.ceiling,
-            "pin": self._pin_numbers.ceiling,
-            "scope": self._last_number,
-        }
-        # With other changes only: a service without leases needs no longest lease in its store.
-        if changes:
-            ceilings[LONGEST] = self._longest
-        for name, ceiling in ceilings.items():
-            if ceiling != self._ceilings[name]:
+        for name, ceiling in self._counters().items():
+            # The longest lease with other changes only: a service without leases needs none.
+            if ceiling != self._written[name] and (name != LONGEST or changes):
                 changes.counters[name] = ceiling
-                self._ceilings[name] = ceiling
+                self._written[name] = ceiling
         return changes
 
     def scope_of(self, number: int) -> Scope:
@@ -575,7 +558,7 @@ class MetadataService:
         self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
             # Differs from every value, so that the counter is written again.
-            self._ceilings[name] = -1
+            self._written[name] = -1
 
     def restore(
         self, recovered: Changes, rows: Callable[[ScopeRecord], SlotColumns], now: float
@@ -595,18 +578,13 @@ class MetadataService:
         )
         kept = recovered.counters.get(LONGEST, 0)
         self._longest = max(self._longest, kept)
-        self._ceilings = {
-            "lease": self._leases.ceiling,
-            "pin": self._pin_numbers.ceiling,
-            "scope": self._last_number,
-            LONGEST: kept,
-        }
+        self._written = self._counters() | {LONGEST: kept}
         closed_until = min(recovered.counters.get(CLOSED_UNTIL, 0), now + self._longest)
         for record in recovered.scopes:
             scope = self.restored_scope(record, recovered.pins, rows(record), now)
             if closed_until > max(now, scope.closed_until):
                 scope.closed_until = closed_until
-            self.adopt(Changes(scopes=[record]), scope)
+            self.adopt(scope, Changes())
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
         self.answers.restore(recovered.answers)
@@ -632,6 +610,8 @@ class MetadataService:
             Scope(record.geometry, self.limits.quarantine_seconds),
             max(self._longest, longest),
         )
+        scope.number = record.number
+        scope.tenant = record.tenant
         scope.epoch = record.epoch
         scope.cleared_until = record.cleared_until
         # In epoch 0 this is the time until which a new scope is closed, see `close_until`.
@@ -645,6 +625,22 @@ class MetadataService:
         problems = restore(scope, columns, now, longest)
         self.recovery_problems += [f"{record.geometry.scope}: {problem}" for problem in problems]
         return scope
+
+    def check_access(self, caller: Caller, names: Sequence[str], fields: str) -> None:
+        """Check that a caller may use scopes; unknown ones are skipped.
+
+        Args:
+            caller: sender of the request.
+            names: names of scopes.
+            fields: name of their field in the request, with `{}` for the index of a scope.
+
+        Raises:
+            RequestError: 403 for the first scope of another tenant.
+        """
+        for number, name in enumerate(names):
+            scope = self.scopes.get(name)
+            if scope is not None and not may_use(caller, scope.tenant):
+                raise others_scope(name, fields.format(number))
 
     # Shared with `core.sglang` and `core.sglang_import`.
 
@@ -681,12 +677,21 @@ class MetadataService:
 
     def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
         """Geometries of the scopes of one tenant, "" for scopes without tenant."""
-        for name, holder in self.tenants.of_scope.items():
-            if holder == tenant:
-                yield self.scopes[name].geometry
+        for scope in self.scopes.values():
+            if scope.tenant == tenant:
+                yield scope.geometry
         for name, (geometry, holder) in self.elsewhere.items():
             if holder == tenant and name not in self.scopes:
                 yield geometry
+
+    def _counters(self) -> dict[str, int]:
+        return {
+            "lease": self._leases.ceiling,
+            "pin": self._pin_numbers.ceiling,
+            "scope": self._last_number,
+            # The last one, which depends on whether others have changed.
+            LONGEST: self._longest,
+        }
 
     def _forget_answers_and_pins(self) -> None:
         self.answers.added = []
@@ -694,7 +699,7 @@ class MetadataService:
         self._pins.removed = []
 
     def _visible_to(self, caller: Caller) -> list[str]:
-        return [name for name, tenant in self.tenants.of_scope.items() if may_use(caller, tenant)]
+        return [name for name, scope in self.scopes.items() if may_use(caller, scope.tenant)]
 
     def _may_unpin(self, caller: Caller, pin: PinRecord) -> bool:
         # A dropped scope is skipped: its name may belong to another tenant now.
@@ -703,7 +708,7 @@ class MetadataService:
             for number in pin.slots
             if number in self._by_number and number not in self._gone
         ]
-        return all(may_use(caller, self.tenants.of_scope[scope.geometry.scope]) for scope in there)
+        return all(may_use(caller, scope.tenant) for scope in there)
 
     def _known(self, name: str, field: str) -> Scope:
         scope = self.scopes.get(name)
@@ -763,7 +768,7 @@ class MetadataService:
             hits=scope.hits,
             misses=scope.misses,
             evicted=scope.evicted,
-            tenant=self.tenants.of_scope[geometry.scope],
+            tenant=scope.tenant,
             expired_leases=scope.expired,
             model=scope.model,
             owner=self.url,

@@ -110,30 +110,10 @@ class Quotas:
 
 
 class Tenants:
-    """Tenants of the scopes of one server, and their quotas."""
+    """Quotas in force, which a reload of their file replaces as a whole."""
 
     def __init__(self) -> None:
-        self.of_scope: dict[str, str] = {}
-        """The tenant of each scope, "" for none."""
         self.quotas = Quotas()
-
-    def check_access(self, caller: Caller, names: Sequence[str], fields: str) -> None:
-        """Check that a caller may use scopes; unknown ones are skipped.
-
-        Args:
-            caller: sender of the request.
-            names: names of scopes.
-            fields: name of their field in the request, with `{}` for the index of a scope.
-
-        Raises:
-            RequestError: 403 for the first scope of another tenant.
-        """
-        of_scope, tenant = self.of_scope, caller.tenant
-        for number, name in enumerate(names):
-            if not may_use(caller, of_scope.get(name, tenant)):
-                raise RequestError(
-                    403, "forbidden", f"scope {name!r} is another tenant's", fields.format(number)
-                )
 
     def check_quota(
         self, tenant: str, held: Iterable[ScopeGeometry], new: Sequence[ScopeGeometry], field: str

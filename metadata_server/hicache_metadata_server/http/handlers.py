@@ -237,7 +237,7 @@ class Handlers:
 
     def _check_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
         if endpoint.names is not None:
-            self.service.tenants.check_access(caller, *endpoint.names(message))
+            self.service.check_access(caller, *endpoint.names(message))
         elif endpoint.name not in TENANT_ROUTES:
             message = (
                 f"{endpoint.name} is about the whole server, and needs a token without a tenant"

@@ -37,7 +37,7 @@ def restored_service(url: str, now: float) -> MetadataService:
                 log = log_of(name, service.new_number(), head.token, head, now)
                 found, scope = restored(service, log, loaded, now)
                 if scope is not None:
-                    service.adopt(found, scope)
+                    service.adopt(scope, found)
         finally:
             await connection.close()
         return service

@@ -667,7 +667,7 @@ class ScopeOwner:
         # Fenced in any case; but a scope that was lost meanwhile would be dropped at once.
         if incarnation is not self.incarnation:
             return
-        self._service.adopt(found, scope)
+        self._service.adopt(scope, found)
         self._store.attach(log, found.pins)
         _log.info("scope_taken", scope=name, pages=len(scope.lru))
         # Served already: until the others see the entry, the head tells them.
@@ -675,9 +675,9 @@ class ScopeOwner:
 
     async def _publish_owned(self, name: str) -> None:
         """Write the entry of a scope that this server owns."""
-        entry, geometry = self.entries.get(name), self._service.scopes[name].geometry
-        group, tenant = entry.group if entry else name, self._service.tenants.of_scope[name]
-        await self.publish({name: ScopeEntry(geometry, self.incarnation.id, group, tenant)})
+        entry, scope = self.entries.get(name), self._service.scopes[name]
+        group, me = entry.group if entry else name, self.incarnation.id
+        await self.publish({name: ScopeEntry(scope.geometry, me, group, scope.tenant)})
 
     def _log_of(self, name: str, token: bytes, head: ScopeHead) -> ScopeLog:
         return log_of(name, self._service.new_number(), token, head, self._now())
