@@ -588,7 +588,6 @@ class Scope:
                 table.keys[slot] = ""
                 table.prefixes[slot] = ""
                 table.children[slot] = 0
-                table.stamps[slot] = 0
                 # The writer of a leased slot may write until its lease would have ended.
                 if before and before[slot] == LEASED and table.until[slot] > until:
                     later.append(slot)

@@ -1,4 +1,4 @@
-"""The slots of a scope: columns, 73 bytes a used slot, index by key, free slots, timers, and what holds
+"""The slots of a scope: columns, 81 bytes a used slot, index by key, free slots, timers, and what holds
 slots: leases and pins."""
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class SlotTable:
         "keys",
         "leases",
         "lengths",
+        "newer",
+        "older",
         "prefixes",
-        "stamps",
         "states",
         "until",
     )
@@ -63,8 +64,10 @@ class SlotTable:
         self.checksums = array("Q")
         self.children = array("Q")
         """Live pages that name this live page as their prefix; 0 for slots that are not live."""
-        self.stamps = array("Q")
-        """Position of a live page in the LRU order; else 0, or stale until a clear is finished."""
+        self.older = array("q")
+        """Live page before this one in the LRU order, see `LruOrder`; stale for other slots."""
+        self.newer = array("q")
+        """Live page behind it."""
         self.keys = list[str]()
         self.prefixes = list[str]()
         self.by_key = _new_index()
@@ -84,7 +87,8 @@ class SlotTable:
             self.lengths,
             self.checksums,
             self.children,
-            self.stamps,
+            self.older,
+            self.newer,
         ):
             column.frombytes(zeros)
         self.keys.extend([""] * count)
@@ -97,7 +101,8 @@ class SlotTable:
         self.keys = columns.keys[:count]
         self.prefixes = columns.prefixes[:count]
         self.children = array("Q", bytes(8 * count))
-        self.stamps = array("Q", bytes(8 * count))
+        self.older = array("q", bytes(8 * count))
+        self.newer = array("q", bytes(8 * count))
 
     def count(self, state: int) -> int:
         """Number of slots in a state; a scan of the column, a millisecond for a million."""
