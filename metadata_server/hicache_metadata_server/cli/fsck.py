@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import time
+from collections import Counter
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeVar, cast
 
 import typer
 
@@ -26,17 +29,17 @@ from hicache_metadata_server.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from hicache_metadata_server.cli.admin_client import AdminClient
-    from hicache_metadata_server.cli.page_checks import (
-        PageChecker,
-        PageCheckReport,
-        PageDefect,
-        ScopePages,
-    )
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.protocol import Answer, Request, ScopeStatus
+    from hicache_metadata_server.protocol import (
+        Answer,
+        Request,
+        ScopeGeometry,
+        ScopeStatus,
+        SlotStatus,
+    )
     from hicache_metadata_server.storage.sqlite import SqliteStore
 
 A = TypeVar("A", bound="Answer")
@@ -46,6 +49,9 @@ KEYS_PER_REQUEST: Final = 1024
 """Keys of one request, within the default limits of a server."""
 CHUNK_SLOTS: Final = 2048
 """Slots of one request, for which a server answers no one else."""
+PROVIDER: Final = "hicache_backends.hf3fs.fsck"
+"""Module of the driver whose `SlotFilePageChecker(path)` is a `PageChecker`."""
+OTHER_DIRECTORY: Final = "in scopes of other directories"
 
 
 def fsck(
@@ -199,6 +205,79 @@ def _check_each(
     ]
 
 
+class PageVerdict(Protocol):
+    """Result of one comparison; its text completes a sentence about the slot."""
+
+    @property
+    def is_defect(self) -> bool:
+        """True if a reader would not take the slot for a hit."""
+        ...
+
+    @property
+    def is_unreadable(self) -> bool:
+        """True if the file system did not return the bytes, so that nothing is known of them."""
+        ...
+
+
+class PageChecker(Protocol):
+    """Access of a driver to its own data files, read-only: only it knows their layout."""
+
+    def open_scope(self, geometry: ScopeGeometry) -> bool:
+        """Prepare for the pages of a scope; return False for a scope of another directory."""
+        ...
+
+    def check_pages(self, pages: Sequence[SlotStatus]) -> Sequence[PageVerdict]:
+        """Return one verdict for each page of the scope that was opened last."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and files."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PageDefect:
+    """A live page whose slot does not hold its bytes."""
+
+    scope: str
+    page: SlotStatus
+    verdict: PageVerdict
+
+    def __str__(self) -> str:
+        return f"{self.scope}: slot {self.page.slot} {self.verdict}: {self.page.key!r}"
+
+
+@dataclass(slots=True)
+class PageCheckReport:
+    """Counts and defects of one check."""
+
+    verdicts: Counter[str] = field(default_factory=Counter[str])
+    """Pages by the text of their verdict, or `OTHER_DIRECTORY`."""
+    defects: list[PageDefect] = field(default_factory=list[PageDefect])
+    unreadable: int = 0
+    """Pages that the file system did not return."""
+
+
+def _open_page_checker(path: Path) -> PageChecker:
+    """Return the driver's checker for the data files in a directory.
+
+    Raises:
+        StoreError: the driver is not installed.
+        OSError: the path is no directory of the driver.
+    """
+    from hicache_metadata_server.core.errors import StoreError
+
+    # By its name: a server without any driver is complete.
+    try:
+        provider = importlib.import_module(PROVIDER)
+    except ImportError as error:
+        raise StoreError(
+            f"data files are read by the 3FS driver, which is not installed: "
+            f"pip install hicache-storage ({error})"
+        ) from error
+    return cast("PageChecker", provider.SlotFilePageChecker(path))
+
+
 def _compare(
     remote: AdminClient | _OpenedService,
     scopes: Sequence[str] | None,
@@ -206,60 +285,63 @@ def _compare(
     sample: int | None,
 ) -> PageCheckReport:
     """Compare the live pages of scopes, or of all that there are, with the data files."""
-    from hicache_metadata_server.cli.page_checks import check_all_pages, open_page_checker, sampled
-    from hicache_metadata_server.protocol import Scopes
+    from hicache_metadata_server.protocol import ScopeGeometry, Scopes
 
-    known = remote.call("/v2/scopes", None, Scopes).scopes
-    pages = _live_pages(remote, [one for one in known if not scopes or one.scope in scopes])
-    with closing(open_page_checker(files)) as checker:
-        found = check_all_pages(
-            pages if sample is None else sampled(pages, sample, random.Random()), checker
-        )
-        # A slot may have been reused between the server's answer and the read of its bytes: only
-        # what is wrong a second time is reported.
-        found.defects = [
-            defect for defect in found.defects if _is_still_wrong(remote, defect, checker)
-        ]
+    found = PageCheckReport()
+    with closing(_open_page_checker(files)) as checker:
+        for status in remote.call("/v2/scopes", None, Scopes).scopes:
+            if scopes and status.scope not in scopes:
+                continue
+            fields = {name: getattr(status, name) for name in ScopeGeometry.__struct_fields__}
+            is_here = checker.open_scope(ScopeGeometry(**fields))
+            for pages in _live_pages(remote, status, sample):
+                if not is_here:
+                    found.verdicts[OTHER_DIRECTORY] += len(pages)
+                    continue
+                verdicts = checker.check_pages(pages)
+                found.verdicts.update(map(str, verdicts))
+                found.unreadable += sum(verdict.is_unreadable for verdict in verdicts)
+                # A slot may have been reused between the server's answer and the read of its bytes:
+                # only what is wrong a second time is reported.
+                found.defects += [
+                    PageDefect(status.scope, page, verdict)
+                    for page, verdict in zip(pages, verdicts, strict=True)
+                    if verdict.is_defect and _is_still_wrong(remote, status.scope, page, checker)
+                ]
     return found
 
 
 def _live_pages(
-    remote: AdminClient | _OpenedService, scopes: Iterable[ScopeStatus]
-) -> Iterator[ScopePages]:
-    """Yield the live pages of a server, each chunk as of its own request."""
-    from hicache_metadata_server.protocol import Inspect, Inspected, ScopeGeometry, SlotState
+    remote: AdminClient | _OpenedService, scope: ScopeStatus, sample: int | None
+) -> Iterator[list[SlotStatus]]:
+    """Yield the live pages of a scope, or a sample of them, each chunk as of its own request."""
+    from hicache_metadata_server.protocol import Inspect, Inspected, SlotState
 
-    for scope in scopes:
-        geometry = ScopeGeometry(
-            scope=scope.scope,
-            slots=scope.slots,
-            slot_bytes=scope.slot_bytes,
-            geometry=scope.geometry,
-            identity=scope.identity,
-        )
-        for first in range(0, scope.slots, CHUNK_SLOTS):
-            slots = list(range(first, min(first + CHUNK_SLOTS, scope.slots)))
-            found = remote.call("/v2/inspect", Inspect(scope=scope.scope, slots=slots), Inspected)
-            used = [slot for slot in found.slots if slot is not None and slot.generation]
-            yield geometry, [slot for slot in used if slot.state is SlotState.LIVE]
-            # Slots are used from the first on.
-            if len(used) < len(slots):
-                break
+    live, number = range(scope.live), 0
+    chosen = None if sample is None else set(random.sample(live, min(sample, len(live))))
+    for first in range(0, scope.slots, CHUNK_SLOTS):
+        slots = list(range(first, min(first + CHUNK_SLOTS, scope.slots)))
+        found = remote.call("/v2/inspect", Inspect(scope=scope.scope, slots=slots), Inspected)
+        used = [slot for slot in found.slots if slot is not None and slot.generation]
+        pages = [slot for slot in used if slot.state is SlotState.LIVE]
+        # Pages that were stored since the scope was listed are no part of a sample.
+        yield [page for at, page in enumerate(pages, number) if chosen is None or at in chosen]
+        number += len(pages)
+        # Slots are used from the first on.
+        if len(used) < len(slots):
+            break
 
 
 def _is_still_wrong(
-    remote: AdminClient | _OpenedService, defect: PageDefect, checker: PageChecker
+    remote: AdminClient | _OpenedService, scope: str, page: SlotStatus, checker: PageChecker
 ) -> bool:
     """Return True if a page is still live in its slot, and its bytes are still wrong.
 
     The question comes after the read: a page that is live now was live when its bytes were read.
     """
-    from hicache_metadata_server.cli.page_checks import verdicts_of
     from hicache_metadata_server.protocol import Inspect, Inspected, SlotState
 
-    page = defect.page
-    request = Inspect(scope=defect.scope, slots=[page.slot])
-    [now] = remote.call("/v2/inspect", request, Inspected).slots
+    [now] = remote.call("/v2/inspect", Inspect(scope=scope, slots=[page.slot]), Inspected).slots
     if (
         now is None
         or now.state is not SlotState.LIVE
@@ -267,7 +349,7 @@ def _is_still_wrong(
     ):
         return False
     # An unreadable page counts as intact: a mount that is away for a moment must not cost pages.
-    return verdicts_of(checker, defect.scope, [now])[0].is_defect
+    return checker.check_pages([now])[0].is_defect
 
 
 def _delete(remote: AdminClient | _OpenedService, defects: Sequence[PageDefect]) -> None:
