@@ -1,13 +1,11 @@
-"""`hicache metadata token`: create, list, revoke and check the tokens of a server.
+"""`hicache metadata token`: create, list and revoke the tokens of a server.
 
 The file holds digests of tokens, not the tokens: `new` is the only command that can print one.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -104,19 +102,38 @@ def new(
 
 
 @app.command("list")
-def list_tokens(file: File) -> None:
-    """List the tokens with their rights, tenants and expiry."""
-    from hicache_metadata_server.auth.token_file import read_token_file
+def list_tokens(
+    file: File,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Only the token in this file, which contains nothing else."
+        ),
+    ] = None,
+) -> None:
+    """List the tokens with their rights, tenants and expiry.
+
+    Exits with 2 if a server would refuse the file, and with 1 if a given token is unknown or has
+    expired.
+    """
+    from hicache_metadata_server.auth.token_file import digest, read_token_file, readable_by_all
 
     with exit_on_error():
         records = read_token_file(file)
+        if token_file is not None:
+            wanted = digest(token_file.read_text("utf-8").strip().encode()).hex()
+            records = [record for record in records if record.sha256 == wanted]
+    if readable_by_all(file):
+        typer.echo(f"{file} can be read by everybody on this machine: chmod o-r {file}", err=True)
     now = datetime.now(UTC)
     table = Table(
         "id", "right", "tenant", "created", "expires", box=None, header_style="bold", pad_edge=False
     )
+    valid = 0
     for record in records:
         expires = "never" if record.expires is None else f"{record.expires:%Y-%m-%d %H:%M}Z"
         gone = record.expires is not None and record.expires <= now
+        valid += not gone
         table.add_row(
             record.id,
             record.right,
@@ -125,6 +142,7 @@ def list_tokens(file: File) -> None:
             f"{expires}, expired" if gone else expires,
         )
     Console(highlight=False, soft_wrap=True).print(table)
+    raise typer.Exit(UNKNOWN if token_file is not None and not valid else 0)
 
 
 @app.command()
@@ -151,42 +169,6 @@ def revoke(
             else:
                 del tokens[name]
     typer.echo(f"{', '.join(names)}: {'expires in ' + after if after else 'revoked'}", err=True)
-
-
-@app.command()
-def check(
-    file: File,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File that contains only a token, - for standard input; default: "
-            "$HICACHE_METADATA_TOKEN.",
-        ),
-    ] = None,
-) -> None:
-    """Check that a server accepts the file, and show the entry of a given token.
-
-    Exits with 1 if the token is unknown or has expired.
-    """
-    from hicache_metadata_server.auth.token_file import digest, read_token_file, readable_by_all
-
-    with exit_on_error():
-        records = read_token_file(file)
-        token = _given(token_file)
-    if readable_by_all(file):
-        typer.echo(f"{file} can be read by everybody on this machine: chmod o-r {file}", err=True)
-    if not token:
-        typer.echo(f"{len(records)} tokens")
-        return
-    wanted = digest(token.encode()).hex()
-    found = next((record for record in records if record.sha256 == wanted), None)
-    if found is None:
-        typer.echo("unknown")
-        raise typer.Exit(UNKNOWN)
-    expired = found.expires is not None and found.expires <= datetime.now(UTC)
-    typer.echo(f"{found.id}: {_described(found)}{', expired' if expired else ''}")
-    raise typer.Exit(UNKNOWN if expired else 0)
 
 
 def _when(text: str) -> datetime:
@@ -217,9 +199,3 @@ def _described(record: TokenRecord) -> str:
     tenant = f" for tenant {record.tenant}" if record.tenant else ""
     expires = f", until {record.expires:%Y-%m-%d %H:%M}Z" if record.expires else ""
     return f"{record.right}{tenant}{expires}"
-
-
-def _given(token_file: Path | None) -> str:
-    if token_file is None:
-        return os.environ.get("HICACHE_METADATA_TOKEN", "")
-    return (sys.stdin.read() if str(token_file) == "-" else token_file.read_text("utf-8")).strip()
