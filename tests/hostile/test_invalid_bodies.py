@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
@@ -19,16 +18,14 @@ from tests.metadata_server.servers import SERVE, served
 pytestmark = pytest.mark.hostile
 
 SIZE = DEFAULTS.body_bytes
-SECONDS = 2.0
-MAX_SECONDS = 0.1
+BODIES = 20
 
 SENDER = """
 import sys
 from http.client import HTTPConnection
 port, path, content_type = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-body, sent, statuses = sys.stdin.buffer.read(), 0, set()
+body = sys.stdin.buffer.read()
 connection = HTTPConnection("127.0.0.1", port, timeout=120)
-print("ready", flush=True)
 while True:
     try:
         connection.request("POST", path, body, {"Content-Type": content_type})
@@ -37,9 +34,7 @@ while True:
     except OSError:
         connection.close()
         continue
-    sent += 1
-    statuses.add(answer.status)
-    print(sent, *statuses, flush=True)
+    print(answer.status, flush=True)
 """
 
 
@@ -101,7 +96,8 @@ def bodies():
 @pytest.mark.parametrize(
     ("path", "content_type", "body"), [pytest.param(*rest, id=name) for name, *rest in bodies()]
 )
-def test_health_answers_while_invalid_bodies_come(path, content_type, body, request):
+def test_health_answers_while_invalid_bodies_come(path, content_type, body):
+    """What a body may cost at most is counted in tests/metadata_server/test_decoding.py."""
     assert len(body) <= SIZE
     with served(f"{SERVE} --store memory:") as (place, _):
         port = urlsplit(place.url).port
@@ -114,29 +110,14 @@ def test_health_answers_while_invalid_bodies_come(path, content_type, body, requ
         try:
             sender.stdin.write(body)
             sender.stdin.close()
-            assert sender.stdout.readline() == b"ready\n"
-            latencies, until = list[float](), time.monotonic() + SECONDS
-            while time.monotonic() < until:
-                begin = time.perf_counter()
+            for _ in range(BODIES):
+                assert int(sender.stdout.readline()) in (400, 413, 422)
                 health.request("GET", "/healthz")
                 answer = health.getresponse()
                 answer.read()
-                latencies.append(time.perf_counter() - begin)
                 assert answer.status == 200
-                time.sleep(0.005)
         finally:
             sender.kill()
-            said = sender.stdout.read().decode().splitlines()
             sender.stdout.close()
             sender.wait(10)
             health.close()
-    sent, *statuses = said[-1].split()
-    latencies.sort()
-    print(
-        f"\n{request.node.callspec.id}: {len(body) / 2**20:.1f} MiB, {sent} bodies in {SECONDS:g} "
-        f"s, answered {' '.join(statuses)}; "
-        f"/healthz {len(latencies)} times, median {1e3 * latencies[len(latencies) // 2]:.1f} ms, "
-        f"worst {1e3 * latencies[-1]:.1f} ms"
-    )
-    assert set(statuses) <= {"400", "413", "422"}
-    assert latencies[-1] < MAX_SECONDS
