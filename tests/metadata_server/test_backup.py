@@ -206,6 +206,3 @@ def test_what_is_no_store_is_not_backed_up(tmp_path):
         assert (done.exit_code, "sqlite:///FILE" in done.output) == (2, True)
         assert "secret" not in done.output
     assert list(tmp_path.iterdir()) == []
-
-
-# What a server says of its slots.

@@ -383,33 +383,6 @@ def test_a_server_that_is_killed_and_comes_back(page):
         assert live() == ["2"]
 
 
-@pytest.mark.long
-def test_a_name_with_a_hash_takes_two_lines_at_most(page):
-    name = "0:kv-" + "0123456789abcdef" * 2
-    with served(LASTING) as (place, client):
-        scope_of(client, name)
-        client.http.post("/v2/describe", {"scope": name, "model": "m" * 60})
-        page.open(place.url, width=1000)
-        page.has(TABLE, 1)
-        lines = "return document.querySelector('.scopes tbody th a').getClientRects().length"
-        assert page.run(lines) <= 2
-
-
-@pytest.mark.long
-def test_a_server_that_drains(page):
-    page.expected = ["503"]
-    with served(LASTING) as (place, client):
-        page.open(place.url)
-        page.shows(".health", "Ready")
-        for enabled, said in (
-            (True, "This server drains: it gives no new leases."),
-            (False, "Ready"),
-        ):
-            client.http.post("/v2/drain", {"enabled": enabled})
-            page.ask_now()
-            page.shows(".health", said)
-
-
 ABOUT = p.About(
     protocol="2",
     server="another 1.0",
@@ -517,6 +490,8 @@ def test_problems_in_words_and_back(page):
         now(readyz=refusal(503, "unavailable", "changes could not be written: disk full"))
         page.shows(".health", "Not ready")
         page.shows(".health", "Changes could not be written: disk full.")
+        now(readyz=refusal(503, "draining", "this server drains: it gives no new leases"))
+        page.shows(".health", "This server drains: it gives no new leases.")
         now(v2=refusal(403, "forbidden", "this token permits nothing"))
         page.shows("h1", "This server asks for a token")
         page.enter("#token", f"x{Keys.ENTER}")

@@ -7,8 +7,6 @@ import random
 from collections import OrderedDict
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hicache_metadata_server.core import slot_table
 from hicache_metadata_server.core.lru import LruOrder
@@ -123,15 +121,6 @@ def step(model, chance):
         case "clear" if chance.random() < 0.05:
             model.clear()
     model.check()
-
-
-@pytest.mark.long
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(chance=st.randoms(use_true_random=False), steps=st.integers(1, 100))
-def test_any_use(chance, steps):
-    model = Model()
-    for _ in range(steps):
-        step(model, chance)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,10 +6,7 @@ import random
 
 import pytest
 
-from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.scope import STEP, Scope
-from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 from tests.metadata_server.histories import problems_of
@@ -61,24 +58,6 @@ def test_eviction_takes_the_oldest_tail(seed):
                 live.remove(one)
                 live.append(one)
     assert problems_of(scope) == []
-
-
-USES = {
-    "lookup": p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a"])]),
-    "reserve": p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])]),
-    "touch": p.Touch(scopes=[p.LookupScope(scope="0:kv", keys=["a"])]),
-}
-
-
-@pytest.mark.parametrize("request_name", USES)
-def test_a_page_that_is_asked_for_is_used(request_name):
-    service = MetadataService(DEFAULTS)
-    service.initialize(p.Initialize(scopes=[ScopeGeometry(scope="0:kv", slots=2)]), 0.0)
-    scope = service.scopes["0:kv"]
-    store(scope, ["a", "b"])
-    scope.lru.used(["b"])
-    getattr(service, request_name)(USES[request_name], 0.0)
-    assert list(scope.lru) == ["b", "a"]
 
 
 def test_pages_that_name_themselves_can_be_evicted():
