@@ -93,7 +93,7 @@ class Metrics:
         self._scopes = set[str]()
         """Scopes with series of their own. They keep them as long as the process lives: if counters
         moved between a scope's name and `OTHER_SCOPES`, both would look like restarts."""
-        self._registry.register(_StateCollector(self))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def observe(self, route: str, status: int, seconds: float) -> None:
@@ -115,7 +115,11 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def state_families(self) -> Iterator[Metric]:
+    def describe(self) -> list[Metric]:
+        """No families in advance: which ones there are depends on store and settings."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
         """Metric families of service, store and security, read at once."""
         yield from self._scope_families()
         build, about = scalars(v.BUILD_INFO), self._service.about
@@ -372,15 +376,3 @@ def _sample(before: Counters, after: Counters) -> tuple[float | None, ...]:
         totals.quarantined,
         totals.free,
     )
-
-
-class _StateCollector:
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        return self._metrics.state_families()
-
-    def describe(self) -> list[Metric]:
-        """No families in advance: which ones there are depends on store and settings."""
-        return []

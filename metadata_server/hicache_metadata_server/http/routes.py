@@ -32,6 +32,8 @@ ScopeNames = Callable[[Any], tuple[Sequence[str], str]]
 class Endpoint:
     """One route."""
 
+    name: str
+    """Path, and label in metrics."""
     route: p.Route
     body: BodyDecoder | None = None
     do: Operation
@@ -46,11 +48,6 @@ class Endpoint:
     """None for a route that names no scope."""
     audited: bool = False
     """Written to the audit log: all routes that need an admin token, and those that empty scopes."""
-
-    @property
-    def name(self) -> str:
-        """Path, and label in metrics."""
-        return self.route.path
 
 
 def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
@@ -71,6 +68,7 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         # A route that accepts a key changes something; some change something without one.
         fields = {"changes": route.changes, "audited": route.token is p.Token.ADMIN, **more}
         return Endpoint(
+            name=path,
             route=route,
             body=BodyDecoder(kind, CONTENT_TYPES, service.limits) if kind else None,
             do=do,
@@ -119,9 +117,10 @@ class SglangEndpoints:
         sglang = self._sglang
 
         def row(operation: str, run: Operation, *, cut: bool = False, **more: Any) -> Endpoint:
-            do = partial(run, rank)
+            do, route = partial(run, rank), p.SGLANG_ROUTES[operation]
             return Endpoint(
-                route=p.SGLANG_ROUTES[operation],
+                name=route.path,
+                route=route,
                 body=self._decoders[operation],
                 do=do,
                 do_chunk=do if cut else None,
