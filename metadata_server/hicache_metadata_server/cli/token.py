@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from msgspec import structs
@@ -26,16 +25,6 @@ app = typer.Typer(
 )
 
 UNKNOWN: Final = 1
-
-
-class Right(StrEnum):
-    """Right of a token."""
-
-    READ = "read"
-    WRITE = "write"
-    ADMIN = "admin"
-
-
 _UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SPAN: Final = re.compile(r"([0-9]{1,6})([mhdw])", re.ASCII)
 
@@ -51,7 +40,8 @@ File = Annotated[
 def new(
     file: File,
     right: Annotated[
-        Right, typer.Option(help="Right of the token: read, write (and read), or admin (all).")
+        Literal["read", "write", "admin"],
+        typer.Option(help="Right of the token: read, write (and read), or admin (all)."),
     ],
     name: Annotated[
         str, typer.Option("--id", help="Id of the token in logs; random by default.")

@@ -154,10 +154,7 @@ class Handlers:
             RequestError: the request was refused, and changed nothing.
         """
         endpoint, message = request.endpoint, request.message
-        if (
-            request.digest
-            and (kept := self._find_answer(request.idempotency_key, request.digest)) is not None
-        ):
+        if (kept := self._find_answer(request, request.idempotency_key)) is not None:
             # The first request may still be in the current commit group: its answer, repeated
             # before the commit, would promise changes that a crash can lose.
             return Result(kept, True)
@@ -251,10 +248,7 @@ class Handlers:
         # chunk of each of them.
         async with self._long:
             # Again, under the lock: a retry of the same request may have run while this one waited.
-            if (
-                request.digest
-                and (kept := self._find_answer(request.idempotency_key, request.digest)) is not None
-            ):
+            if (kept := self._find_answer(request, request.idempotency_key)) is not None:
                 return kept
             check(request.message)
             response = self._response(await self._run_chunks(request), request.content_type)
@@ -295,13 +289,11 @@ class Handlers:
         """
         do = request.endpoint.do_chunk
         assert do is not None, "requests that run in chunks are checked as a whole"
-        if not request.digest:
-            return do(piece, self.clock())
-        kept = self._find_answer(idempotency_key, request.digest)
-        if kept is not None:
+        if (kept := self._find_answer(request, idempotency_key)) is not None:
             return msgspec.msgpack.decode(kept.body, type=request.endpoint.route.answer)
         answer = do(piece, self.clock())
-        self._keep_answer(request, idempotency_key, self._response(answer, p.MSGPACK))
+        if request.digest:
+            self._keep_answer(request, idempotency_key, self._response(answer, p.MSGPACK))
         return answer
 
     async def _wait_for_commit(self) -> None:
@@ -314,13 +306,11 @@ class Handlers:
             return Response(204, content_type, b"")
         return Response(200, content_type, _ENCODERS[content_type].encode(answer))
 
-    def _find_answer(self, idempotency_key: str, digest: bytes) -> Response | None:
-        record = self.service.answers.find(idempotency_key, digest, self.clock())
-        return (
-            Response(record.status, record.content_type, record.body)
-            if record is not None
-            else None
-        )
+    def _find_answer(self, request: DecodedRequest, idempotency_key: str) -> Response | None:
+        if not request.digest:
+            return None
+        kept = self.service.answers.find(idempotency_key, request.digest, self.clock())
+        return Response(kept.status, kept.content_type, kept.body) if kept is not None else None
 
     def _keep_answer(
         self, request: DecodedRequest, idempotency_key: str, response: Response
