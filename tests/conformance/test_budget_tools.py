@@ -1,14 +1,16 @@
-"""What the budget cases measure with: memory while a call runs, calls of a driver."""
+"""What cases measure with: memory while a call runs, calls of a driver and their steps."""
 
 from __future__ import annotations
 
 import mmap
+import os
 
 import pytest
 import torch
 
 from hicache_conformance.cases.budget import forecast
 from hicache_conformance.harness import memory_peak
+from hicache_conformance.harness.call_steps import CallSteps
 from hicache_conformance.harness.driver_calls import counted, has_steps
 from hicache_conformance.harness.memory_peak import transient_bytes
 from hicache_storage.objects import ObjectStorage
@@ -115,6 +117,32 @@ def test_calls_of_a_driver_are_counted(storage):
     storage.batch_exists_v2(["a"])
     assert dict(calls) == {"objects_exist": 2}
     assert "objects_exist" not in vars(storage)
+
+
+class Lister:
+    """Looks through its directory in each set, and then writes."""
+
+    def __init__(self, home):
+        self.home = home
+
+    def batch_set_v2(self):
+        with os.scandir(self.home) as entries:
+            names = [entry.name for entry in entries if entry.is_file()]
+        (self.home / f"page{len(names)}").touch()
+
+    delete = clear = batch_set_v2
+
+
+def test_the_steps_of_a_set_do_not_grow_with_what_lies_beside_it(tmp_path):
+    store, counts = Lister(tmp_path), []
+    steps = CallSteps(store, lambda: None)
+    steps.at = 0
+    for files in (0, 100):
+        for number in range(files):
+            (tmp_path / f"other{number}").touch()
+        store.batch_set_v2()
+        counts.append(steps.count)
+    assert 0 < counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(("exponent", "expected"), [(0.5, 1.0), (1.0, 1.0), (1.5, 1.5), (2.0, 2.0)])

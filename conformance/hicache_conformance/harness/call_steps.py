@@ -17,7 +17,11 @@ _OUTSIDE: Final = {
     "_sqlite3",
 }
 """Modules of the standard library that reach a disk or a peer; those of a driver do so, too."""
-_LOOKING: Final = {"fspath", "stat", "lstat", "fstat", "fstatvfs", "listdir", "scandir", "getpid"}
+_LOOKING: Final = {
+    *("fspath", "stat", "lstat", "fstat", "fstatvfs", "listdir", "scandir", "getpid"),
+    # Of the entries that `scandir` yields: as many as others have left in the directory.
+    *("is_file", "is_dir", "is_symlink", "inode"),
+}
 _INSIDE: Final = sys.stdlib_module_names - _OUTSIDE | {"numpy", "torch"}
 
 
