@@ -54,7 +54,7 @@ LINES: Final = 5
 """Most lines of one episode: lookups, reads and writes may each have one, and so may the connection
 and the breaker."""
 
-SILENT: Final = frozenset({FaultKind.PARTIAL, FaultKind.REORDERED, FaultKind.STALE})
+SILENT: Final = frozenset({FaultKind.PARTIAL, FaultKind.STALE})
 """Kinds that make a page look as if it had never been there, so that nobody could count them as
 faults."""
 

@@ -83,9 +83,8 @@ class DriverMethodInjector(FaultInjector):
     def _exists(
         self, ask: Ask[LookupBatch], batches: Sequence[LookupBatch], call: Call
     ) -> list[list[bool]]:
-        faults = self._begin("exists")
-        answer = ask(batches, call)
-        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
+        self._begin("exists")
+        return ask(batches, call)
 
     def _read(
         self, ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call
@@ -107,10 +106,7 @@ class DriverMethodInjector(FaultInjector):
             for kind in (FaultKind.WRONG_KEY, FaultKind.BIT_FLIP, FaultKind.SHORT_READ)
         ):
             return _misread(ask, batches, call, faults)
-        answer = ask(batches, call)
-        if find_fault(faults, FaultKind.REORDERED):
-            return [page[::-1] for page in answer]
-        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
+        return ask(batches, call)
 
     def _write(
         self, ask: Ask[WriteBatch], batches: Sequence[WriteBatch], call: Call
@@ -144,7 +140,7 @@ class DriverMethodInjector(FaultInjector):
             ask(batches, call)
         answer = ask(batches, call)
         _fail_afterwards(faults)
-        return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
+        return answer
 
     def _remove(
         self, operation: str, ask: Callable[[ItemsT, Call], AnswerT], items: ItemsT, call: Call
@@ -240,10 +236,6 @@ def _without_one(
         told = iter(answer)
         woven.append([stays and next(told) for _, stays in some])
     return woven
-
-
-def _too_short(answer: list[list[bool]]) -> list[list[bool]]:
-    return [pages[:-1] for pages in answer]
 
 
 if TYPE_CHECKING:

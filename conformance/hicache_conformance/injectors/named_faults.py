@@ -46,9 +46,7 @@ NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
         "io-error": (Fault(kind=FaultKind.ERROR, error="EIO"),),
         "failing-reads": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("read",)),),
         "failing-writes": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("write",)),),
-        "malformed": (Fault(kind=FaultKind.MALFORMED),),
         "duplicate": (Fault(kind=FaultKind.DUPLICATE),),
-        "reordered": (Fault(kind=FaultKind.REORDERED, operations=("read",)),),
         "partial": (Fault(kind=FaultKind.PARTIAL, operations=("read", "write")),),
         "short-read": (Fault(kind=FaultKind.SHORT_READ, operations=("read",)),),
         "bit-flip": (Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),),
@@ -146,13 +144,8 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
         Fault(kind=FaultKind.HANG),
         *(Fault(kind=FaultKind.ERROR, error=name) for name in ("EIO", "ECONNRESET", "ETIMEDOUT")),
         Fault(kind=FaultKind.APPLIED, operations=("write",)),
-        *(
-            Fault(kind=FaultKind.MALFORMED, operations=(sort,))
-            for sort in ("exists", "read", "write")
-        ),
         *(Fault(kind=FaultKind.PARTIAL, operations=(sort,)) for sort in ("read", "write")),
         *(Fault(kind=FaultKind.DUPLICATE, operations=(sort,)) for sort in ("read", "write")),
-        Fault(kind=FaultKind.REORDERED, operations=("read",)),
         Fault(kind=FaultKind.SHORT_READ, operations=("read",)),
         Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),
         Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),

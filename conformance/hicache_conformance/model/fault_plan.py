@@ -31,12 +31,8 @@ class FaultKind(StrEnum):
     """The bytes of another page of the same length arrive."""
     DUPLICATE = "duplicate"
     """The operation is done twice."""
-    REORDERED = "reordered results"
-    """The answers for the pages of a batch stand in the opposite order."""
     PARTIAL = "partial batch"
     """One page of a batch, at the fraction `place` of it, is not moved."""
-    MALFORMED = "malformed answer"
-    """The answer is for another number of pages."""
     LOST_DESCRIPTOR = "lost descriptors"
     """Files that are open when the plan begins, and those whose operation is hit, answer ESTALE for
     good. Opened again, they are as they were."""
@@ -68,7 +64,6 @@ DESTRUCTIVE = frozenset(
         FaultKind.WRONG_KEY,
         FaultKind.TORN_WRITE,
         FaultKind.STALE,
-        FaultKind.REORDERED,
     }
 )
 """Kinds after which a page that was acknowledged may be gone: its bytes were lost, or a right
