@@ -7,12 +7,8 @@ whose intervals overlap are concurrent, and nothing is concluded from which of t
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 VALUES = 1 << 16
 """How many values an identity's pages can be told apart by; a page's generation has two bytes."""
@@ -114,8 +110,3 @@ class Recorder:
     def running(self) -> Begun | None:
         """One call that has begun and not returned."""
         return next(iter(self._open.values()), None)
-
-
-def operations(events: Iterable[Event]) -> int:
-    """Count the pages that were asked about, a clear as one; the checker's time is linear in it."""
-    return sum(len(event.keys) or 1 for event in events)
