@@ -211,32 +211,7 @@ class TestReports:
         assert violation_finding(Violation("SET-1", "refused"), log).causes == []
 
 
-def test_a_violation_carries_the_stack_of_a_thread_that_hangs_in_the_driver(kit):
-    release, entered = threading.Event(), threading.Event()
-
-    class Hangs(MemoryStorage):
-        def objects_exist(self, batches, call):
-            entered.set()
-            release.wait(30)
-            return super().objects_exist(batches, call)
-
-    storage, pool = Hangs(kit.identity()), kit.pool()
-    storage.register_mem_host_pool_v2(pool, "kv")
-    assert stacks_in_driver() == ""
-    thread = threading.Thread(target=storage.batch_exists_v2, args=(["a"],), name="asks")
-    thread.start()
-    try:
-        assert entered.wait(30)
-        record = violation_finding(Violation("FT-3", "did not come back"))
-    finally:
-        release.set()
-        thread.join(30)
-    assert "Meanwhile inside the driver:\nthread 'asks':" in record.detail
-    assert "in objects_exist\n    release.wait(30)" in record.detail
-    assert stacks_in_driver() == ""
-
-
-def test_threads_that_hang_at_one_place_are_shown_once_and_their_place_is_named(kit):
+def test_a_violation_carries_the_stacks_of_threads_that_hang_each_place_once(kit):
     release, entered = threading.Event(), threading.Semaphore(0)
 
     def deep(left):
@@ -259,13 +234,15 @@ def test_threads_that_hang_at_one_place_are_shown_once_and_their_place_is_named(
     try:
         for _ in threads:
             assert entered.acquire(timeout=30)
-        stacks, places = stacks_in_driver(), places_in_driver()
+        detail = violation_finding(Violation("FT-3", "did not come back")).detail
+        places = places_in_driver()
     finally:
         release.set()
         for thread in threads:
             thread.join(30)
-    assert stacks.count("threads, such as") == 1
+    stacks = detail.partition("Meanwhile inside the driver:\n")[2]
     assert stacks.startswith("2 threads, such as")
+    assert stacks.count("threads, such as") == 1
     # Both ends: what it waits for, and where the driver was entered.
     assert "release.wait(30)" in stacks
     assert "in objects_exist" in stacks
@@ -274,7 +251,7 @@ def test_threads_that_hang_at_one_place_are_shown_once_and_their_place_is_named(
     assert all(
         place.startswith("test_causes.py:") and place.endswith(" in deep") for place in places
     )
-    assert places_in_driver() == []
+    assert (places_in_driver(), stacks_in_driver()) == ([], "")
 
 
 def failed(case, *rules, causes=()):
@@ -284,7 +261,7 @@ def failed(case, *rules, causes=()):
         levels=("core",),
         outcome=Outcome.FAIL,
         broken_rule=rules[0],
-        causes=causes,
+        causes=tuple(causes),
     )
 
 
@@ -302,39 +279,39 @@ def judged(*outcomes):
     return judge(record, [Level.CORE], {})
 
 
-def test_rules_that_one_mistake_breaks_are_one_finding():
-    shared = judged(
-        failed("test_a", "GET-1", causes=(bug("'a'"),)),
-        failed("test_b", "SET-1", causes=(bug("'b'"), bug(place="driver.py:9 in f"))),
-        failed("test_c", "SET-3", causes=(bug(place="driver.py:9 in f"),)),
-        failed("test_d", "SET-6"),
-    ).shared_causes()
-    assert [(found.rules, found.cause.place) for found in shared] == [
-        (["GET-1", "SET-1"], "driver.py:7 in _put")
+OTHER = bug(place="driver.py:9 in f")
+CUT, SHORT = (damage(f"whose object has no envelope: {size} bytes, not 320") for size in (256, 40))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "shared"),
+    [
+        # One mistake, whatever the call.
+        (
+            [("GET-1", bug("'a'")), ("SET-1", bug("'b'"), OTHER), ("SET-3", OTHER), ("SET-6",)],
+            [(["GET-1", "SET-1"], bug("'a'"))],
+        ),
+        # Pages damaged in one way, whatever their length.
+        (
+            [("GET-1", CUT), ("SET-1", SHORT), ("SET-2", damage("whose checksum does not fit"))],
+            [(["GET-1", "SET-1"], CUT)],
+        ),
+        # A cause of few of a rule's cases does not explain it.
+        ([("GET-1", bug()), ("SET-1", bug()), ("SET-1",)], []),
+        (
+            [("GET-1", bug()), ("SET-1", bug()), ("SET-1",), ("SET-1", bug())],
+            [(["GET-1", "SET-1"], bug())],
+        ),
+    ],
+    ids=["one mistake", "damage", "few", "half"],
+)
+def test_rules_that_one_cause_breaks_are_one_finding(outcomes, shared):
+    cases = [
+        failed(f"test_{number}", rule, causes=causes)
+        for number, (rule, *causes) in enumerate(outcomes)
     ]
-
-
-def test_pages_damaged_in_one_way_are_one_finding_whatever_their_length():
-    lengths = ("256 bytes, not 320", "40 bytes, not 104")
-    one, two = (damage(f"whose object has no envelope: {each}") for each in lengths)
-    other = damage("whose checksum does not fit its bytes")
-    shared = judged(
-        failed("test_a", "GET-1", causes=(one,)),
-        failed("test_b", "SET-1", causes=(two,)),
-        failed("test_c", "SET-2", causes=(other,)),
-    ).shared_causes()
-    assert [(found.rules, found.cause) for found in shared] == [(["GET-1", "SET-1"], one)]
-
-
-def test_a_cause_of_few_of_a_rule_s_cases_does_not_explain_it():
-    outcomes = [
-        failed("test_a", "GET-1", causes=(bug(),)),
-        failed("test_b", "SET-1", causes=(bug(),)),
-        failed("test_c", "SET-1"),
-    ]
-    assert judged(*outcomes).shared_causes() == []
-    [shared] = judged(*outcomes, failed("test_d", "SET-1", causes=(bug(),))).shared_causes()
-    assert shared.rules == ["GET-1", "SET-1"]
+    found = judged(*cases).shared_causes()
+    assert [(each.rules, each.cause) for each in found] == shared
 
 
 def test_a_worker_process_s_exceptions_reach_the_case(monkeypatch):
