@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from hicache_storage.tools.scaffold import check_name, make_package, package_files
 from hicache_storage.tools.scaffold.names import MAX_NAME_CHARACTERS
+from tests.support.author import Author
 from tests.support.commands import SCRIPTS, run_hicache, run_program
 
 pytestmark = pytest.mark.slow(seconds=110)
 
 ROOT = Path(__file__).parents[2]
 LONGEST = "a" + "2" * (MAX_NAME_CHARACTERS - 3) + "-b"
-
-sys.path.insert(0, str(ROOT / "tests" / "conformance"))
-
-from author import Author
 
 
 @pytest.mark.long

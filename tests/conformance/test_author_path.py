@@ -6,16 +6,12 @@ pip, `hicache drivers`, the suite, and what it says to a planted fault.
 from __future__ import annotations
 
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.author import ROOT, Author
+
 pytestmark = pytest.mark.slow(seconds=100)
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from author import ROOT, Author
 
 EXAMPLE = ROOT / "examples" / "hicache-memory-driver"
 SMOKE = "--profile smoke --seed 11"
@@ -92,11 +88,13 @@ def test_the_driver_fits_in_60_lines():
 
 
 def test_everything_comes_from_the_author_s_own_environment(author):
-    where = author.shell(
-        "python -P -c 'import hicache_conformance as c, hicache_memory_driver as m; "
-        "print(c.__file__, m.__file__)'"
-    )
-    assert all(path.startswith(str(author.home / "venv")) for path in where.stdout.split())
+    """What `hicache new` makes, too."""
+    modules = "hicache_conformance, hicache_memory_driver, hicache_demo_driver"
+    where = f"import {modules}; print(*(each.__file__ for each in ({modules})))"
+    done = author.shell(f"hicache new demo && pip install -q ./demo && python -P -c '{where}'")
+    paths = done.stdout.splitlines()[-1].split()
+    assert len(paths) == 3, done.stdout
+    assert all(path.startswith(str(author.home / "venv")) for path in paths)
 
 
 def test_the_driver_is_found(author):

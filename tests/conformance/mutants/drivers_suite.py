@@ -1,7 +1,7 @@
 """The suite against the samples, in one pytest, whose plugin this is too.
 
-Run by `test_mutants.py` and `soak.py`, which read the reports. A class runs of each sample only
-what it is tried with.
+Run by `test_mutants.py`, which reads the reports. A class runs of each sample only what it is tried
+with.
 
 The environment variable `HICACHE_SAMPLES` chooses: `all` samples, each with all its cases;
 `mutants`, each with no more of them than it takes to find it; `right` ones; or `own`, the project's
