@@ -2,159 +2,131 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from hicache_conformance.model.fault_plan import Fault, FaultKind
 
 _FILLING: Final = ("create", "write", "name")
 _WRITING: Final = (*_FILLING, "modify")
+_OPENING: Final = ("open", "create", "modify")
+
+
+def _at(kind: FaultKind, *operations: str, **more: Any) -> Fault:
+    return Fault(kind=kind, operations=operations, **more)
+
+
+def _error(name: str, *operations: str, **more: Any) -> Fault:
+    return _at(FaultKind.ERROR, *operations, error=name, **more)
+
 
 NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
     "disk": {
-        "io-error": (Fault(kind=FaultKind.ERROR, error="EIO"),),
-        "unreadable": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("read",)),),
-        "full": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=_WRITING),),
-        "full-halfway": (
-            Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("write",), first=1),
-        ),
-        "read-only": (Fault(kind=FaultKind.ERROR, error="EROFS", operations=_WRITING),),
-        "no-descriptors": (
-            Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open", "create", "modify")),
-        ),
-        "lost-descriptors": (
-            Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=("read", "write"), count=6),
-        ),
-        "stale": (Fault(kind=FaultKind.ERROR, error="ESTALE"),),
-        "short-read": (Fault(kind=FaultKind.SHORT_READ, operations=("read",)),),
-        "short-write": (Fault(kind=FaultKind.SHORT_WRITE, operations=("write",)),),
-        "torn-write": (Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),),
-        "bit-flip": (Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),),
-        "wrong-key": (Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),),
+        "io-error": (_error("EIO"),),
+        "unreadable": (_error("EIO", "read"),),
+        "full": (_error("ENOSPC", *_WRITING),),
+        "full-halfway": (_error("ENOSPC", "write", first=1),),
+        "read-only": (_error("EROFS", *_WRITING),),
+        "no-descriptors": (_error("EMFILE", *_OPENING),),
+        "lost-descriptors": (_at(FaultKind.LOST_DESCRIPTOR, "read", "write", count=6),),
+        "stale": (_error("ESTALE"),),
+        "short-read": (_at(FaultKind.SHORT_READ, "read"),),
+        "short-write": (_at(FaultKind.SHORT_WRITE, "write"),),
+        "torn-write": (_at(FaultKind.TORN_WRITE, "write"),),
+        "bit-flip": (_at(FaultKind.BIT_FLIP, "read"),),
+        "wrong-key": (_at(FaultKind.WRONG_KEY, "read"),),
     },
     "network": {
-        "refused": (Fault(kind=FaultKind.REFUSE),),
-        "cut-requests": (Fault(kind=FaultKind.CUT, operations=("request",)),),
-        "cut-replies": (Fault(kind=FaultKind.CUT, operations=("reply",)),),
-        "corrupt-requests": (Fault(kind=FaultKind.BIT_FLIP, operations=("request",), place=0.7),),
-        "corrupt-replies": (Fault(kind=FaultKind.BIT_FLIP, operations=("reply",), place=0.7),),
+        "refused": (_at(FaultKind.REFUSE),),
+        "cut-requests": (_at(FaultKind.CUT, "request"),),
+        "cut-replies": (_at(FaultKind.CUT, "reply"),),
+        "corrupt-requests": (_at(FaultKind.BIT_FLIP, "request", place=0.7),),
+        "corrupt-replies": (_at(FaultKind.BIT_FLIP, "reply", place=0.7),),
     },
     "services": {
-        "killed": (Fault(kind=FaultKind.KILL),),
-        "restored": (Fault(kind=FaultKind.STALE),),
+        "killed": (_at(FaultKind.KILL),),
+        "restored": (_at(FaultKind.STALE),),
     },
     "objects": {
-        "io-error": (Fault(kind=FaultKind.ERROR, error="EIO"),),
-        "failing-reads": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("read",)),),
-        "failing-writes": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("write",)),),
-        "duplicate": (Fault(kind=FaultKind.DUPLICATE),),
-        "partial": (Fault(kind=FaultKind.PARTIAL, operations=("read", "write")),),
-        "short-read": (Fault(kind=FaultKind.SHORT_READ, operations=("read",)),),
-        "bit-flip": (Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),),
-        "wrong-key": (Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),),
-        "torn-write": (Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),),
+        "io-error": (_error("EIO"),),
+        "failing-reads": (_error("EIO", "read"),),
+        "failing-writes": (_error("ENOSPC", "write"),),
+        "duplicate": (_at(FaultKind.DUPLICATE),),
+        "partial": (_at(FaultKind.PARTIAL, "read", "write"),),
+        "short-read": (_at(FaultKind.SHORT_READ, "read"),),
+        "bit-flip": (_at(FaultKind.BIT_FLIP, "read"),),
+        "wrong-key": (_at(FaultKind.WRONG_KEY, "read"),),
+        "torn-write": (_at(FaultKind.TORN_WRITE, "write"),),
     },
 }
 
-UNAVAILABLE: Final[dict[str, tuple[Fault, ...]]] = {
-    "disk": (Fault(kind=FaultKind.ERROR, error="EIO"),),
-    "network": (Fault(kind=FaultKind.REFUSE),),
-    "services": (Fault(kind=FaultKind.KILL),),
-    "objects": (Fault(kind=FaultKind.ERROR, error="EIO"),),
+UNAVAILABLE: Final = {
+    injector: next(iter(faults.values())) for injector, faults in NAMED_FAULTS.items()
 }
-"""Nothing works."""
+"""Nothing works: the first named fault of each injector."""
 
 REFUSALS: Final[dict[str, tuple[Fault, ...]]] = {
-    "disk": tuple(
-        Fault(kind=FaultKind.ERROR, error=error, operations=operations)
-        for error, operations in (
-            ("ENOSPC", _FILLING),
-            # Without inodes, files that are there can be written.
-            ("ENOSPC", ("create", "name")),
-            ("EDQUOT", _FILLING),
-            ("EROFS", (*_WRITING, "remove")),
-            ("EXDEV", ("name",)),
-            ("ENAMETOOLONG", ("create", "name")),
-        )
+    "disk": (
+        _error("ENOSPC", *_FILLING),
+        # Without inodes, files that are there can be written.
+        _error("ENOSPC", "create", "name"),
+        _error("EDQUOT", *_FILLING),
+        _error("EROFS", *_WRITING, "remove"),
+        _error("EXDEV", "name"),
+        _error("ENAMETOOLONG", "create", "name"),
     ),
-    "objects": tuple(
-        Fault(kind=FaultKind.ERROR, error=error, operations=("write",))
-        for error in ("ENOSPC", "EDQUOT", "EROFS")
-    ),
+    "objects": tuple(_error(name, "write") for name in ("ENOSPC", "EDQUOT", "EROFS")),
 }
 """Nothing more can be written, and what is there can be read."""
 
-HUNG: Final = (Fault(kind=FaultKind.HANG),)
+HUNG: Final = (_at(FaultKind.HANG),)
 """Nothing answers."""
 
 MENU: Final[dict[str, tuple[Fault, ...]]] = {
     "disk": (
-        Fault(kind=FaultKind.DELAY),
-        Fault(kind=FaultKind.HANG),
-        *(Fault(kind=FaultKind.ERROR, error=name) for name in ("EIO", "ESTALE")),
-        *(
-            Fault(kind=FaultKind.ERROR, error=name, operations=("read",))
-            for name in ("EIO", "ESTALE")
-        ),
-        *(
-            Fault(kind=FaultKind.ERROR, error=name, operations=("open", "create", "modify"))
-            for name in ("EMFILE", "ENFILE", "EACCES")
-        ),
-        *(
-            Fault(kind=FaultKind.ERROR, error=name, operations=("create", "write", "name"))
-            for name in ("ENOSPC", "EROFS", "EDQUOT")
-        ),
-        *(
-            Fault(kind=FaultKind.ERROR, error="EIO", operations=(sort,))
-            for sort in ("write", "name", "look", "sync")
-        ),
-        *(
-            Fault(kind=FaultKind.APPLIED, operations=(sort,))
-            for sort in ("create", "write", "name", "remove", "sync")
-        ),
-        Fault(kind=FaultKind.APPLIED, operations=("name",), error="EIO"),
-        Fault(kind=FaultKind.SHORT_READ, operations=("read",)),
-        Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),
-        Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),
-        Fault(kind=FaultKind.SHORT_WRITE, operations=("write",)),
-        Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),
-        Fault(kind=FaultKind.BIT_FLIP, operations=("write",)),
-        *(
-            Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=sorts)
-            for sorts in (("read",), ("write",), ("read", "write", "sync"))
-        ),
+        *map(_at, (FaultKind.DELAY, FaultKind.HANG)),
+        *map(_error, ("EIO", "ESTALE")),
+        *(_error(name, "read") for name in ("EIO", "ESTALE")),
+        *(_error(name, *_OPENING) for name in ("EMFILE", "ENFILE", "EACCES")),
+        *(_error(name, *_FILLING) for name in ("ENOSPC", "EROFS", "EDQUOT")),
+        *(_error("EIO", sort) for sort in ("write", "name", "look", "sync")),
+        *(_at(FaultKind.APPLIED, sort) for sort in ("create", "write", "name", "remove", "sync")),
+        _at(FaultKind.APPLIED, "name", error="EIO"),
+        _at(FaultKind.SHORT_READ, "read"),
+        _at(FaultKind.BIT_FLIP, "read"),
+        _at(FaultKind.WRONG_KEY, "read"),
+        _at(FaultKind.SHORT_WRITE, "write"),
+        _at(FaultKind.TORN_WRITE, "write"),
+        _at(FaultKind.BIT_FLIP, "write"),
+        _at(FaultKind.LOST_DESCRIPTOR, "read"),
+        _at(FaultKind.LOST_DESCRIPTOR, "write"),
+        _at(FaultKind.LOST_DESCRIPTOR, "read", "write", "sync"),
     ),
     "network": (
-        Fault(kind=FaultKind.DELAY),
-        Fault(kind=FaultKind.HANG),
-        Fault(kind=FaultKind.HANG, operations=("reply",)),
-        Fault(kind=FaultKind.CUT, operations=("request",)),
-        Fault(kind=FaultKind.CUT, operations=("reply",)),
-        Fault(kind=FaultKind.APPLIED, operations=("reply",)),
-        Fault(kind=FaultKind.BIT_FLIP, operations=("request",)),
-        Fault(kind=FaultKind.BIT_FLIP, operations=("reply",)),
-        Fault(kind=FaultKind.REFUSE),
+        *map(_at, (FaultKind.DELAY, FaultKind.HANG)),
+        _at(FaultKind.HANG, "reply"),
+        _at(FaultKind.CUT, "request"),
+        _at(FaultKind.CUT, "reply"),
+        _at(FaultKind.APPLIED, "reply"),
+        _at(FaultKind.BIT_FLIP, "request"),
+        _at(FaultKind.BIT_FLIP, "reply"),
+        _at(FaultKind.REFUSE),
     ),
-    "services": (
-        Fault(kind=FaultKind.KILL),
-        Fault(kind=FaultKind.STALE),
-        Fault(kind=FaultKind.HANG),
-    ),
+    "services": tuple(map(_at, (FaultKind.KILL, FaultKind.STALE, FaultKind.HANG))),
     "objects": (
-        Fault(kind=FaultKind.DELAY),
-        Fault(kind=FaultKind.HANG),
-        *(Fault(kind=FaultKind.ERROR, error=name) for name in ("EIO", "ECONNRESET", "ETIMEDOUT")),
-        Fault(kind=FaultKind.APPLIED, operations=("write",)),
-        *(Fault(kind=FaultKind.PARTIAL, operations=(sort,)) for sort in ("read", "write")),
-        *(Fault(kind=FaultKind.DUPLICATE, operations=(sort,)) for sort in ("read", "write")),
-        Fault(kind=FaultKind.SHORT_READ, operations=("read",)),
-        Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),
-        Fault(kind=FaultKind.WRONG_KEY, operations=("read",)),
-        Fault(kind=FaultKind.TORN_WRITE, operations=("write",)),
-        Fault(kind=FaultKind.BIT_FLIP, operations=("write",)),
+        *map(_at, (FaultKind.DELAY, FaultKind.HANG)),
+        *map(_error, ("EIO", "ECONNRESET", "ETIMEDOUT")),
+        _at(FaultKind.APPLIED, "write"),
+        *(_at(FaultKind.PARTIAL, sort) for sort in ("read", "write")),
+        *(_at(FaultKind.DUPLICATE, sort) for sort in ("read", "write")),
+        _at(FaultKind.SHORT_READ, "read"),
+        _at(FaultKind.BIT_FLIP, "read"),
+        _at(FaultKind.WRONG_KEY, "read"),
+        _at(FaultKind.TORN_WRITE, "write"),
+        _at(FaultKind.BIT_FLIP, "write"),
     ),
 }
 """What can go wrong on each injector. A lookup that lies is not there: no driver could tell, and
 nothing it said would hold."""
 
-KILLED_ENGINE: Final = Fault(kind=FaultKind.ENGINE)
+KILLED_ENGINE: Final = _at(FaultKind.ENGINE)
 """On every injector, where another process may use the store."""
