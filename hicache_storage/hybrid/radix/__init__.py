@@ -5,8 +5,9 @@ from hicache_storage.hybrid.radix.cache import (
     CacheUsage,
     HiMambaRadixCache,
     InsertResult,
+    RadixCacheConfig,
+    checkpoint_grid,
 )
-from hicache_storage.hybrid.radix.config import RadixCacheConfig, checkpoint_grid
 from hicache_storage.hybrid.radix.prefixes import (
     LoadResult,
     MatchResult,
