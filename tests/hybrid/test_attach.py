@@ -114,42 +114,9 @@ def test_a_close_that_raises_or_hangs_stops_nobody(make_stack, store, gate):
     eventually(lambda: threads() == [])
 
 
-def test_storages_come_and_go_while_pages_are_moved(make_stack, store):
-    stack = make_stack()
-    _, keys = store.fill(4, ends=(4,))
-    for _ in range(5):
-        stack.controller.attach(store.open())
-        operation = stack.controller.prefetch("r", tokens(4))
-        operation.poll()
-        host = stack.take("host", 4, ends=(4,))
-        stack.fill("host", host, keys)
-        number = stack.controller.write_storage(host, keys)
-        stack.controller.detach()
-        assert [result.operation_id for result in stack.controller.completed_backups()] == [number]
-        assert stack.controller.terminate_prefetch(operation).tokens == 0
-        stack.controller.free_host(host)
-        eventually(lambda: stack.free() == stack.total())
-    assert threads() == []
-
-
 def test_ranks_and_agreement_must_fit(make_stack):
     with pytest.raises(ConfigError, match="over 1 ranks, but parallel has 4"):
         make_stack(parallel=ParallelConfig(tp_size=2, cp_size=2))
-
-
-def test_the_identity_follows_from_the_rank():
-    parallel = ParallelConfig.of_rank(5, tp_size=2, cp_size=2, pp_size=2)
-    assert (parallel.tp_rank, parallel.cp_rank, parallel.pp_rank) == (1, 0, 1)
-    made = identity(parallel)
-    assert (made.tp_rank, made.cp_rank, made.pp_rank, made.tp_size, made.cp_size, made.pp_size) == (
-        1,
-        0,
-        1,
-        2,
-        2,
-        2,
-    )
-    parallel.check(made)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1, 3, 1, 2), (4, 1, 1, 1), (1, 1, 1, 1)])

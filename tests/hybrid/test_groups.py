@@ -67,22 +67,10 @@ def test_pools_are_asked_in_the_order_of_their_names(tier, calls):
     assert calls == [("alloc", "kv", 8), ("alloc", "mamba", 1), ("alloc", "swa", 2)]
 
 
-def test_one_short_pool_gives_all_back(tier, calls):
-    assert tier.alloc({"kv": 4, "mamba": 4, "swa": 2}) is None
-    assert calls == [("alloc", "kv", 4), ("alloc", "mamba", 4), ("free", "kv", 4)]
-    assert free(tier) == [32, 3, 8]
-
-
 def test_a_refused_number_gives_all_back(tier):
     with pytest.raises(SlotError, match="multiple of 2"):
         tier.alloc({"kv": 4, "mamba": 1, "swa": 3})
     assert free(tier) == [32, 3, 8]
-
-
-def test_nothing_is_an_empty_tensor(tier):
-    taken = tier.alloc({"kv": 0, "mamba": 1})
-    assert taken["kv"].dtype == torch.int64
-    assert taken["kv"].numel() == 0
 
 
 def test_an_error_of_one_pool_does_not_keep_the_others(tier):
@@ -105,6 +93,7 @@ def test_all_or_none(requests):
         if taken is None:
             assert free(tier) == before
         else:
+            assert all(slots.dtype == torch.int64 for slots in taken.values())
             held.append(taken)
     for name, (size, _) in SIZES.items():
         slots = torch.cat([taken[name] for taken in held] or [torch.empty(0, dtype=torch.int64)])
@@ -159,14 +148,6 @@ def test_derived_pools_use_their_sources_slots(stack):
     assert list(group.owned(span)) == [KV, MAMBA]
     assert group.needs(3) == {KV: 12, MAMBA: 1}
     stack.give("host", span)
-    assert stack.free() == stack.total()
-
-
-def test_slots_are_given_back_once(stack):
-    span = stack.take("host", 2, ends=(2,))
-    stack.give("host", span)
-    with pytest.raises(SlotError):
-        stack.give("host", span)
     assert stack.free() == stack.total()
 
 

@@ -7,7 +7,6 @@ import torch
 
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import (
-    CacheInUseError,
     HiMambaRadixCache,
     RadixCacheConfig,
     StalePrefixError,
@@ -38,18 +37,6 @@ def test_a_hit_goes_to_the_last_checkpoint_with_a_state(world):
     assert world.cache.match(LONG[:7]).length == 0
     assert world.cache.match((*LONG[:12], 99, 99, 99, 99)).length == 8
     assert int(world.device[MAMBA][match.state_slot]) == value("state", LONG[:16])
-
-
-def test_without_states_every_page_is_a_hit(make_world):
-    world = make_world(grid=None)
-    served(world, LONG)
-    assert [world.cache.match(LONG[:end]).length for end in (1, 2, 7, 16, 17)] == [0, 2, 6, 16, 16]
-    match = world.cache.match(LONG[:7])
-    assert match.state_slot is None
-    lock = world.cache.lock(match)
-    world.cache.evict(100)
-    assert world.cache.match(LONG, device_only=True).length == 6
-    world.cache.unlock(lock)
 
 
 def test_namespaces_share_nothing(world):
@@ -91,18 +78,6 @@ def test_a_state_can_go_alone_and_its_kv_stays(world):
     world.running.clear()
 
 
-def test_a_hit_refreshes_the_state_it_consumed_and_no_other(world):
-    """Requests that go on from the end of a conversation do not keep its older checkpoints
-    alive."""
-    served(world, LONG, 4, 8)
-    other = tuple(range(50, 55))
-    served(world, other)
-    lock = world.cache.lock(world.cache.match(LONG))
-    world.cache.unlock(lock)
-    for lru in (world.ownership.device[SlotKind.STATE], world.ownership.host[SlotKind.STATE]):
-        assert [(node.tokens[0], node.end) for node in lru] == [(10, 4), (14, 8), (50, 4), (18, 16)]
-
-
 def test_kv_goes_from_the_leaves_and_the_oldest_first(make_world):
     world = make_world(device_kv=64, device_states=8)
     first, second = LONG[:9], (*LONG[:4], *range(70, 75))
@@ -116,22 +91,6 @@ def test_kv_goes_from_the_leaves_and_the_oldest_first(make_world):
     assert [world.cache.match(tokens).length for tokens in (first, second)] == [4, 4]
     world.cache.evict(tokens=1)
     assert world.cache.match(first).length == 0
-    assert world.cache.usage().device_tokens == 0
-
-
-def test_what_is_locked_stays(world):
-    served(world, LONG, 8)
-    lock = world.cache.lock(world.cache.match(LONG[:9]))
-    world.cache.evict(100, 100)
-    assert world.cache.match(LONG, device_only=True).length == 8
-    world.cache.release_state(lock)
-    world.cache.evict(100, 100)
-    match = world.cache.match(LONG[:9])
-    assert (match.device_indices.numel(), match.state_on_host) == (8, True)
-    world.cache.unlock(lock)
-    with pytest.raises(StalePrefixError, match="unlock a lock once"):
-        world.cache.unlock(lock)
-    world.cache.evict(100, 100)
     assert world.cache.usage().device_tokens == 0
 
 
@@ -184,21 +143,6 @@ def test_kv_and_state_come_back_from_the_host(world):
     world.state_slots.free(slot)
 
 
-def test_a_load_that_finds_no_room_changes_nothing(make_world):
-    world = make_world(device_kv=20)
-    served(world, LONG)
-    world.cache.evict(100, 100)
-    request = world.start(tuple(range(60, 70)))
-    match = world.cache.match(LONG)
-    lock = world.cache.lock(match)
-    assert world.cache.load(lock) is None
-    world.check()
-    world.cache.unlock(lock)
-    world.drop(request)
-    world.running.clear()
-    assert world.cache.match(LONG).host_length == 16
-
-
 def test_two_requests_load_one_prefix(world):
     served(world, LONG)
     world.cache.evict(100, 100)
@@ -240,17 +184,6 @@ def test_a_prefix_that_is_being_loaded_for_another_request_is_waited_for(make_wo
     assert not world.controller.layer_counter(consumer).done()
     world.controller.wait_for_loads(consumer)
     world.check_rows(LONG[:16], match.device_indices)
-
-
-def test_rows_of_what_is_on_the_host_only_become_its_rows_on_the_device(world):
-    served(world, LONG)
-    world.cache.evict(100, 100)
-    free = world.kv_slots.available_size()
-    rows, _ = computed(world, LONG[:16])
-    result = world.insert(LONG[:16], rows, {})
-    assert torch.equal(result.device_indices, rows)
-    assert world.kv_slots.available_size() == free - 16
-    assert world.cache.usage().host_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -331,18 +264,6 @@ def test_states_that_come_together_are_copied_from_the_last_one_on(make_world):
     world.cache.insert(LONG[:16], *computed(world, LONG[:16], 4, 8, 12, 16))
     assert host_states(world) == [12, 16]
     world.settle()
-
-
-def test_a_cache_in_use_is_not_emptied(world):
-    served(world, LONG)
-    lock = world.cache.lock(world.cache.match(LONG))
-    with pytest.raises(CacheInUseError, match="1 prefixes are locked"):
-        world.cache.reset()
-    assert world.cache.match(LONG).length == 16
-    world.cache.unlock(lock)
-    world.cache.reset()
-    assert world.cache.match(LONG).length == 0
-    assert world.kv_slots.available_size() == world.kv_slots.size
 
 
 @pytest.mark.parametrize(

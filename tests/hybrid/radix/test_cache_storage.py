@@ -17,16 +17,6 @@ def forget(world):
     assert not world.cache.match(LONG).length
 
 
-def test_a_prefix_comes_back_from_storage(world):
-    served(world, LONG)
-    forget(world)
-    fetch(world, LONG)
-    assert world.cache.match(LONG).host_length == 16
-    request = world.start(LONG)
-    world.drop(request)
-    world.running.clear()
-
-
 def test_a_prefix_comes_back_in_its_namespace_only(world):
     seed = namespace_seed("adapter")
     rows, state = world.cache.alloc_kv(4), world.cache.alloc_state()
@@ -139,18 +129,6 @@ def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
     assert world.cache.match(LONG).length == 0
     assert world.cache.usage().dropped_tokens == 8
     eventually(lambda: world.controller.host_slots[KV].available_size() == free)
-
-
-def test_what_came_meanwhile_is_not_held_twice(world):
-    served(world, LONG, 8)
-    forget(world)
-    assert world.cache.prefetch_from_storage("r", LONG)
-    request = world.start(LONG[:9])
-    eventually(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
-    world.check()
-    world.drop(request)
-    world.running.clear()
-    assert world.cache.match(LONG).length == 16
 
 
 def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):

@@ -227,9 +227,12 @@ class World:
         """Keep the book of states: which are new, and that the one after a prefix was used."""
         self.clock += 1
         now = {}
-        for name, tier in (("device", self.ownership.device), ("host", self.ownership.host)):
+        for tier in self.ownership.tiers:
             for node in tier[SlotKind.STATE]:
-                key, held = (name, self.prefix(node)), tier[SlotKind.STATE].of(node).indices
+                key, held = (
+                    (tier[SlotKind.STATE].tier, self.prefix(node)),
+                    tier[SlotKind.STATE].of(node).indices,
+                )
                 before, time = self.used.get(key, (None, 0))
                 now[key] = held, time if held is before and key[1] != used else self.clock
         self.used = now
@@ -322,29 +325,30 @@ class World:
     def prefix(self, node):
         return tuple(token for each in reversed(list(node.upward())) for token in each.tokens)
 
+    @property
+    def tiers(self):
+        """Each tier with its memory."""
+        memories = (self.device, self.controller.host_memory)
+        return list(zip(self.ownership.tiers, memories, strict=True))
+
     def check_tree(self):
-        device, host = self.ownership.device, self.ownership.host
         for node in self.tree:
             assert node.tokens
             assert len(node.tokens) % self.page == 0
             assert node.parent.children[node.tokens[: self.page]] is node
             assert node.start == node.parent.end
             assert self.tree.node(node.id) is node
-            assert device[SlotKind.KV].holds(node) or host[SlotKind.KV].holds(node)
-            for tier in (device, host):
-                above = node.parent
-                assert (
-                    not tier[SlotKind.KV].holds(node)
-                    or above.parent is None
-                    or tier[SlotKind.KV].holds(above)
-                )
-                assert tier[SlotKind.KV].holds(node) or not tier[SlotKind.STATE].holds(node)
-                assert not tier[SlotKind.KV].holds(node) or tier[SlotKind.KV].of(
-                    node
-                ).indices.numel() == len(node.tokens)
+            for tier in self.ownership.tiers:
+                kv, above = tier[SlotKind.KV], node.parent
+                if kv.holds(node):
+                    assert above.parent is None or kv.holds(above)
+                    assert kv.of(node).indices.numel() == len(node.tokens)
+                else:
+                    assert not tier[SlotKind.STATE].holds(node)
+            assert any(tier[SlotKind.KV].holds(node) for tier in self.ownership.tiers)
 
     def check_lists(self):
-        for tier in (self.ownership.device, self.ownership.host):
+        for tier in self.ownership.tiers:
             for lru in tier.values():
                 order = {node: place for place, node in enumerate(lru)}
                 holders = [node for node in self.tree if lru.holds(node)]
@@ -363,8 +367,8 @@ class World:
     def check_order(self):
         """States stand in the order in which they were last used."""
         self.note_uses()
-        for name, tier in (("device", self.ownership.device), ("host", self.ownership.host)):
-            times = [self.used[name, self.prefix(node)][1] for node in tier[SlotKind.STATE]]
+        for states in (tier[SlotKind.STATE] for tier in self.ownership.tiers):
+            times = [self.used[states.tier, self.prefix(node)][1] for node in states]
             assert times == sorted(times), (
                 "a state that was used is evicted before one that was not"
             )
@@ -395,40 +399,32 @@ class World:
 
     def check_slots(self):
         """Every slot is free or has one owner."""
-        owned = {tier: {kind: Counter() for kind in SlotKind} for tier in ("device", "host")}
-        for node in self.tree:
-            for tier, holdings in (("device", node.device), ("host", node.host)):
-                for kind in SlotKind:
-                    if holdings[kind].indices is not None:
-                        owned[tier][kind].update(holdings[kind].indices.tolist())
+        owned = {(tier, kind): Counter() for tier in ("device", "host") for kind in SlotKind}
+        for tier in self.ownership.tiers:
+            for lru in tier.values():
+                for node in filter(lru.holds, self.tree):
+                    owned[lru.tier, lru.kind].update(lru.of(node).indices.tolist())
         for name, slots in (*self.controller.prefetched_slots(), *self.others.items()):
-            owned["host"][SlotKind.KV if name == KV else SlotKind.STATE].update(slots.tolist())
+            kind = SlotKind.KV if name == KV else SlotKind.STATE
+            owned["host", kind].update(slots.tolist())
         for request in self.running:
-            owned["device"][SlotKind.KV].update(request.rows[request.cached :].tolist())
+            owned["device", SlotKind.KV].update(request.rows[request.cached :].tolist())
             if request.state is not None:
-                owned["device"][SlotKind.STATE].update(request.state.tolist())
-        self._check_pool(self.kv_slots, owned["device"][SlotKind.KV])
-        self._check_pool(
-            self.controller.host[KV],
-            owned["host"][SlotKind.KV],
-            self.controller.host_slots[KV]._parked,
-        )
-        if self.grid is not None:
-            self._check_pool(self.state_slots, owned["device"][SlotKind.STATE])
-            self._check_pool(
-                self.controller.host[MAMBA],
-                owned["host"][SlotKind.STATE],
-                self.controller.host_slots[MAMBA]._parked,
-            )
+                owned["device", SlotKind.STATE].update(request.state.tolist())
+        pools = {SlotKind.KV: (KV, self.kv_slots), SlotKind.STATE: (MAMBA, self.state_slots)}
+        for kind, (name, pool) in pools.items():
+            if pool is not None:
+                self._check_pool(pool, owned["device", kind])
+                parked = self.controller.host_slots[name]._parked
+                self._check_pool(self.controller.host[name], owned["host", kind], parked)
 
     def _check_pool(self, pool, owned, parked=None):
-        if parked is not None:
-            owned = owned + Counter(
-                parked.repeat_interleave(pool.page_size).nonzero().view(-1).tolist()
-            )
+        def slots_of(pages):
+            return pages.repeat_interleave(pool.page_size).nonzero().view(-1).tolist()
+
+        owned = owned + Counter([] if parked is None else slots_of(parked))
         assert all(count == 1 for count in owned.values()), "a slot has two owners"
-        in_use = getattr(pool, "_slots", pool)._in_use.repeat_interleave(pool.page_size)
-        used = in_use.nonzero().view(-1).tolist()
+        used = slots_of(getattr(pool, "_slots", pool)._in_use)
         assert sorted(owned) == used, "a slot is lost, or owned and free"
 
     def check_bytes(self):
@@ -436,46 +432,28 @@ class World:
         for node in self.tree:
             tokens = self.prefix(node)
             assert "kv" in self.inserted[tokens]
-            assert node.device[SlotKind.STATE].indices is None or "state" in self.inserted[tokens]
-            rows, host_rows = node.device[SlotKind.KV].indices, node.host[SlotKind.KV].indices
-            if rows is not None and arriving.isdisjoint(rows.tolist()):
-                assert torch.equal(self.device[KV][rows], kv_values(tokens, node.start, self.label))
-            if host_rows is not None and not node.writing:
-                assert torch.equal(
-                    self.controller.host_memory[KV][host_rows],
-                    kv_values(tokens, node.start, self.label),
-                )
-            state, host_state = (
-                node.device[SlotKind.STATE].indices,
-                node.host[SlotKind.STATE].indices,
-            )
-            if state is not None:
-                assert int(self.device[MAMBA][state]) == self.state_value(tokens)
-            if host_state is not None and not node.writing:
-                assert int(self.controller.host_memory[MAMBA][host_state]) == self.state_value(
-                    tokens
-                )
+            for tier, memory in self.tiers:
+                rows, state = (tier[kind].of(node).indices for kind in SlotKind)
+                on_device = tier is self.ownership.device
+                assert state is None or not on_device or "state" in self.inserted[tokens]
+                if not on_device and node.writing:
+                    continue
+                if rows is not None and not (on_device and arriving & set(rows.tolist())):
+                    wanted = kv_values(tokens, node.start, self.label)
+                    assert torch.equal(memory[KV][rows], wanted)
+                if state is not None:
+                    assert int(memory[MAMBA][state]) == self.state_value(tokens)
 
     def best(self, tokens, *, device_only=False) -> int:
         """The longest prefix that can be used, by looking at every node."""
+        tiers = self.ownership.tiers[: 1 if device_only else 2]
         usable = [0]
         for node in self.tree:
             prefix = self.prefix(node)
-            if self.grid is None:
-                known = next(
-                    (
-                        end
-                        for end in range(len(prefix), node.start, -self.page)
-                        if tuple(tokens[:end]) == prefix[:end]
-                    ),
-                    0,
-                )
-            else:
-                known = len(prefix) if tuple(tokens[: len(prefix)]) == prefix else 0
-            has_kv = node.device[SlotKind.KV].indices is not None or not device_only
-            has_state = self.grid is None or node.device[SlotKind.STATE].indices is not None
-            has_state = has_state or (
-                not device_only and node.host[SlotKind.STATE].indices is not None
-            )
-            usable.append(known if has_kv and has_state else 0)
+            # With states only the end of a node can be gone on from.
+            ends = range(len(prefix), node.start, -self.page if self.grid is None else -len(prefix))
+            known = next((end for end in ends if tuple(tokens[:end]) == prefix[:end]), 0)
+            kinds = (SlotKind.KV,) if self.grid is None else SlotKind
+            if all(any(tier[kind].holds(node) for tier in tiers) for kind in kinds):
+                usable.append(known)
         return max(usable)
