@@ -24,6 +24,10 @@ def backed_up(stack, host, keys=KEYS, prefix=()):
     return result
 
 
+def stored(number, pages, **changes):
+    return BackupResult(number, pages, **{"complete": True, **changes})
+
+
 def filled(stack, pages, ends=()):
     host = stack.take("host", pages, ends)
     stack.fill("host", host, KEYS)
@@ -33,7 +37,7 @@ def filled(stack, pages, ends=()):
 def test_all_pools_are_stored(stack, store):
     stack.controller.attach(store.open())
     host = filled(stack, 6, ends=(2, 6))
-    assert backed_up(stack, host) == BackupResult(1, 6, complete=True)
+    assert backed_up(stack, host) == stored(1, 6)
     assert stack.controller.stats().pages_backed_up == 6 + 6 + 2
     stack.controller.free_host(host)
     result = fetched(stack, 6)
@@ -47,7 +51,7 @@ def test_a_state_alone_is_stored_under_the_key_before_it(stack, store):
     alone = stack.take("host", 0, ends=(1,))
     alone = HybridIndices(alone.anchor, alone.side, {MAMBA: (0,)})
     stack.fill("host", alone, [], KEYS[:4])
-    assert backed_up(stack, alone, prefix=KEYS[:4]) == BackupResult(2, 0, complete=True)
+    assert backed_up(stack, alone, prefix=KEYS[:4]) == stored(2, 0)
     assert fetched(stack, 4).tokens == 4 * PAGE
 
 
@@ -85,21 +89,19 @@ def test_what_was_stored_is_kept_and_the_rest_tried_again(stack, store):
     )
     stack.controller.attach(storage)
     host = filled(stack, 4, ends=(4,))
-    assert backed_up(stack, host) == BackupResult(1, 4, complete=True)
+    assert backed_up(stack, host) == stored(1, 4)
     assert storage.calls[1:] == [{KV: [KEYS[2]]}]
     assert stack.controller.stats().backup_retries == 1
 
 
 @pytest.mark.parametrize(
-    ("pool", "page", "stored"),
+    ("pool", "page", "pages"),
     [(KV, 3, 3), (INDEXER, 1, 1), (MAMBA, 1, 1), (MAMBA, 5, 5), (KV, 0, 0)],
 )
-def test_what_is_never_stored_is_given_up(stack, store, pool, page, stored):
+def test_what_is_never_stored_is_given_up(stack, store, pool, page, pages):
     storage = Partial(store.open(), lambda call, name, key: (name, key) != (pool, KEYS[page]))
     stack.controller.attach(storage)
-    assert backed_up(stack, filled(stack, 6, ends=(2, 6))) == BackupResult(
-        1, stored, complete=False
-    )
+    assert backed_up(stack, filled(stack, 6, ends=(2, 6))) == stored(1, pages, complete=False)
     assert len(storage.calls) == 3
     stats = stack.controller.stats()
     assert (stats.pages_backed_up, stats.pages_dropped, stats.backup_retries) == (13, 1, 2)
@@ -135,20 +137,14 @@ def test_what_is_missing_before_a_span_is_told(stack, store):
     it is of no use."""
     storage = Forgetful(store.open(), set())
     stack.controller.attach(storage)
-    assert backed_up(stack, filled(stack, 4), prefix=()) == BackupResult(1, 4, complete=True)
+    assert backed_up(stack, filled(stack, 4), prefix=()) == stored(1, 4)
     assert storage.lookups == 0
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(
-        2, 2, complete=True
-    )
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == stored(2, 2)
     assert storage.lookups == 1
     storage.lost = {KEYS[2], KEYS[3]}
-    assert backed_up(stack, filled(stack, 2), KEYS[6:8], KEYS[:6]) == BackupResult(
-        3, 2, complete=True, lost_from=2
-    )
+    assert backed_up(stack, filled(stack, 2), KEYS[6:8], KEYS[:6]) == stored(3, 2, lost_from=2)
     storage.lost = {KEYS[0]}
-    assert backed_up(stack, filled(stack, 2), KEYS[8:10], KEYS[:8]) == BackupResult(
-        4, 2, complete=True, lost_from=0
-    )
+    assert backed_up(stack, filled(stack, 2), KEYS[8:10], KEYS[:8]) == stored(4, 2, lost_from=0)
 
 
 def test_a_storage_that_is_down_has_lost_nothing(stack, store):
@@ -157,21 +153,15 @@ def test_a_storage_that_is_down_has_lost_nothing(stack, store):
     storage = Forgetful(store.open(), set())
     stack.controller.attach(storage)
     storage.down = True
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(
-        1, 2, complete=True
-    )
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == stored(1, 2)
     storage.down, storage.lost = False, {KEYS[0], KEYS[4]}
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(
-        2, 2, complete=True
-    )
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == stored(2, 2)
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), OSError("down")])
 def test_looking_for_what_is_missing_may_fail(stack, store, error):
     stack.controller.attach(Raising(store.open(), "batch_exists_v2", error))
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(
-        1, 2, complete=True
-    )
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == stored(1, 2)
     assert stack.controller.stats().storage_errors == 2
 
 
@@ -181,13 +171,13 @@ def test_looking_for_what_is_missing_may_fail(stack, store, error):
 def test_a_storage_that_fails_stores_nothing(stack, store, answer):
     stack.controller.attach(Raising(store.open(), "batch_set_v2", answer))
     host = filled(stack, 3)
-    assert backed_up(stack, host) == BackupResult(1, 0, complete=False)
+    assert backed_up(stack, host) == stored(1, 0, complete=False)
     stack.controller.free_host(host)
     assert stack.free() == stack.total()
 
 
 def test_without_a_storage_nothing_is_stored(stack):
-    assert backed_up(stack, filled(stack, 2)) == BackupResult(1, 0, complete=False)
+    assert backed_up(stack, filled(stack, 2)) == stored(1, 0, complete=False)
 
 
 def test_a_page_that_is_being_stored_is_not_handed_out(stack, store, gate):
@@ -212,7 +202,7 @@ def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
     stack.controller.attach(storage)
     storage.before = hang
     host = filled(stack, 3, ends=(3,))
-    assert backed_up(stack, host) == BackupResult(1, 0, complete=False)
+    assert backed_up(stack, host) == stored(1, 0, complete=False)
     stack.controller.free_host(host)
     assert stack.free() == {KV: 13 * PAGE, MAMBA: 7}
     hang.open()
@@ -231,9 +221,7 @@ def test_ending_tells_or_forgets_what_is_on_its_way(make_stack, store, gate, end
     ]
     assert hang.entered.wait(60)
     getattr(stack.controller, end)()
-    told = (
-        [BackupResult(number, 0, complete=False) for number in numbers] if end == "detach" else []
-    )
+    told = [stored(number, 0, complete=False) for number in numbers] if end == "detach" else []
     assert stack.controller.completed_backups() == told
     for host in hosts:
         stack.controller.free_host(host)

@@ -9,10 +9,9 @@ import time
 import pytest
 
 from hicache_storage.hybrid import PrefetchOutcome, PrefetchRules, PrefetchTimeout, page_hashes
-from hicache_storage.hybrid.storage_io.calls import BATCH_PAGES
-from hicache_storage.hybrid.storage_io.prefetch_jobs import plan_reads
+from hicache_storage.hybrid.storage_io.prefetch_jobs import ReadStep, plan_reads
 from hicache_storage.spec import PoolTransferResult, seconds_since_asked
-from tests.hybrid.stack import KV, MAMBA, PAGE, tokens
+from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, tokens
 from tests.support.waiting import eventually
 
 WAIT = {"threshold_tokens": PAGE, "policy": "wait_complete", "occupancy": 1.0}
@@ -227,55 +226,43 @@ def test_a_second_termination_hands_over_nothing(stack, store):
     assert operation.poll()
 
 
-def test_calls_end_at_checkpoints_that_are_not_too_early(monkeypatch):
+@pytest.mark.parametrize(
+    ("with_windows", "plan"),
+    [
+        (True, [(0, 6, True), (6, 14, False), (14, 21, True)]),
+        (False, [(0, 8, False), (8, 16, False), (16, 21, True)]),
+    ],
+)
+def test_calls_end_at_checkpoints_that_are_not_too_early(monkeypatch, with_windows, plan):
     monkeypatch.setattr("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 8)
-    plan = [
-        (step.start, step.end, step.with_windows)
-        for step in plan_reads(21, [1, 6, 9, 21], with_windows=True)
+    assert plan_reads(21, [1, 6, 9, 21], with_windows=with_windows) == [
+        ReadStep(*step) for step in plan
     ]
-    assert plan == [(0, 6, True), (6, 14, False), (14, 21, True)]
-    plan = [
-        (step.start, step.end, step.with_windows)
-        for step in plan_reads(21, [1, 6, 9, 21], with_windows=False)
-    ]
-    assert plan == [(0, 8, False), (8, 16, False), (16, 21, True)]
-    assert BATCH_PAGES == 128
 
 
 # Faults
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_page_that_has_gone_cuts_to_the_checkpoint_before(stack, store, caplog):
+@pytest.mark.parametrize(
+    ("pool", "pages", "end"), [(KV, [6], 5), (INDEXER, [6, 4], 2), (MAMBA, [7, 4], 2)]
+)
+def test_a_page_that_has_gone_cuts_to_the_checkpoint_before(stack, store, pool, pages, end):
     """Evicted between the lookup and the read."""
     _, keys = store.fill(8, ends=(2, 5, 8))
     storage = store.open()
     stack.controller.attach(storage)
-    kv = storage.pools[KV].namespace
+    names = [storage.pools[pool].namespace.object_name(keys[page]) for page in pages]
 
     def evict(operation):
         if operation == "read":
-            store.objects.pop(kv.object_name(keys[6]), None)
+            for name in names:
+                store.objects.pop(name, None)
 
     storage.before = evict
     result = fetched(stack, 8)
     assert result.outcome is PrefetchOutcome.STORAGE_TRANSFER
-    check(stack, result, keys, 5, (5,))
-
-
-def test_a_state_that_has_gone_cuts_to_the_checkpoint_before(stack, store):
-    _, keys = store.fill(8, ends=(2, 5, 8))
-    storage = store.open()
-    stack.controller.attach(storage)
-    mamba = storage.pools[MAMBA].namespace
-
-    def evict(operation):
-        if operation == "read":
-            for key in (keys[7], keys[4]):
-                store.objects.pop(mamba.object_name(key), None)
-
-    storage.before = evict
-    check(stack, fetched(stack, 8), keys, 2, (2,))
+    check(stack, result, keys, end, (end,))
 
 
 class Raising:
