@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -53,14 +53,12 @@ class StorageCalls:
         self, keys: Sequence[str], prefix_keys: Sequence[str], request_id: str | None = None
     ) -> list[int]:
         """Return the endpoints of `keys`, in pages, that all pools can restore."""
-        return self._exists(
-            keys, list(self._group.entries.values()), self._info(prefix_keys, request_id)
-        )
+        return self._exists(keys, self._group.entries.values(), prefix_keys, request_id)
 
     def leading_pages(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int:
         """Count the leading pages of `keys` that exist in all pools without windows."""
         entries = [entry for entry in self._group.entries.values() if not entry.is_trailing]
-        return max(self._exists(keys, entries, self._info(prefix_keys, None)), default=0)
+        return max(self._exists(keys, entries, prefix_keys), default=0)
 
     def read(
         self,
@@ -70,22 +68,23 @@ class StorageCalls:
     ) -> dict[PoolName, list[bool]]:
         """Read pages; returns by pool, for each page, whether it was delivered."""
         info = self._info(prefix_keys, request_id)
-        return self._pages(
-            self._call(lambda: self._storage.batch_get_v2(transfers, info)), transfers
-        )
+        return self._pages(transfers, lambda: self._storage.batch_get_v2(transfers, info))
 
     def write(
         self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str]
     ) -> dict[PoolName, list[bool]]:
         """Store pages; returns by pool, for each page, whether it is stored."""
-        info = self._info(prefix_keys, None)
-        return self._pages(
-            self._call(lambda: self._storage.batch_set_v2(transfers, info)), transfers
-        )
+        info = self._info(prefix_keys)
+        return self._pages(transfers, lambda: self._storage.batch_set_v2(transfers, info))
 
     def _exists(
-        self, keys: Sequence[str], entries: Sequence[PoolEntry], info: HiCacheStorageExtraInfo
+        self,
+        keys: Sequence[str],
+        entries: Iterable[PoolEntry],
+        prefix_keys: Sequence[str],
+        request_id: str | None = None,
     ) -> list[int]:
+        info = self._info(prefix_keys, request_id)
         transfers = [
             PoolTransfer(
                 entry.name,
@@ -98,13 +97,21 @@ class StorageCalls:
             if entry is not self._group.anchor
         ]
         answer = self._call(lambda: self._storage.batch_exists_v2(list(keys), transfers, info))
-        return (
-            []
-            if answer is _RAISED
-            else self._endpoints(getattr(answer, "restorable_prefix_pages", answer), len(keys))
-        )
+        if answer is _RAISED:
+            return []
+        answer = getattr(answer, "restorable_prefix_pages", answer)
+        ends, pages = _items(answer), len(keys)
+        # An endpoint beyond the keys would make the caller allocate pages that nobody asked for.
+        # `type`, because a bool is an `int`.
+        if ends is None or not all(type(end) is int and 1 <= end <= pages for end in ends):
+            self._count_invalid(f"endpoints of {pages} pages", answer)
+            return []
+        self._failing = False
+        return sorted(set(cast("list[int]", ends)))
 
-    def _info(self, prefix_keys: Sequence[str], request_id: str | None) -> HiCacheStorageExtraInfo:
+    def _info(
+        self, prefix_keys: Sequence[str], request_id: str | None = None
+    ) -> HiCacheStorageExtraInfo:
         return HiCacheStorageExtraInfo(list(prefix_keys), self._call_seconds, request_id)
 
     def _call(self, call: Callable[[], object]) -> object:
@@ -115,31 +122,18 @@ class StorageCalls:
             self._log_fault(f"the storage raised {type(error).__name__}: {error}")
             return _RAISED
 
-    def _endpoints(self, answer: object, pages: int) -> list[int]:
-        ends = _items(answer)
-        # An endpoint beyond the keys would make the caller allocate pages that nobody asked for.
-        # `type`, because a bool is an `int`.
-        if ends is None or not all(type(end) is int and 1 <= end <= pages for end in ends):
-            self._count_invalid(f"endpoints of {pages} pages", answer)
-            return []
-        self._failing = False
-        return sorted(set(cast("list[int]", ends)))
-
     def _pages(
-        self, answer: object, transfers: Sequence[PoolTransfer]
+        self, transfers: Sequence[PoolTransfer], call: Callable[[], object]
     ) -> dict[PoolName, list[bool]]:
-        """Return the answer by pool.
+        """Make a call and return its answer by pool.
 
         Pages of a pool with an invalid answer count as missing.
         """
+        answer = self._call(call)
+        given = cast("dict[object, object]", answer) if isinstance(answer, dict) else None
         checked: dict[PoolName, list[bool]] = {}
-        given = (
-            cast("dict[object, object]", answer)
-            if isinstance(answer, dict)
-            else dict[object, object]()
-        )
         for transfer in transfers:
-            pages, count = _items(given.get(transfer.name)), len(transfer.keys or ())
+            pages, count = _items(given and given.get(transfer.name)), len(transfer.keys or ())
             if (
                 pages is not None
                 and len(pages) == count

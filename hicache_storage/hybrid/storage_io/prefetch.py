@@ -183,16 +183,6 @@ class Prefetcher:
         self._stats.count(prefetches=1)
         return operation
 
-    def advance(self, operations: Sequence[PrefetchOperation] | None = None) -> None:
-        """Advance prefetches, by default all.
-
-        One collective for all that are not done, and further ones where phases end.
-        """
-        chosen = self._live if operations is None else operations
-        unfinished = [operation for operation in chosen if not operation.done]
-        if unfinished:
-            self._advance(unfinished)
-
     def terminate(self, operation: PrefetchOperation) -> PrefetchResult:
         """End a prefetch and return what every rank has.
 
@@ -222,13 +212,21 @@ class Prefetcher:
 
     # One step ------------------------------------------------------------------------------------
 
-    def _advance(self, operations: Sequence[PrefetchOperation]) -> None:
+    def advance(self, operations: Sequence[PrefetchOperation] | None = None) -> None:
+        """Advance prefetches, by default all.
+
+        One collective for all that are not done, and further ones where phases end.
+        """
+        chosen = self._live if operations is None else operations
+        unfinished = [operation for operation in chosen if not operation.done]
+        if not unfinished:
+            return
         self._link.expire()
         # Threads of the ranks finish at different times. A phase ends only when the minimum says
         # that all ranks have finished it, so that the collectives below match on every rank.
-        votes = reduce_each(self._rank_group, map(self._votes, operations))
+        votes = reduce_each(self._rank_group, map(self._votes, unfinished))
         ready = list[PrefetchOperation]()
-        for operation, (finished, waits) in zip(operations, votes, strict=True):
+        for operation, (finished, waits) in zip(unfinished, votes, strict=True):
             operation.waits = bool(waits)
             if finished:
                 ready.append(operation)
