@@ -14,7 +14,7 @@ from hicache_storage.spec import (
     StorageUnavailableError,
 )
 from tests.hybrid.stack import PAGE, identity, tokens
-from tests.hybrid.test_prefetch import Raising, fetched
+from tests.hybrid.storages import Faulty, fetched
 from tests.support.waiting import eventually
 
 EARLIER = set[threading.Thread]()
@@ -49,7 +49,7 @@ def test_an_attach_that_fails_leaves_nothing(stack, store, call, error, raised):
     store.fill(4, ends=(4,))
     inner = store.open()
     with pytest.raises(raised):
-        stack.controller.attach(Raising(inner, call, error))
+        stack.controller.attach(Faulty(inner, call, error))
     assert not stack.controller.attached
     assert threads() == []
     assert inner._lifecycle.closed
@@ -102,7 +102,7 @@ def test_detach_leaves_nothing_and_may_be_repeated(stack, store):
 
 def test_a_close_that_raises_or_hangs_stops_nobody(make_stack, store, gate):
     stack = make_stack()
-    stack.controller.attach(Raising(store.open(), "close", RuntimeError("bug")))
+    stack.controller.attach(Faulty(store.open(), "close", RuntimeError("bug")))
     stack.controller.detach()
     assert stack.controller.stats().storage_errors == 1
     stack, storage, hang = make_stack(stop_seconds=1.0), store.open(), gate("disconnect")

@@ -3,15 +3,13 @@ they are used."""
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 import pytest
 import torch
 
 from hicache_storage.hybrid import BackupResult, HybridIndices, ParallelConfig, page_hashes
-from hicache_storage.spec import InvalidTransferError, PoolTransfer, PoolTransferResult
+from hicache_storage.spec import InvalidTransferError
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, identity, tokens
-from tests.hybrid.test_prefetch import Raising, fetched
+from tests.hybrid.storages import Faulty, fetched, keeping, of, without
 from tests.support.waiting import eventually
 
 KEYS = page_hashes(tokens(12), PAGE)
@@ -55,42 +53,20 @@ def test_a_state_alone_is_stored_under_the_key_before_it(stack, store):
     assert fetched(stack, 4).tokens == 4 * PAGE
 
 
-class Partial(Raising):
-    """A storage that stores and reports only what `keeps` says, page by page."""
-
-    def __init__(self, inner, keeps):
-        super().__init__(inner, "", None)
-        self.keeps, self.calls = keeps, []
-
-    def batch_set_v2(self, transfers, info=None):
-        self.calls.append({transfer.name: list(transfer.keys) for transfer in transfers})
-        answer, kept = {}, []
-        for transfer in transfers:
-            rows = transfer.host_indices.view(len(transfer.keys), -1)
-            answer[transfer.name] = [
-                self.keeps(len(self.calls), transfer.name, key) for key in transfer.keys
-            ]
-            chosen = [number for number, keep in enumerate(answer[transfer.name]) if keep]
-            kept.append(
-                PoolTransfer(
-                    transfer.name,
-                    rows[chosen].view(-1),
-                    keys=[transfer.keys[number] for number in chosen],
-                )
-            )
-        self._inner.batch_set_v2(kept, info)
-        return answer
-
-
 def test_what_was_stored_is_kept_and_the_rest_tried_again(stack, store):
     """The peer stored 3 of 4 pages, counted none, and never tried again."""
-    storage = Partial(
-        store.open(), lambda call, pool, key: call > 1 or (pool, key) != (KV, KEYS[2])
-    )
+    fails = {(KV, KEYS[2])}
+
+    def keeps(*page):
+        first = page in fails
+        fails.discard(page)
+        return not first
+
+    storage = Faulty(store.open(), "batch_set_v2", keeping(keeps))
     stack.controller.attach(storage)
     host = filled(stack, 4, ends=(4,))
     assert backed_up(stack, host) == stored(1, 4)
-    assert storage.calls[1:] == [{KV: [KEYS[2]]}]
+    assert storage.stored()[1:] == [{KV: [KEYS[2]]}]
     assert stack.controller.stats().backup_retries == 1
 
 
@@ -99,7 +75,8 @@ def test_what_was_stored_is_kept_and_the_rest_tried_again(stack, store):
     [(KV, 3, 3), (INDEXER, 1, 1), (MAMBA, 1, 1), (MAMBA, 5, 5), (KV, 0, 0)],
 )
 def test_what_is_never_stored_is_given_up(stack, store, pool, page, pages):
-    storage = Partial(store.open(), lambda call, name, key: (name, key) != (pool, KEYS[page]))
+    keeps = keeping(lambda *stored: stored != (pool, KEYS[page]))
+    storage = Faulty(store.open(), "batch_set_v2", keeps)
     stack.controller.attach(storage)
     assert backed_up(stack, filled(stack, 6, ends=(2, 6))) == stored(1, pages, complete=False)
     assert len(storage.calls) == 3
@@ -109,67 +86,50 @@ def test_what_is_never_stored_is_given_up(stack, store, pool, page, pages):
 
 def test_calls_take_so_many_pages_of_all_pools(stack, store, monkeypatch):
     monkeypatch.setattr("hicache_storage.hybrid.storage_io.backups.BATCH_PAGES", 4)
-    storage = Partial(store.open(), lambda call, pool, key: True)
+    storage = Faulty(store.open(), "batch_set_v2", of(lambda answer: answer))
     stack.controller.attach(storage)
     assert backed_up(stack, filled(stack, 6, ends=(2, 4, 5))).complete
-    assert storage.calls == [
+    assert storage.stored() == [
         {INDEXER: KEYS[:4], KV: KEYS[:4], MAMBA: [KEYS[1], KEYS[3]]},
         {INDEXER: KEYS[4:6], KV: KEYS[4:6], MAMBA: [KEYS[4]]},
     ]
 
 
-class Forgetful(Raising):
-    """A storage that says of no page in `lost` that it is there, and of none at all once it is
-    `down`."""
-
-    def __init__(self, inner, lost):
-        super().__init__(inner, "", None)
-        self.lost, self.down, self.lookups = lost, False, 0
-
-    def batch_exists_v2(self, keys, transfers=None, info=None):
-        self.lookups += 1
-        there = [] if self.down else list(takewhile(lambda key: key not in self.lost, keys))
-        return PoolTransferResult(len(there), {}, list(range(1, len(there) + 1)))
-
-
-def test_what_is_missing_before_a_span_is_told(stack, store):
+@pytest.mark.parametrize(
+    ("start", "lost", "lost_from", "lookups"),
+    [
+        (0, (), None, 0),
+        (4, (), None, 1),
+        (6, (2, 3), 2, 2),
+        (8, (0,), 0, 2),
+        # Down: it has not even what it has just taken; a storm of rewriting would meet it when it
+        # is back.
+        (4, (0, 4), None, 2),
+    ],
+)
+def test_what_is_missing_before_a_span_is_told(stack, store, start, lost, lost_from, lookups):
     """An L3 evicts the beginning of a conversation that is alive on the host: what is stored behind
     it is of no use."""
-    storage = Forgetful(store.open(), set())
+    answer = without({KEYS[page] for page in lost})
+    storage = Faulty(store.open(), "batch_exists_v2", answer)
     stack.controller.attach(storage)
-    assert backed_up(stack, filled(stack, 4), prefix=()) == stored(1, 4)
-    assert storage.lookups == 0
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == stored(2, 2)
-    assert storage.lookups == 1
-    storage.lost = {KEYS[2], KEYS[3]}
-    assert backed_up(stack, filled(stack, 2), KEYS[6:8], KEYS[:6]) == stored(3, 2, lost_from=2)
-    storage.lost = {KEYS[0]}
-    assert backed_up(stack, filled(stack, 2), KEYS[8:10], KEYS[:8]) == stored(4, 2, lost_from=0)
-
-
-def test_a_storage_that_is_down_has_lost_nothing(stack, store):
-    """It has not even what it has just taken; a storm of rewriting would meet it when it is
-    back."""
-    storage = Forgetful(store.open(), set())
-    stack.controller.attach(storage)
-    storage.down = True
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == stored(1, 2)
-    storage.down, storage.lost = False, {KEYS[0], KEYS[4]}
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == stored(2, 2)
+    told = backed_up(stack, filled(stack, 2), KEYS[start:], KEYS[:start])
+    assert told == stored(1, 2, lost_from=lost_from)
+    assert len(storage.calls) == lookups
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), OSError("down")])
 def test_looking_for_what_is_missing_may_fail(stack, store, error):
-    stack.controller.attach(Raising(store.open(), "batch_exists_v2", error))
+    stack.controller.attach(Faulty(store.open(), "batch_exists_v2", error))
     assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == stored(1, 2)
     assert stack.controller.stats().storage_errors == 2
 
 
 @pytest.mark.parametrize(
-    "answer", [SystemExit(1), OSError("down"), None, {}, [True], lambda answer: {KV: [True]}]
+    "answer", [SystemExit(1), OSError("down"), None, {}, [True], of(lambda answer: {KV: [True]})]
 )
 def test_a_storage_that_fails_stores_nothing(stack, store, answer):
-    stack.controller.attach(Raising(store.open(), "batch_set_v2", answer))
+    stack.controller.attach(Faulty(store.open(), "batch_set_v2", answer))
     host = filled(stack, 3)
     assert backed_up(stack, host) == stored(1, 0, complete=False)
     stack.controller.free_host(host)
@@ -245,13 +205,12 @@ def test_a_replicated_pool_has_one_writer(make_stack, kit, replicated, tp_rank, 
 
     parallel = ParallelConfig(tp_rank=tp_rank, tp_size=2)
     stack = make_stack(parallel=parallel, rank_group=Two())
-    storage = Partial(
-        kit.storage(identity(parallel, kv_replicated=replicated)), lambda call, pool, key: True
-    )
-    kit.opened.append(storage._inner)
+    inner = kit.storage(identity(parallel, kv_replicated=replicated))
+    kit.opened.append(inner)
+    storage = Faulty(inner, "batch_set_v2", of(lambda answer: answer))
     stack.controller.attach(storage)
     assert backed_up(stack, filled(stack, 2, ends=(2,))).complete
-    assert set().union(*storage.calls) == pools
+    assert set().union(*storage.stored()) == pools
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,10 @@ from hicache_storage.hybrid import PrefetchOutcome, PrefetchRules, PrefetchTimeo
 from hicache_storage.hybrid.storage_io.prefetch_jobs import ReadStep, plan_reads
 from hicache_storage.spec import PoolTransferResult, seconds_since_asked
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, tokens
+from tests.hybrid.storages import Faulty, fetched, finished, of
 from tests.support.waiting import eventually
 
 WAIT = {"threshold_tokens": PAGE, "policy": "wait_complete", "occupancy": 1.0}
-
-
-def finished(stack, operation):
-    """The result of a prefetch once it is done."""
-    eventually(lambda: operation.poll() and operation.done)
-    return stack.controller.terminate_prefetch(operation)
-
-
-def fetched(stack, pages, **options):
-    """The result of a prefetch of so many pages."""
-    return finished(stack, stack.controller.prefetch("r", tokens(pages), **options))
 
 
 def check(stack, result, keys, pages, ends):
@@ -265,25 +255,6 @@ def test_a_page_that_has_gone_cuts_to_the_checkpoint_before(stack, store, pool, 
     check(stack, result, keys, end, (end,))
 
 
-class Raising:
-    """A storage of which one call raises or answers what is no answer."""
-
-    def __init__(self, inner, name, answer):
-        self._inner, self._name, self._answer = inner, name, answer
-
-    def __getattr__(self, name):
-        real = getattr(self._inner, name)
-        if name != self._name:
-            return real
-
-        def call(*arguments):
-            if isinstance(self._answer, BaseException):
-                raise self._answer
-            return self._answer(real(*arguments)) if callable(self._answer) else self._answer
-
-        return call
-
-
 GARBAGE = [
     ("batch_exists_v2", SystemExit(1)),
     ("batch_exists_v2", RuntimeError("down")),
@@ -298,18 +269,18 @@ GARBAGE = [
     ("batch_get_v2", None),
     ("batch_get_v2", {}),
     ("batch_get_v2", [True]),
-    ("batch_get_v2", lambda answer: dict.fromkeys(answer, True)),
-    ("batch_get_v2", lambda answer: {name: pages[:-1] for name, pages in answer.items()}),
-    ("batch_get_v2", lambda answer: {name: [*pages, True] for name, pages in answer.items()}),
-    ("batch_get_v2", lambda answer: {name: [1] * len(pages) for name, pages in answer.items()}),
-    ("batch_get_v2", lambda answer: {KV: answer[KV]}),
+    ("batch_get_v2", of(lambda answer: dict.fromkeys(answer, True))),
+    ("batch_get_v2", of(lambda answer: {name: pages[:-1] for name, pages in answer.items()})),
+    ("batch_get_v2", of(lambda answer: {name: [*pages, True] for name, pages in answer.items()})),
+    ("batch_get_v2", of(lambda answer: {name: [1] * len(pages) for name, pages in answer.items()})),
+    ("batch_get_v2", of(lambda answer: {KV: answer[KV]})),
 ]
 
 
 @pytest.mark.parametrize(("name", "answer"), GARBAGE)
 def test_what_is_no_answer_is_a_miss(stack, store, name, answer):
     store.fill(8, ends=(8,))
-    stack.controller.attach(Raising(store.open(), name, answer))
+    stack.controller.attach(Faulty(store.open(), name, answer))
     assert fetched(stack, 8).tokens == 0
     assert stack.free() == stack.total()
     stats = stack.controller.stats()
