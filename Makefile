@@ -6,7 +6,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis object
 
-.PHONY: demo push test test-merge merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races servers hostile clean
+.PHONY: demo push test test-merge merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark quickstarts soak fuzz races servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -147,24 +147,14 @@ servers: $(VENV)/.installed
 alerts: $(VENV)/.installed
 	$(PYTHON) -m pytest tests/observability/test_rules.py
 
-benchmark:
-	scripts/make_sglang_env.sh $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python benchmarks/file_vs_sglang.py
-	$(SGLANG_VENV)/bin/python benchmarks/hf3fs_vs_sglang.py
-	$(PYTHON) benchmarks/metadata.py --sglang-python $(SGLANG_VENV)/bin/python
-
-# Everything that keeps pages in files, beside the system calls alone, and what keeps them in Mooncake, beside the library alone;
-# docs/benchmarks.md has the tables.
-benchmark-field: $(VENV)/.installed
+# Everything that keeps pages in files, beside the system calls alone; what keeps them in Mooncake, beside the library alone; the
+# metadata server. docs/benchmarks.md has the tables.
+benchmark: $(VENV)/.installed
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	scripts/make_vllm_env.sh $(VLLM_VENV)
 	$(PYTHON) benchmarks/field.py --direct
-	$(SGLANG_VENV)/bin/python benchmarks/mooncake_vs_raw.py --sglang --clusters 10 --rounds 3 --out out/benchmarks/mooncake.json
-
-# The bridges for vLLM and LMCache beside what these engines bring for a file system.
-benchmark-tiers:
-	scripts/make_vllm_env.sh $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python benchmarks/tiers.py
+	$(SGLANG_VENV)/bin/python benchmarks/mooncake_vs_raw.py --sglang --clusters 10 --rounds 3
+	$(PYTHON) benchmarks/metadata.py --sglang-python $(SGLANG_VENV)/bin/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import statistics
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from interleaved import machine, table
+from interleaved import Run, table, turns
 
 from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.transfer import (
@@ -46,6 +44,7 @@ from hicache_storage.transfer import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hicache_storage.tools.bench.results import Measurement
     from hicache_storage.transfer import Device, Stream
 
 HEADS, HEAD_DIM, DTYPE = 8, 128, torch.bfloat16
@@ -66,6 +65,9 @@ GOALS = {OUT: (0.97, 1.05), IN: (0.92, 1.05)}
 """Share of the pinned copy, and products beside a copy by DMA, from pages of 1 MiB on."""
 SHORT_GOAL = 0.92
 OVERLAP_GOAL = 1.1
+ENQUEUEING = "enqueueing, us"
+PRODUCTS = "products beside it, as many times as long"
+OVERLAP = "load and compute, of the larger"
 WARNING = "**No GPU: these copies ran on the simulator, and the figures mean nothing.**\n\n"
 
 
@@ -78,16 +80,6 @@ class Copy:
     """Blocks until everything enqueued is over."""
     wait_layer: Callable[[int, Stream], object] | None = None
     """Lets a stream wait for a layer of a load."""
-
-
-@dataclass
-class Samples:
-    seconds: list[float] = field(default_factory=list)
-    enqueue_seconds: list[float] = field(default_factory=list)
-    products: list[float] = field(default_factory=list)
-    """How many times as long products took beside it."""
-    overlap: list[float] = field(default_factory=list)
-    """Copies and the products of their layers together, in lengths of the larger of the two."""
 
 
 class Products:
@@ -262,6 +254,38 @@ class Case:
             IN: Copy(load, native.synchronize, wait_layer),
         }
 
+    def measured(self, run: Run, side: str, direction: str) -> Measurement:
+        """The measurement of a side."""
+        operation = f"{direction}, {self.layout}, {self.page_size} tokens"
+        return run.of(side, (self.page_bytes, 1, self.pages, operation))
+
+    def figure(self, name: str, side: str, direction: str) -> str:
+        """Name of a figure of a side."""
+        return f"{name}: {side}, {direction}, {self.layout}, {self.page_size} tokens"
+
+    def row(self, run: Run, side: str, direction: str) -> list[str]:
+        """Row of the table."""
+        one, pinned = (self.measured(run, each, direction) for each in (side, PINNED))
+        share_goal, products_goal = GOALS[direction]
+        is_long = self.page_bytes >= 1 << 20
+        goals = f"{share_goal if is_long else SHORT_GOAL}"
+        if is_long and direction == OUT:
+            goals += f", products {products_goal}"
+        if direction == IN:
+            goals += f", together {OVERLAP_GOAL}"
+        names = [self.figure(name, side, direction) for name in (PRODUCTS, OVERLAP)]
+        return [
+            self.layout,
+            f"{self.page_size} tokens, {self.page_bytes >> 10} KiB",
+            direction,
+            side,
+            f"{one.rates()[0]:.1f} GB/s",
+            f"{one.pages_per_second / pinned.pages_per_second:.2f}",
+            f"{run.figure(self.figure(ENQUEUEING, side, direction)):.0f} us",
+            *(f"{run.figure(name):.2f}" if name in run.report.figures else "-" for name in names),
+            goals if side == CHOSEN else "",
+        ]
+
     def synchronize(self) -> None:
         """Wait until the device is idle."""
         if self.place == "cuda":
@@ -284,60 +308,31 @@ def sides_of(case: Case, sglang: Any) -> tuple[dict[str, dict[str, Copy]], str]:
 
 
 def measure(
-    case: Case, sides: dict[str, dict[str, Copy]], products: Products | None, rounds: int
-) -> dict[tuple[str, str], Samples]:
-    """All sides in turn, in both directions."""
-    found = {(side, way): Samples() for side, copies in sides.items() for way in copies}
-    for _ in range(rounds):
-        for (side, direction), samples in found.items():
-            copy = sides[side][direction]
-            case.synchronize()
-            began = time.perf_counter()
-            copy.enqueue()
-            enqueued = time.perf_counter()
-            copy.wait()
-            samples.seconds.append(time.perf_counter() - began)
-            samples.enqueue_seconds.append(enqueued - began)
-    if products is not None:
-        for (side, direction), samples in found.items():
-            copy, alone = sides[side][direction], statistics.median(samples.seconds)
-            for _ in range(max(1, rounds // 2)):
-                samples.products.append(products.beside(copy, alone))
-                if copy.wait_layer is not None:
-                    samples.overlap.append(products.behind_layers(copy, alone, case.layers))
-    return found
-
-
-def rows_of(case: Case, found: dict[tuple[str, str], Samples]) -> list[list[str]]:
-    """Rows of the table."""
-    rows = []
-    for (side, direction), samples in found.items():
-        seconds = statistics.median(samples.seconds)
-        share = statistics.median(found[PINNED, direction].seconds) / seconds
-        share_goal, products_goal = GOALS[direction]
-        is_long = case.page_bytes >= 1 << 20
-        goals = f"{share_goal if is_long else SHORT_GOAL}"
-        if is_long and direction == OUT:
-            goals += f", products {products_goal}"
-        if direction == IN:
-            goals += f", together {OVERLAP_GOAL}"
-        rows.append(
-            [
-                case.layout,
-                f"{case.page_size} tokens, {case.page_bytes >> 10} KiB",
-                direction,
-                side,
-                f"{case.bytes / seconds / 1e9:.1f} GB/s",
-                f"{share:.2f}",
-                f"{statistics.median(samples.enqueue_seconds) * 1e6:.0f} us",
-                *(
-                    f"{statistics.median(values):.2f}" if values else "-"
-                    for values in (samples.products, samples.overlap)
-                ),
-                goals if side == CHOSEN else "",
-            ]
-        )
-    return rows
+    run: Run,
+    case: Case,
+    sides: dict[str, dict[str, Copy]],
+    products: Products | None,
+    rounds: int,
+) -> list[list[str]]:
+    """Measure all sides in turn, in both directions; rows of the table."""
+    found = [(side, direction) for side, copies in sides.items() for direction in copies]
+    for side, direction in turns(found, rounds):
+        copy = sides[side][direction]
+        case.synchronize()
+        began = time.perf_counter()
+        copy.enqueue()
+        enqueued = time.perf_counter()
+        copy.wait()
+        case.measured(run, side, direction).add(time.perf_counter() - began)
+        run.note(case.figure(ENQUEUEING, side, direction), 1e6 * (enqueued - began))
+    for side, direction in found if products is not None else ():
+        copy, alone = sides[side][direction], case.measured(run, side, direction).seconds
+        for _ in range(max(1, rounds // 2)):
+            run.note(case.figure(PRODUCTS, side, direction), products.beside(copy, alone))
+            if copy.wait_layer is not None:
+                overlap = products.behind_layers(copy, alone, case.layers)
+                run.note(case.figure(OVERLAP, side, direction), overlap)
+    return [case.row(run, side, direction) for side, direction in found]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -360,13 +355,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "no CUDA device; --device cpu shows whether this runs, and its figures mean nothing"
         )
     began, sglang, notes = time.monotonic(), None, list[str]()
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "none"
+    run = Run(gpu=gpu, **{"MiB a turn": str(options.mib)})
     if options.sglang is not None:
         sys.path.insert(0, str(options.sglang))
         try:
             sglang = importlib.import_module("sglang.kernels.ops.kvcache.hicache")
         except Exception as error:  # noqa: BLE001 - another side, which must not end the run
             notes.append(f"SGLang's kernels are left out: {error!r}")
-    rows, raw, plans = list[list[str]](), list[dict[str, Any]](), list[list[str]]()
+    rows, plans = list[list[str]](), list[list[str]]()
     with ExitStack() as stack:
         device: Device = (
             CudaDevice() if options.device == "cuda" else stack.enter_context(StreamSimulator())
@@ -381,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case = Case(options.device, device, compute, layout, layers, page_size, options.mib)
             try:
                 sides, plan = sides_of(case, sglang)
-                found = measure(case, sides, products, options.rounds)
+                found = measure(run, case, sides, products, options.rounds)
             except AssertionError:
                 raise
             except Exception as error:
@@ -389,37 +386,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     raise
                 notes.append(f"{layout}, {page_size} tokens: without SGLang after {error!r}")
                 sides, plan = sides_of(case, None)
-                found = measure(case, sides, products, options.rounds)
+                found = measure(run, case, sides, products, options.rounds)
             plans.append([layout, str(page_size), plan])
-            rows += rows_of(case, found)
-            raw += [
-                {
-                    "layout": layout,
-                    "layers": layers,
-                    "page_size": page_size,
-                    "page_bytes": case.page_bytes,
-                    "bytes": case.bytes,
-                    "direction": direction,
-                    "side": side,
-                    **vars(samples),
-                }
-                for (side, direction), samples in found.items()
-            ]
+            rows += found
     header = ["layout", "page", "direction", "side", "speed", "share", "enqueueing"]
     header += ["products beside", "load and compute / larger", "goal"]
     text = f"{table(header, rows)}\n{table(['layout', 'tokens a page', 'chosen'], plans)}"
     text += "".join(f"\n{note}\n" for note in notes)
     if options.device == "cpu":
         text = WARNING + text
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "none"
-    facts = {**machine(), "torch": torch.__version__, "gpu": gpu, "MiB a turn": options.mib}
-    facts["seconds"] = round(time.monotonic() - began)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.md").write_text(text)
-    (options.out / "results.json").write_text(
-        json.dumps({"machine": facts, "notes": notes, "measured": raw}, indent=1)
-    )
-    print(json.dumps(facts, indent=1), text, sep="\n")
+    run.report.machine["seconds"] = f"{time.monotonic() - began:.0f}"
+    run.save(options.out, text)
+    run.show(text)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,23 @@ results.json.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from interleaved import machine, table
+from interleaved import Run, table
 from stubbed_cuda import StubbedDevice, stubbed
 
 from hicache_storage.pools import DevicePages, MHAHostPool, host_tensor
 from hicache_storage.transfer import Indices, PageTransfers, PoolPair, Way
+
+if TYPE_CHECKING:
+    from hicache_storage.tools.bench.results import Measurement
 
 HEAD_DIM, DTYPE, LAYERS = 128, torch.bfloat16, 32
 HEADS, POOL_BYTES = (8, 4, 2, 1), 8 << 30
@@ -65,21 +68,20 @@ def engine(layout: str, page_size: int, pages: int, way: Way | None) -> PageTran
 
 
 def measure(
-    transfers: PageTransfers, direction: str, pages: int, page_size: int, rounds: int
-) -> list[float]:
-    """Seconds of the processor in each turn: others use this machine, too."""
+    one: Measurement, transfers: PageTransfers, direction: str, page_size: int, rounds: int
+) -> None:
+    """Measure seconds of the processor in each turn: others use this machine, too."""
+    pages = one.batch_pages
     device, host = (
         ((torch.randperm(pages) * 2).unsqueeze(1) * page_size + torch.arange(page_size)).view(-1)
         for _ in range(2)
     )
     indices = {"kv": Indices(device, host)}
     enqueue = transfers.write_back if direction == "write-back" else transfers.load
-    seconds = list[float]()
     for _ in range(rounds):
         began = time.thread_time()
         enqueue(indices)
-        seconds.append(time.thread_time() - began)
-    return seconds
+        one.add(time.thread_time() - began)
 
 
 def main() -> None:
@@ -95,42 +97,28 @@ def main() -> None:
         raise SystemExit("--pages and --rounds must be at least 1")
     # More threads than cores would measure the scheduler of the machine.
     torch.set_num_threads(1)
-    rows, raw = [], []
+    rows, run = list[list[str]](), Run()
     with stubbed() as calls:
         for layout, page_size, way in CASES:
             for pages in counts:
                 transfers = engine(layout, page_size, pages, way)
                 for direction, goal in GOALS.items():
                     before = calls.total()
-                    seconds = sorted(
-                        measure(transfers, direction, pages, page_size, options.rounds)
-                    )
+                    case = [layout, str(page_size), way or "chosen"]
+                    one = run.of(", ".join(case), (0, 1, pages, direction))
+                    measure(one, transfers, direction, page_size, options.rounds)
                     made = (calls.total() - before) // options.rounds
-                    median = seconds[len(seconds) // 2]
-                    case = [layout, str(page_size), way or "chosen", str(pages), direction]
-                    times = [f"{1e6 * each:.0f} us" for each in (median, seconds[0])]
-                    rows.append([*case, *times, str(made), f"{goal * (1 + (pages > 64))} us"])
-                    raw.append(
-                        {
-                            "layout": layout,
-                            "page_size": page_size,
-                            "way": way,
-                            "pages": pages,
-                            "direction": direction,
-                            "seconds": seconds,
-                            "calls": made,
-                        }
-                    )
-    text = table(
-        ["layout", "tokens", "way", "pages", "direction", "median", "least", "calls", "goal"], rows
-    )
-    facts = {**machine(), "torch": torch.__version__}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.md").write_text(text)
-    (options.out / "results.json").write_text(
-        json.dumps({"machine": facts, "measured": raw}, indent=1)
-    )
-    print(json.dumps(facts, indent=1), text, sep="\n")
+                    run.note(f"calls: {', '.join([*case, str(pages), direction])}", made)
+                    times = [
+                        f"{1e6 * seconds:.0f} us"
+                        for seconds in (one.seconds, pages / max(one.rounds))
+                    ]
+                    goals = f"{goal * (1 + (pages > 64))} us"
+                    rows.append([*case, str(pages), direction, *times, str(made), goals])
+    header = ["layout", "tokens", "way", "pages", "direction", "median", "least", "calls", "goal"]
+    text = table(header, rows)
+    run.save(options.out, text)
+    run.show(text)
 
 
 if __name__ == "__main__":

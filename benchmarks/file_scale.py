@@ -1,18 +1,17 @@
-"""How the file driver's costs grow: with the pages of a store, and with the processes that use it.
+"""Growth of the file driver's costs: with the pages of a store, and with the processes that use it.
 
     python benchmarks/file_scale.py [--path DIRECTORY] [--pages 10000 100000 1000000] [--out DIR]
 
 Growth: each store is opened by processes that have not seen it, with its index in the page cache
 and after it was dropped from there; the memory is that of the process that opened it. Sharing:
 processes on the largest store take turns at sets of new pages and gets of pages that are there.
-What a get delivers is compared with what was stored. Writes results.md, growth.svg and results.json.
+What a get delivers is compared with what was stored. Writes results.md and results.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import multiprocessing
 import os
 import random
@@ -22,7 +21,6 @@ import tempfile
 import time
 import warnings
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +29,7 @@ import torch
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from charts import Panel, draw
-from interleaved import drop_from_page_cache, machine, table
+from interleaved import Run, drop_from_page_cache, table
 
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.pools import MHAHostPool
@@ -51,35 +48,10 @@ OPENING_CALLS = 10
 """Most calls until a process has read the index of a store."""
 STORED, NEW = "stored", "new"
 """Prefixes of keys: of the pages that a store begins with, and of those that processes add."""
+INDEXES = ("cached", "cold")
+OPENING, LOOKUP, MEMORY = "open and first exists, ms", "exists of 128 keys, us", "memory a page, B"
+SHARED = "set and get"
 _spawn = multiprocessing.get_context("spawn")
-
-
-@dataclass(frozen=True)
-class Growth:
-    """What a process pays that opens a store of so many pages."""
-
-    pages: int
-    kind: str
-    open_ms: list[float]
-    """Until the first exists is answered, one entry a process."""
-    exists_us: list[float]
-    """Of 128 keys, the median of each process."""
-    bytes_a_page: list[float]
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What processes did on one store in the same seconds."""
-
-    processes: int
-    seconds: float
-    pages_set: int
-    pages_got: int
-    cpu_seconds: float
-
-    @property
-    def pages_a_second(self) -> float:
-        return (self.pages_set + self.pages_got) / self.seconds
 
 
 class User:
@@ -141,23 +113,24 @@ def fill(path: Path, page_bytes: int, pages: int) -> None:
             user.set(STORED, batch)
 
 
-def growth(path: Path, page_bytes: int, pages: int, rounds: int) -> list[Growth]:
+def measure_growth(run: Run, path: Path, page_bytes: int, pages: int, rounds: int) -> None:
     """Open a store in fresh processes, with its index cached and cold in turns."""
-    measured = {kind: Growth(pages, kind, [], [], []) for kind in ("cached", "cold")}
     for _ in range(rounds):
-        for kind, found in measured.items():
-            if kind == "cold":
+        for index in INDEXES:
+            if index == "cold":
                 drop_from_page_cache(list(path.rglob("*.bundle")))
             opened, exists, memory = _in_process(_open, path, page_bytes, pages)
-            found.open_ms.append(1e3 * opened)
-            found.exists_us.append(1e6 * exists)
-            found.bytes_a_page.append(memory / pages)
-    return list(measured.values())
+            for name, value in (
+                (OPENING, 1e3 * opened),
+                (LOOKUP, 1e6 * exists),
+                (MEMORY, memory / pages),
+            ):
+                run.note(_figure(name, pages, index), value)
 
 
-def sharing(
-    path: Path, page_bytes: int, pages: int, processes: int, seconds: float, turn: int
-) -> Shared:
+def measure_sharing(
+    run: Run, path: Path, page_bytes: int, pages: int, processes: int, seconds: float, turn: int
+) -> None:
     """Let processes set and get in turns, for a while that begins when all are open."""
     pipes, started = list["Connection"](), list["BaseProcess"]()
     for number in range(processes):
@@ -177,12 +150,15 @@ def sharing(
     parts = [pipe.recv() for pipe in pipes]
     for process in started:
         process.join()
-    return Shared(
-        processes,
-        max(part[0] for part in parts),
-        *(sum(part[column] for part in parts) for column in (1, 2)),
-        cpu_seconds=sum(part[3] for part in parts),
-    )
+    moved = sum(count for _, count, _ in parts)
+    one = run.of("file", (page_bytes, processes, BATCH_PAGES, SHARED))
+    # Of a call of each process.
+    share = processes * BATCH_PAGES / moved
+    one.add(share * max(took for took, _, _ in parts), share * sum(cpu for *_, cpu in parts))
+
+
+def _figure(name: str, pages: int, index: str) -> str:
+    return f"{name}: {pages:,} pages, index {index}"
 
 
 def _keys(prefix: str, batch: int) -> list[str]:
@@ -253,7 +229,7 @@ def _use(
             user.set(NEW, first + calls)
             user.get(STORED, draw.randrange(batches))
             calls += 1
-        pipe.send((took, calls * BATCH_PAGES, calls * BATCH_PAGES, time.process_time() - cpu))
+        pipe.send((took, 2 * calls * BATCH_PAGES, time.process_time() - cpu))
 
 
 def _resident_bytes() -> int:
@@ -261,59 +237,33 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def growth_table(found: Sequence[Growth]) -> str:
-    header = ["pages", "index", "open and first exists", "exists, 128 keys", "memory a page"]
+def report(run: Run, page_bytes: int, counts: Sequence[int]) -> str:
+    """A table of each."""
     rows = [
         [
-            f"{one.pages:,}",
-            one.kind,
-            f"{_spread(one.open_ms)} ms",
-            f"{_spread(one.exists_us)} us",
-            f"{statistics.median(one.bytes_a_page):.0f} B",
+            f"{pages:,}",
+            index,
+            *(
+                _spread(run.report.figures[_figure(name, pages, index)])
+                for name in (OPENING, LOOKUP, MEMORY)
+            ),
         ]
-        for one in found
+        for pages in counts
+        for index in INDEXES
     ]
-    return table(header, rows)
-
-
-def sharing_table(found: Sequence[Shared]) -> str:
+    text = table(["pages", "index", OPENING, LOOKUP, MEMORY], rows)
+    shared = [run.of("file", (page_bytes, count, BATCH_PAGES, SHARED)) for count in PROCESSES]
+    rows = [
+        [
+            str(one.clients),
+            _spread(one.rounds),
+            f"{one.pages_per_second / shared[0].pages_per_second:.2f}x",
+            f"{statistics.median(one.cpu_us):.1f}",
+        ]
+        for one in shared
+    ]
     header = ["processes", "pages/s", "of one process", "CPU us a page"]
-    rates = {
-        count: [one.pages_a_second for one in found if one.processes == count]
-        for count in dict.fromkeys(one.processes for one in found)
-    }
-    alone = statistics.median(next(iter(rates.values())))
-    rows = [
-        [
-            str(count),
-            _spread(some),
-            f"{statistics.median(some) / alone:.2f}x",
-            f"{statistics.median(1e6 * one.cpu_seconds / (one.pages_set + one.pages_got) for one in found if one.processes == count):.1f}",
-        ]
-        for count, some in rates.items()
-    ]
-    return table(header, rows)
-
-
-def growth_chart(found: Sequence[Growth]) -> str:
-    """Draw the growth of each cost over the pages of a store, on log scales."""
-    places = list(dict.fromkeys(f"{one.pages:,}" for one in found))
-
-    def panel(title: str, values: Callable[[Growth], list[float]], low: int, high: int) -> Panel:
-        lines = dict[str, dict[str, float]]()
-        for one in found:
-            line = lines.setdefault(f"index {one.kind}", {})
-            line[f"{one.pages:,}"] = statistics.median(values(one))
-        marks = [10.0**power for power in range(low, high + 1)]
-        return Panel(title, places, lines, marks, marks[0], marks[-1])
-
-    return draw(
-        [
-            panel("open and first exists, ms", lambda one: one.open_ms, 0, 4),
-            panel("exists of 128 keys, us", lambda one: one.exists_us, 1, 3),
-            panel("memory, bytes a page", lambda one: one.bytes_a_page, 2, 3),
-        ]
-    )
+    return f"{text}\n{table(header, rows)}"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -335,38 +285,20 @@ def main() -> None:
     if min(options.pages) < BATCH_PAGES or options.page_bytes % 4:
         parser.error(f"--pages are {BATCH_PAGES} at least, --page-bytes a multiple of 4")
     options.path.mkdir(parents=True, exist_ok=True)
-    grown, shared = list[Growth](), list[Shared]()
-    for pages in sorted(options.pages):
+    run, counts = Run(), sorted(options.pages)
+    for pages in counts:
         with tempfile.TemporaryDirectory(prefix="file-scale-", dir=options.path) as directory:
-            path = Path(directory)
-            fill(path, options.page_bytes, pages)
-            grown += growth(path, options.page_bytes, pages, options.rounds)
-            if pages == max(options.pages):
-                shared += [
-                    sharing(path, options.page_bytes, pages, count, options.seconds, turn)
-                    for turn in range(options.rounds)
-                    for count in PROCESSES
-                ]
-    results = f"{growth_table(grown)}\n{sharing_table(sorted(shared, key=_processes))}"
-    print(results)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.md").write_text(results)
-    (options.out / "growth.svg").write_text(growth_chart(grown))
-    (options.out / "results.json").write_text(
-        json.dumps(
-            {
-                "machine": machine(),
-                "page_bytes": options.page_bytes,
-                "growth": [asdict(one) for one in grown],
-                "sharing": [asdict(one) for one in shared],
-            },
-            indent=2,
-        )
-    )
-
-
-def _processes(one: Shared) -> int:
-    return one.processes
+            path, length = Path(directory), options.page_bytes
+            fill(path, length, pages)
+            measure_growth(run, path, length, pages, options.rounds)
+            if pages != counts[-1]:
+                continue
+            for turn in range(options.rounds):
+                for count in PROCESSES:
+                    measure_sharing(run, path, length, pages, count, options.seconds, turn)
+    text = report(run, options.page_bytes, counts)
+    run.save(options.out, text)
+    run.show(text)
 
 
 if __name__ == "__main__":

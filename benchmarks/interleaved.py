@@ -1,121 +1,250 @@
-"""Comparing candidates fairly on a machine that is not quiet: they take turns, and medians are
-compared."""
+"""Harness of the benchmarks: sides take turns, each in this process or in one of its own, and their
+medians are compared. Results have the format of `hicache bench`."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import itertools
+import json
 import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from checkouts import Timed
+from hicache_storage.tools.bench.results import (
+    CandidateInfo,
+    Measurement,
+    Report,
+    Workload,
+    this_machine,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
 ItemT = TypeVar("ItemT")
 MAX_ORDERED = 6
-"""Candidates of which every order is tried; of more, random ones."""
+"""Sides of which every order is tried; of more, random ones."""
+HERE = Path(__file__).resolve().parent.parent
+PACKAGES = (".", "backends", "conformance", "metadata_server")
+START_SECONDS = 180.0
 
 
-@dataclass
-class Samples:
-    """Seconds that one operation took, by candidate."""
+class Run:
+    """Measurements of a benchmark, by side and workload.
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    Args:
+        facts: on which the figures depend, beside the machine.
+    """
 
-    def add(self, who: str, seconds: float) -> None:
-        self.seconds.setdefault(who, []).append(seconds)
+    def __init__(self, **facts: str) -> None:
+        self.report = Report([], machine=this_machine() | facts)
+        self._known: dict[tuple[str, Workload], Measurement] = {}
 
-    def median(self, who: str) -> float:
-        return statistics.median(self.seconds[who])
+    def of(self, side: str, workload: Workload) -> Measurement:
+        """Return the measurement of a side in a workload; made if there is none."""
+        if (side, workload) not in self._known:
+            page_bytes, clients, pages, operation = workload
+            made = Measurement(side, page_bytes, clients, operation, pages)
+            self._known[side, workload] = made
+            self.report.measurements.append(made)
+        return self._known[side, workload]
 
-    def ratio(self, who: str, peer: str) -> float:
-        """Return the ratio of the speed of `who` to that of `peer`."""
-        return self.median(peer) / self.median(who)
-
-    def best_ratio(self, who: str, peer: str) -> float:
-        """The same of the fastest runs, which others on the machine have disturbed the least."""
-        return min(self.seconds[peer]) / min(self.seconds[who])
-
-
-@dataclass
-class Results:
-    """Samples by subject (a page size, say) and operation."""
-
-    samples: dict[tuple[str, str], Samples] = field(default_factory=dict)
+    def find(self, side: str, workload: Workload) -> Measurement | None:
+        """Return a measurement that has a round."""
+        found = self._known.get((side, workload))
+        return found if found is not None and found.rounds else None
 
     def time(
         self,
-        subject: str,
-        operation: str,
-        who: str,
+        side: str,
+        workload: Workload,
         action: Callable[[], object],
         *,
         expect: object = True,
     ) -> None:
-        """Run an action once and keep how long it took; a wrong answer is no result."""
-        started = time.perf_counter()
-        answer = action()
-        seconds = time.perf_counter() - started
-        if isinstance(answer, Timed):
-            answer, seconds = answer.answer, answer.seconds
-        if answer != expect:
+        """Run an action once and keep what it took; a wrong answer is no result.
+
+        CPU time is that of all threads of the side's process, without servers.
+
+        Raises:
+            AssertionError: the answer is another one.
+        """
+        timed = timed_call(action)
+        if isinstance(timed.answer, Timed):
+            timed = timed.answer
+        if timed.answer != expect:
             raise AssertionError(
-                f"{who}: {operation} of {subject} answered {answer!r}, not {expect!r}"
+                f"{side}: {workload[-1]} answered {timed.answer!r}, not {expect!r}"
             )
-        self.samples.setdefault((subject, operation), Samples()).add(who, seconds)
+        self.of(side, workload).add(timed.seconds, timed.cpu_seconds)
+
+    def note(self, figure: str, value: float) -> None:
+        """Keep a value that is no rate."""
+        self.report.figures.setdefault(figure, []).append(value)
+
+    def figure(self, figure: str) -> float:
+        """Return the median of such a value."""
+        return statistics.median(self.report.figures[figure])
+
+    def save(self, out: Path, text: str) -> None:
+        """Write results.md and results.json; after each workload, so that a run that is ended early
+        keeps what it has measured."""
+        sides = dict.fromkeys(one.label for one in self.report.measurements)
+        self.report.candidates = [CandidateInfo(side) for side in sides]
+        for one in self.report.measurements:
+            if one.rounds:
+                pages = one.clients * one.batch_pages
+                one.set_latencies([pages / rate for rate in one.rounds])
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.md").write_text(text)
+        self.report.write(out / "results.json")
+
+    def show(self, text: str) -> None:
+        """Print the machine and the tables."""
+        print(json.dumps(self.report.machine, indent=1), text, sep="\n")
 
 
-@dataclass
-class Costs:
-    """What operations took, on the clock and of the processor."""
+def ratio(side: Measurement | None, peer: Measurement | None, *, best: bool = False) -> str:
+    """Format the ratio of the speed of a side to that of a peer.
 
-    seconds: Results = field(default_factory=Results)
-    cpu: Results = field(default_factory=Results)
-    """Of all threads of this process, without the servers: what a busy machine hardly changes."""
+    Args:
+        best: of the fastest rounds, which others on the machine have disturbed the least.
+    """
+    if side is None or peer is None:
+        return ""
+    if best:
+        return f"{max(side.rounds) / max(peer.rounds):.2f}x"
+    return f"{side.pages_per_second / peer.pages_per_second:.2f}x"
 
-    def time(
-        self,
-        subject: str,
-        who: str,
-        operation: str,
-        action: Callable[[], object],
-        *,
-        expect: object = True,
+
+@dataclass(frozen=True)
+class Timed:
+    """An answer, and what it took in the process that gave it."""
+
+    answer: object
+    seconds: float
+    cpu_seconds: float
+
+
+def timed_call(action: Callable[..., object], *arguments: object) -> Timed:
+    """Call something, and time it."""
+    started, cpu = time.perf_counter(), time.process_time()
+    answer = action(*arguments)
+    return Timed(answer, time.perf_counter() - started, time.process_time() - cpu)
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """Variables with which Python imports this project from a checkout, whatever is installed."""
+    paths = [str((checkout / package).resolve()) for package in PACKAGES]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+class Process:
+    """A side in a process of its own, which runs a module of benchmarks/ with the packages of a
+    checkout.
+
+    Args:
+        python: interpreter of the side's environment.
+        module: has a function `made`, which makes the side.
+        checkout: a work tree of this project.
+        arguments: of that function.
+    """
+
+    def __init__(
+        self, name: str, python: Path, module: str, checkout: Path, *arguments: object
     ) -> None:
-        """Run an action once and keep what it took, as `Results.time`."""
-        before, cpu = time.process_time(), 0.0
+        self.name, self._checkout = name, checkout
+        self._connection, theirs = Pipe()
+        # Not a pipe: nobody reads it before the end, and engines that log a lot would fill it.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (`close` closes it)
+        self._process = subprocess.Popen(
+            [str(python), "-c", f"from {module} import serve; serve({theirs.fileno()})"],
+            pass_fds=[theirs.fileno()],
+            stdout=subprocess.DEVNULL,
+            stderr=self._printed,
+            env=environment(checkout) | {"PYTHONWARNINGS": "ignore"},
+            cwd=Path(__file__).parent,
+        )
+        theirs.close()
+        self._connection.send(arguments)
 
-        def measured() -> object:
-            nonlocal cpu
-            answer = action()
-            cpu = answer.cpu_seconds if isinstance(answer, Timed) else time.process_time() - before
-            return answer
+    def wait_until_up(self) -> None:
+        """Wait until the side is made.
 
-        self.seconds.time(subject, operation, who, measured, expect=expect)
-        self.cpu.samples.setdefault((subject, operation), Samples()).add(who, cpu)
+        Raises:
+            EOFError: it cannot be; the message has the last line that it printed.
+            AssertionError: it runs another checkout's code.
+        """
+        try:
+            if not self._connection.poll(START_SECONDS):
+                raise EOFError
+            imported = self._connection.recv()
+        except EOFError:
+            self._process.kill()
+            self._process.wait()
+            self._connection.close()
+            with self._printed:
+                self._printed.seek(0)
+                lines = self._printed.read().decode(errors="replace").strip().splitlines()
+            raise EOFError(lines[-1] if lines else "it has ended") from None
+        if not Path(imported).resolve().is_relative_to(self._checkout.resolve()):
+            raise AssertionError(f"{self.name} runs {imported}, not {self._checkout}")
+
+    def ask(self, method: str, *arguments: object) -> Timed:
+        """Call a method of the side."""
+        self._connection.send((method, arguments))
+        answer: Timed = self._connection.recv()
+        return answer
+
+    def close(self) -> None:
+        """Close the side, and wait for the end of its process."""
+        self.ask("close")
+        self._connection.close()
+        self._printed.close()
+        self._process.wait(START_SECONDS)
 
 
-def turns(candidates: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
+def serve_side(descriptor: int, made: Callable[..., Any]) -> None:
+    """Make the side that is asked for, and do what is asked until it is closed."""
+    import hicache_storage
+
+    connection = Connection(descriptor)
+    side = made(*connection.recv())
+    connection.send(hicache_storage.__file__)
+
+    def answer_calls() -> None:
+        method = ""
+        while method != "close":
+            method, arguments = connection.recv()
+            connection.send(timed_call(getattr(side, method), *arguments))
+
+    # Engines call from threads of their own; some of SGLang's drivers can be made in the main
+    # thread only.
+    caller = threading.Thread(target=answer_calls)
+    caller.start()
+    caller.join()
+
+
+def turns(sides: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
     """Everyone once a round, in every order in turn: whoever comes after a writer finds its pages
     still on their way to the disk."""
     draw = random.Random(0)
-    if len(candidates) > MAX_ORDERED:
+    if len(sides) > MAX_ORDERED:
         for _ in range(rounds):
-            yield from draw.sample(candidates, len(candidates))
+            yield from draw.sample(sides, len(sides))
         return
-    orders = list(itertools.permutations(candidates))
-    # Of four candidates there are more orders than rounds, and the first ones all begin alike.
+    orders = list(itertools.permutations(sides))
+    # Of four sides there are more orders than rounds, and the first ones all begin alike.
     draw.shuffle(orders)
     for order in itertools.islice(itertools.cycle(orders), rounds):
         yield from order
@@ -192,17 +321,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def machine() -> dict[str, str]:
-    """Describe hardware and versions, on which the figures depend."""
-    with open("/proc/cpuinfo") as file:
-        model = next(
-            (line.partition(":")[2].strip() for line in file if line.startswith("model name")),
-            platform.machine(),
-        )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    return {
-        "cpu": f"{model}, {os.cpu_count()} cores",
-        "memory": f"{memory:.0f} GiB",
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
+def size_of(page_bytes: int) -> str:
+    """A page size in words."""
+    return f"{page_bytes >> 20} MiB" if not page_bytes % (1 << 20) else f"{page_bytes >> 10} KiB"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -27,7 +26,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkouts import HERE, environment
-from interleaved import awake_cores, machine, table, turns, wait_for_quiet
+from interleaved import HERE, Run, awake_cores, environment, table, turns, wait_for_quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -116,9 +114,6 @@ class Server:
     process: subprocess.Popen[bytes]
     seconds_to_start: float = 0.0
     batch: int = 1_000_000
-    rates: dict[str, list[float]] = field(default_factory=dict)
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-    """CPU seconds of the server for a call."""
 
     def cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
@@ -265,7 +260,7 @@ def client(port: int, operation: str, batch: int, seconds: float, barrier: Barri
     return calls / passed
 
 
-def measure(server: Server, operation: str, clients: int, seconds: float) -> None:
+def measure(run: Run, server: Server, operation: str, clients: int, seconds: float) -> None:
     context = get_context("fork")
     with context.Manager() as manager, context.Pool(clients) as pool:
         barrier, jobs = manager.Barrier(clients), []
@@ -275,9 +270,8 @@ def measure(server: Server, operation: str, clients: int, seconds: float) -> Non
             arguments = (server.port, operation, server.batch, seconds, barrier)
             jobs.append(pool.apply_async(client, arguments))
         rate = sum(job.get(seconds + 120) for job in jobs)
-    server.rates.setdefault(operation, []).append(rate)
     cost = (server.cpu_seconds() - before) / (rate * seconds)
-    server.cpu.setdefault(operation, []).append(cost)
+    run.of(server.name, (0, clients, BATCH, operation)).add(clients / rate, clients * cost)
 
 
 def million(name: str, checkout: Path, url: str, pages: int, log: Path) -> dict[str, float]:
@@ -310,38 +304,27 @@ def million(name: str, checkout: Path, url: str, pages: int, log: Path) -> dict[
         }
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
-
-
-def report(servers: list[Server], large: dict[str, dict[str, float]]) -> str:
-    rates = [
-        [
-            server.name,
-            *(spread(server.rates[one]) if one in server.rates else "" for one in (*THEIRS, *OURS)),
+def report(run: Run, clients: int) -> str:
+    """Tables of rates, of CPU time, and of the large stores."""
+    servers = dict.fromkeys(one.label for one in run.report.measurements)
+    rates, costs = list[list[str]](), list[list[str]]()
+    for server in servers:
+        measured = [run.find(server, (0, clients, BATCH, one)) for one in (*THEIRS, *OURS)]
+        calls = [[rate / BATCH for rate in one.rounds] if one else [] for one in measured]
+        spread = [
+            f"{statistics.median(each):,.0f} ({min(each):,.0f} to {max(each):,.0f})" if each else ""
+            for each in calls
         ]
-        for server in servers
-    ]
-    costs = [
-        [
-            server.name,
-            *(
-                f"{1e6 * statistics.median(server.cpu[one]):.0f}" if one in server.cpu else ""
-                for one in (*THEIRS, *OURS)
-            ),
-        ]
-        for server in servers
-    ]
+        cpu = [f"{BATCH * statistics.median(one.cpu_us):.0f}" if one else "" for one in measured]
+        rates.append([server, *spread])
+        costs.append([server, *cpu])
     text = f"Calls a second, {BATCH} keys each: median, slowest and fastest turn.\n\n"
     text += table(["server", *THEIRS, *OURS], rates)
     text += "\nCPU time of the server in microseconds a call.\n\n"
     text += table(["server", *THEIRS, *OURS], costs)
-    if large:
-        names = list(next(iter(large.values())))
-        rows = [[who, *(f"{facts[name]:.1f}" for name in names)] for who, facts in large.items()]
-        text += "\nA million pages; the start is after kill -9.\n\n" + table(
-            ["store", *names], rows
-        )
+    if run.report.figures:
+        rows = [[name, f"{run.figure(name):.1f}"] for name in run.report.figures]
+        text += "\nLarge stores; the start is after kill -9.\n\n" + table(["store", ""], rows)
     return text
 
 
@@ -360,7 +343,7 @@ def main() -> None:
     options = parser.parse_args()
     checkouts = {"": HERE} | ({", before": options.before} if options.before else {})
     work = Path(tempfile.mkdtemp(prefix="metadata-", dir=options.path)).resolve()
-    large: dict[str, dict[str, float]] = {}
+    run = Run()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         stack.enter_context(awake_cores())
@@ -390,20 +373,15 @@ def main() -> None:
             for server in turns(servers, options.rounds):
                 for operation in (*THEIRS, *(() if server.name == PEER else OURS)):
                     wait_for_quiet(2.0)
-                    measure(server, operation, options.clients, options.seconds)
+                    measure(run, server, operation, options.clients, options.seconds)
         for kind in (SQLITE, REDIS) if options.pages else ():
             for suffix, tree in checkouts.items():
                 url = store(kind, suffix, "large")
-                large[kind + suffix] = million(kind, tree, url, options.pages, work / "log")
-    text = report(servers, large)
-    facts = {**machine(), "clients": str(options.clients)}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.md").write_text(text)
-    raw = {server.name: {"rates": server.rates, "cpu": server.cpu} for server in servers}
-    (options.out / "results.json").write_text(
-        json.dumps({"machine": facts, "servers": raw, "large": large}, indent=1) + "\n"
-    )
-    print(json.dumps(facts, indent=1), text, sep="\n")
+                for name, value in million(kind, tree, url, options.pages, work / "log").items():
+                    run.note(f"{kind}{suffix}: {name}", value)
+    text = report(run, options.clients)
+    run.save(options.out, text)
+    run.show(text)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -32,7 +31,17 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from interleaved import Results, awake_cores, fresh_keys, machine, table, turns, wait_for_quiet
+from interleaved import (
+    Run,
+    awake_cores,
+    fresh_keys,
+    ratio,
+    size_of,
+    table,
+    timed_call,
+    turns,
+    wait_for_quiet,
+)
 
 from examples.mooncake_cluster import DevCluster, Process
 from hicache_backends.mooncake import reader
@@ -52,15 +61,14 @@ OURS, WAIT, RAW, PEER = (
     "SGLang MooncakeStore",
 )
 PAGE_TOKENS = 64
-# Layers and heads that make a page of so many bytes, with a head dimension of 128 in bfloat16.
-SHAPES = {"64 KiB": (2, 1), "1 MiB": (16, 2)}
-BATCH = {"64 KiB": 128, "1 MiB": 64}
+BATCH = {64 << 10: 128, 1 << 20: 64}
+"""Pages of a call, by their length."""
 EXISTS_CALLS = 10
 GOALS = {
-    ("1 MiB", "put", RAW): 0.85,
-    ("1 MiB", "get", RAW): 0.85,
-    ("1 MiB", "put", PEER): 1.0,
-    ("1 MiB", "get", PEER): 0.85,
+    (1 << 20, "put", RAW): 0.85,
+    (1 << 20, "get", RAW): 0.85,
+    (1 << 20, "put", PEER): 1.0,
+    (1 << 20, "get", PEER): 0.85,
 }
 
 
@@ -80,15 +88,15 @@ class Ours:
     """The driver through the whole stack: metrics, deadline, circuit breaker, v2 calls."""
 
     def __init__(
-        self, cluster: DevCluster, subject: str, name: str = OURS, **options: object
+        self, cluster: DevCluster, page_bytes: int, name: str = OURS, **options: object
     ) -> None:
         self.name = name
-        (layers, heads), pages = SHAPES[subject], BATCH[subject]
+        pages = BATCH[page_bytes]
         self.pool = MHAHostPool(
             size=pages * PAGE_TOKENS,
             page_size=PAGE_TOKENS,
-            layer_num=layers,
-            head_num=heads,
+            layer_num=page_bytes // (2 * PAGE_TOKENS * 128 * 2),
+            head_num=1,
             head_dim=128,
             dtype=torch.bfloat16,
             pin_memory=False,
@@ -125,13 +133,12 @@ class Raw:
 
     name = RAW
 
-    def __init__(self, cluster: DevCluster, subject: str) -> None:
-        layers, heads = SHAPES[subject]
-        self.page_bytes = 2 * layers * heads * 128 * 2 * PAGE_TOKENS
+    def __init__(self, cluster: DevCluster, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
         # Beginning on a page, as pools of engines do: into memory that begins 64 bytes after one,
         # as torch's does, gets take longer.
         self.memory = host_tensor(
-            (BATCH[subject] * self.page_bytes,), torch.uint8, pin_memory=False
+            (BATCH[page_bytes] * page_bytes,), torch.uint8, pin_memory=False
         ).random_(0, 256)
         self.store = library.new_store()
         assert not self.store.setup(
@@ -163,36 +170,12 @@ class Raw:
         self.store.close()
 
 
-def sglangs(cluster: DevCluster, subject: str) -> Candidate:
+def sglangs(cluster: DevCluster, page_bytes: int) -> Candidate:
     """SGLang's driver on its own host pool, called as its cache controller calls it."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from field_sglang import host_pool, storage_config
     from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-    from sglang_peer import storage_config
 
-    (layers, heads), size = SHAPES[subject], BATCH[subject] * PAGE_TOKENS
-    device = MHATokenToKVPool(
-        size=size,
-        page_size=PAGE_TOKENS,
-        dtype=torch.bfloat16,
-        head_num=heads,
-        head_dim=128,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    pool = MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info,
-        1.0,
-        0,
-        PAGE_TOKENS,
-        "page_first",
-        pin_memory=False,
-        device_capacity_tokens=size,
-        start_layer=0,
-        end_layer=layers,
-    )
-    pool.kv_buffer.view(torch.uint8).random_(0, 256)
+    pool = host_pool(page_bytes, pages=BATCH[page_bytes])
     extra = {
         "master_server_address": cluster.address,
         "local_hostname": "127.0.0.1",
@@ -202,7 +185,7 @@ def sglangs(cluster: DevCluster, subject: str) -> Candidate:
     config = storage_config(**extra, metadata_server="P2PHANDSHAKE")
     storage = MooncakeStore(config, pool)
     storage.register_mem_pool_host(pool)
-    indices = torch.arange(size)
+    indices = torch.arange(BATCH[page_bytes] * PAGE_TOKENS)
 
     class Peer:
         name = PEER
@@ -226,58 +209,45 @@ def sglangs(cluster: DevCluster, subject: str) -> Candidate:
 
 
 def measure(
-    results: Results, subject: str, candidates: Sequence[Candidate], rounds: int, patience: float
+    run: Run, page_bytes: int, candidates: Sequence[Candidate], rounds: int, patience: float
 ) -> None:
     """Put, look up and get a batch, each candidate in its turn; then remove it, so that nothing is
     evicted."""
     # Clients of an earlier cluster end here. Puts of ours, which make more garbage, were seen to
     # stand still for 0.2 to 1 s without this.
     gc.collect()
+    pages = BATCH[page_bytes]
     for candidate in candidates:
-        keys = fresh_keys(BATCH[subject])
+        keys = fresh_keys(pages)
         candidate.put(keys)
         candidate.get(keys)
         candidate.remove(keys)
     for candidate in turns(candidates, rounds):
-        keys, who = fresh_keys(BATCH[subject]), candidate.name
+        keys = fresh_keys(pages)
+        spent = partial(run.time, candidate.name)
         wait_for_quiet(patience)
-        results.time(subject, "put", who, partial(candidate.put, keys))
+        spent((page_bytes, 1, pages, "put"), partial(candidate.put, keys))
+        lookup = (page_bytes, 1, pages, "exists")
         for _ in range(EXISTS_CALLS):
-            results.time(subject, "exists", who, partial(candidate.exists, keys), expect=len(keys))
-        results.time(subject, "get", who, partial(candidate.get, keys))
+            spent(lookup, partial(candidate.exists, keys), expect=pages)
+        spent((page_bytes, 1, pages, "get"), partial(candidate.get, keys))
         candidate.remove(keys)
 
 
-def report(results: Results) -> str:
+def report(run: Run) -> str:
     """Medians with minimum and maximum in milliseconds a batch, and ratios of medians and of the
     fastest."""
     rows = list[list[str]]()
-    for (subject, operation), samples in results.samples.items():
-        for who, seconds in samples.seconds.items():
-            ratios = ["", "", ""]
-            if who in (RAW, PEER):
-                goal = GOALS.get((subject, operation, who))
-                ratios = [
-                    f"{samples.ratio(OURS, who):.2f}",
-                    f"{samples.best_ratio(OURS, who):.2f}",
-                    f"{goal:g}" if goal else "",
-                ]
-            times = (samples.median(who), min(seconds), max(seconds))
-            rows.append(
-                [subject, operation, who, *(f"{1000 * time:.2f}" for time in times), *ratios]
-            )
-    header = [
-        "page",
-        "operation",
-        "who",
-        "median ms",
-        "min",
-        "max",
-        "ours is faster by",
-        "fastest runs",
-        "goal",
-    ]
-    return table(header, rows)
+    for one in run.report.measurements:
+        ratios, ours = ["", "", ""], run.find(OURS, one.workload)
+        if one.label in (RAW, PEER):
+            goal = GOALS.get((one.page_bytes, one.operation, one.label))
+            ratios = [ratio(ours, one), ratio(ours, one, best=True), f"{goal:g}x" if goal else ""]
+        rates = (one.pages_per_second, max(one.rounds), min(one.rounds))
+        times = [f"{1000 * one.batch_pages / rate:.2f}" for rate in rates]
+        rows.append([size_of(one.page_bytes), one.operation, one.label, *times, *ratios])
+    header = ["page", "operation", "who", "median ms", "min", "max", "ours is faster by"]
+    return table([*header, "fastest runs", "goal"], rows)
 
 
 class Phases:
@@ -316,7 +286,7 @@ def cpu_seconds(process: Process) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def profile(subject: str, arguments: argparse.Namespace) -> list[list[str]]:
+def profile(page_bytes: int, arguments: argparse.Namespace) -> list[list[str]]:
     """Means of milliseconds a batch: wall time, CPU time of this process and of the store's, and
     the phases of ours."""
     phases, new_store = Phases(), library.new_store
@@ -326,21 +296,20 @@ def profile(subject: str, arguments: argparse.Namespace) -> list[list[str]]:
         patch.object(PageWriter, "_parts", phases.timed("checksum and copy", PageWriter._parts)),
         patch.object(reader, "_deliver", phases.timed("verify and copy", reader._deliver)),
     ):
-        ours = Ours(cluster, subject)
-        candidates: list[Candidate] = [ours, Raw(cluster, subject)]
+        candidates: list[Candidate] = [Ours(cluster, page_bytes), Raw(cluster, page_bytes)]
         spent = defaultdict[tuple[str, str], list[dict[str, float]]](list)
         if arguments.sglang:
-            candidates.append(sglangs(cluster, subject))
+            candidates.append(sglangs(cluster, page_bytes))
         for candidate in turns(candidates, arguments.rounds):
-            keys = fresh_keys(BATCH[subject])
+            keys = fresh_keys(BATCH[page_bytes])
             for operation, action in (("put", candidate.put), ("get", candidate.get)):
                 phases.seconds.clear()
-                wall, cpu = time.perf_counter(), time.process_time()
                 stores = cpu_seconds(cluster.stores[0])
-                assert action(keys)
+                timed = timed_call(action, keys)
+                assert timed.answer
                 taken = {
-                    "wall": time.perf_counter() - wall,
-                    "client": time.process_time() - cpu,
+                    "wall": timed.seconds,
+                    "client": timed.cpu_seconds,
                     "store": cpu_seconds(cluster.stores[0]) - stores,
                 }
                 spent[operation, candidate.name].append(taken | phases.seconds)
@@ -355,23 +324,23 @@ def profile(subject: str, arguments: argparse.Namespace) -> list[list[str]]:
         costs = [f"{means.pop(name):.1f}" for name in ("wall", "client", "store")]
         parts = sorted(means.items(), key=lambda item: -item[1])
         named = ", ".join(f"{name} {each:.1f}" for name, each in parts if each >= 0.05)
-        rows.append([subject, operation, who, *costs, named])
+        rows.append([size_of(page_bytes), operation, who, *costs, named])
     return rows
 
 
-def run(results: Results, arguments: argparse.Namespace) -> None:
+def measure_cluster(run: Run, arguments: argparse.Namespace) -> None:
     """Measure on a cluster of its own, with new clients: one differs from another that is set up
     alike, for as long as it lives."""
     with DevCluster(1, 512 << 20) as cluster:
-        for subject in SHAPES:
+        for page_bytes in BATCH:
             candidates: list[Candidate] = [
-                Ours(cluster, subject),
-                Raw(cluster, subject),
-                Ours(cluster, subject, WAIT, hung_reads="wait"),
+                Ours(cluster, page_bytes),
+                Raw(cluster, page_bytes),
+                Ours(cluster, page_bytes, WAIT, hung_reads="wait"),
             ]
             if arguments.sglang:
-                candidates.append(sglangs(cluster, subject))
-            measure(results, subject, candidates, arguments.rounds, arguments.patience)
+                candidates.append(sglangs(cluster, page_bytes))
+            measure(run, page_bytes, candidates, arguments.rounds, arguments.patience)
             for candidate in candidates:
                 candidate.close()
 
@@ -395,33 +364,19 @@ def main() -> None:
     )
     parser.add_argument("--sglang", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path, help="write medians, fastest and slowest there as JSON")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/mooncake"))
     arguments = parser.parse_args()
-    results = Results()
+    run = Run()
     with awake_cores():
         if arguments.profile:
-            rows = [row for subject in SHAPES for row in profile(subject, arguments)]
+            rows = [row for page_bytes in BATCH for row in profile(page_bytes, arguments)]
             header = ["page", "operation", "who", "ms a batch", "CPU of the client", "of the store"]
             print(table([*header, "calls, ms of all threads"], rows))
             return
         for _ in range(arguments.clusters):
-            run(results, arguments)
-    print(report(results))
-    if arguments.out:
-        summary = {
-            "/".join(key): {
-                who: {
-                    "median": round(statistics.median(seconds), 6),
-                    "fastest": round(min(seconds), 6),
-                    "slowest": round(max(seconds), 6),
-                    "samples": len(seconds),
-                }
-                for who, seconds in samples.seconds.items()
-            }
-            for key, samples in results.samples.items()
-        }
-        document = {"machine": machine(), "seconds a batch": summary}
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+            measure_cluster(run, arguments)
+            run.save(arguments.out, report(run))
+    run.show(report(run))
 
 
 if __name__ == "__main__":

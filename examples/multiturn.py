@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
-from rates_svg import Line, Panel, draw
 from toy_hybrid_server import Server, Sizes
 
 from hicache_storage import StorageIdentity, create_storage
+from hicache_storage.tools.chart import Panel, draw, quarters
 
 VOCABULARY = 150_000
 
@@ -234,25 +234,29 @@ def _as_json(
 def _drawing(
     workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]
 ) -> str:
-    rounds, counts = list(range(workload.rounds)), sorted(stored)
+    sides = {"with storage": stored, "device only": alone}
+    by_round = {
+        name: {str(number): (rate,) for number, rate in enumerate(results[slots].rounds)}
+        for name, results in sides.items()
+    }
+    by_slots = {
+        name: {str(count): (result.overall,) for count, result in sorted(results.items())}
+        for name, results in sides.items()
+    }
     return draw(
         f"Prompt tokens from the cache: {workload.clients} clients, {workload.rounds} rounds",
         [
             Panel(
-                f"by round, {slots} state slots on the device",
-                "round",
-                [
-                    Line("with storage", rounds, stored[slots].rounds),
-                    Line("device only", rounds, alone[slots].rounds),
-                ],
+                f"by round, {slots} state slots",
+                list(map(str, range(workload.rounds))),
+                by_round,
+                quarters(1.0),
             ),
             Panel(
-                "overall, by state slots on the device",
-                "state slots",
-                [
-                    Line("with storage", counts, [stored[count].overall for count in counts]),
-                    Line("device only", counts, [alone[count].overall for count in counts]),
-                ],
+                "by state slots on the device",
+                list(map(str, sorted(stored))),
+                by_slots,
+                quarters(1.0),
             ),
         ],
     )

@@ -23,11 +23,11 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import torch
-from rates_svg import Line, Panel, draw
 
 from hicache_storage import StorageIdentity, create_storage
 from hicache_storage.pools import MHAHostPool
 from hicache_storage.spec import PoolName, PoolTransfer
+from hicache_storage.tools.chart import Panel, draw, quarters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -249,17 +249,18 @@ def main() -> None:
         text = json.dumps({"workload": asdict(workload), **told}, indent=2)
         options.json.write_text(text + "\n")
     if options.plot:
-        rounds = list(range(workload.rounds))
+        names = (f"store_tp_size={HEADS}", "without")
         panels = [
             Panel(
-                title,
-                "round",
-                [
-                    Line(f"store_tp_size={HEADS}", rounds, shards.rounds),
-                    Line("without", rounds, without.rounds),
-                ],
+                f"{title}, by round",
+                list(map(str, range(workload.rounds))),
+                {
+                    name: {str(number): (rate,) for number, rate in enumerate(result.rounds)}
+                    for name, result in zip(names, pair, strict=True)
+                },
+                quarters(1.0),
             )
-            for title, (shards, without) in results.items()
+            for title, pair in results.items()
         ]
         options.plot.write_text(draw("Prompt tokens from the store", panels))
 

@@ -127,7 +127,7 @@ if wanted benchmark; then
   options=(--out "$out")
   [[ -n "$dry" ]] && options+=(--device cpu --cases 3 --mib 1 --layers 2 --rounds 1)
   [[ -n "${SGLANG_TREE:-}" ]] && options+=(--sglang "$SGLANG_TREE")
-  { has benchmark "torch cuda.core cuda.bindings" && "$python" benchmarks/device_copies.py "${options[@]}"; } || failed=1
+  { has benchmark "torch msgspec cuda.core cuda.bindings" && "$python" benchmarks/device_copies.py "${options[@]}"; } || failed=1
 fi
 
 "$python" - "$out" <<'CODE' || failed=1

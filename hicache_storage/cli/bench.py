@@ -16,7 +16,6 @@ from rich.text import Text
 from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheError, parse_bytes
 from hicache_storage.tools.bench.client import WrongAnswerError
-from hicache_storage.tools.bench.plot import plot
 from hicache_storage.tools.bench.preflight import InsufficientSpaceError
 from hicache_storage.tools.bench.results import Report, compare
 from hicache_storage.tools.bench.settings import (
@@ -28,6 +27,7 @@ from hicache_storage.tools.bench.settings import (
     Sweep,
 )
 from hicache_storage.tools.bench.sweep import run_sweep
+from hicache_storage.tools.chart import Panel, draw, quarters
 from hicache_storage.tools.options import parse_pairs, trial_options
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 WRONG_ANSWER, USAGE_ERROR = 1, 2
 MIN_WIDTH: Final = 110
-UNITS: Final = {Operation.WRITE: "GB/s", Operation.EXISTS: "M keys/s", Operation.READ: "GB/s"}
 
 Options = Annotated[
     list[str] | None,
@@ -158,7 +157,7 @@ def bench(
     if json_file is not None:
         report.write(json_file)
     if plot_file is not None:
-        plot_file.write_text(plot(report), "utf-8")
+        plot_file.write_text(_plot(report), "utf-8")
 
 
 def _run(sweep: Sweep) -> Report:
@@ -217,8 +216,9 @@ def _show(console: Console, report: Report) -> None:
         )
         console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
     console.print(
-        f"{report.machine['cpu']}, {report.machine['memory']}; {report.batch_pages} pages a call, "
-        f"clients are {report.client_kind}; median (minimum - maximum) of the rounds",
+        f"{report.machine['cpu']}, {report.machine['memory']}; "
+        f"{report.measurements[0].batch_pages} pages a call, clients are {report.client_kind}; "
+        "median (minimum - maximum) of the rounds",
         soft_wrap=True,
     )
     many = len(report.candidates) > 1
@@ -226,9 +226,9 @@ def _show(console: Console, report: Report) -> None:
     table = _table(
         "page", "clients", "operation", *drivers, "rate", "", "p50 ms", "p95 ms", "p99 ms", "calls"
     )
+    order = list[str](Operation)
     for measure in sorted(
-        report.measurements,
-        key=lambda m: (m.page_bytes, m.clients, list(Operation).index(m.operation)),
+        report.measurements, key=lambda m: (m.page_bytes, m.clients, order.index(m.operation))
     ):
         table.add_row(
             _size(measure.page_bytes),
@@ -236,7 +236,7 @@ def _show(console: Console, report: Report) -> None:
             measure.operation,
             *([measure.label] if many else []),
             _rate(measure),
-            UNITS[measure.operation],
+            measure.unit,
             *(f"{us / 1000:.3g}" for us in (measure.p50_us, measure.p95_us, measure.p99_us)),
             str(measure.calls),
         )
@@ -254,9 +254,9 @@ def _show(console: Console, report: Report) -> None:
 def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
     if those.machine != these.machine:
         console.print("[yellow]taken on different machines or versions[/]")
-    # Rates depend on both, and the tables do not show them.
-    if (those.batch_pages, those.client_kind) != (these.batch_pages, these.client_kind):
-        raise ValueError("the two results are about different batches or kinds of clients")
+    # Rates depend on it, and the tables do not show it.
+    if those.client_kind != these.client_kind:
+        raise ValueError("the two results are about different kinds of clients")
     peers = {candidate.label for candidate in those.candidates}
     shared = [candidate.label for candidate in these.candidates if candidate.label in peers]
     # Results of two drivers have no label in common: their first candidates are compared.
@@ -266,25 +266,46 @@ def _show_comparison(console: Console, those: Report, these: Report, *, names: l
     for peer, mine in pairs:
         ratios = compare(those.of(peer).values(), these.of(mine).values(), paired=False)
         if not ratios:
-            raise ValueError("the two results have no page size and number of clients in common")
-        _show_ratios(console, ratios, f"{names[0]} ({peer})", f"{names[1]} ({mine})")
+            raise ValueError("the two results have no page size, clients and batch in common")
+        console.print(f"first: {names[0]}, {peer}; second: {names[1]}, {mine}", soft_wrap=True)
+        _show_ratios(console, ratios, "first", "second")
 
 
 def _show_ratios(
     console: Console, ratios: list[tuple[Measurement, Measurement, Ratio]], peer: str, mine: str
 ) -> None:
-    table = _table("page", "clients", "operation", "", peer, mine, "times as fast")
+    header = ("page", "clients", "pages a call", "operation", "", peer, mine, "times as fast")
+    table = _table(*header)
     for theirs, ours, ratio in ratios:
         table.add_row(
             _size(ours.page_bytes),
             str(ours.clients),
+            str(ours.batch_pages),
             ours.operation,
-            UNITS[ours.operation],
+            ours.unit,
             _rate(theirs),
             _rate(ours),
             f"{ratio.median:.2f} ({ratio.minimum:.2f} - {ratio.maximum:.2f})",
         )
     console.print(table)
+
+
+def _plot(report: Report) -> str:
+    """Draw one panel for each operation: rates by page size, a line for each candidate and number of
+    clients."""
+    sizes = [_size(count) for count in sorted({one.page_bytes for one in report.measurements})]
+    panels = list[Panel]()
+    for operation in Operation:
+        measured = [one for one in report.measurements if one.operation == operation]
+        lines = dict[str, dict[str, tuple[float, ...]]]()
+        for one in measured:
+            kind = report.client_kind if one.clients > 1 else report.client_kind.singular
+            line = lines.setdefault(f"{one.label}, {one.clients} {kind}", {})
+            line[_size(one.page_bytes)] = one.rates()
+        largest = max(one.rates()[2] for one in measured)
+        panels.append(Panel(f"{operation}, {measured[0].unit}", sizes, lines, quarters(largest)))
+    title = ", ".join(candidate.label for candidate in report.candidates)
+    return draw(f"hicache bench: {title}", panels)
 
 
 def _table(*headers: str) -> Table:

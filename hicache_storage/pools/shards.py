@@ -36,8 +36,8 @@ def head_shards(access: PageAccess, count: int, where: str) -> list[PageAccess]:
     """Divide the pages of a pool into shards, each of equally many consecutive heads.
 
     Where a page's components have one row (`page_head`), a shard is lent as it lies. Otherwise it is
-    copied through buffers. A transfer of the rows in parts would be faster from 4 KiB a row on
-    (benchmarks/tp_shards.py), and the row of a head has a few hundred bytes.
+    copied through buffers. A transfer of the rows in parts would be faster from 4 KiB a row on, as
+    was measured, and the row of a head has a few hundred bytes.
 
     Args:
         access: the pages.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
+
+from hicache_storage.tools.bench.results import compare
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,73 +25,95 @@ def field(monkeypatch):
 
 
 @pytest.fixture
-def results(field):
+def run(field):
     """`file` at half of the limit and twice as fast as the peer; the limit is that of two threads."""
-    found = field.Results()
-    for workload in (("1 MiB", 1, 32), ("64 KiB", 1, 32)):
+    made = field.Run()
+    for size in (1 << 20, 64 << 10):
         for side, seconds in (
             ("limit, 1 thread", 0.4),
             ("limit, 2 threads", 0.1),
             ("file", 0.2),
+            ("file, before", 0.1),
             ("vLLM `fs`", 0.4),
         ):
             for noise in (1.0, 0.5, 2.0):
-                timed = field.Timed(True, noise * seconds, noise * seconds / 2)
-                found.of(workload, "read, cached", side).add(timed, True)
+                one = made.of(side, (size, 1, 32, "read, cached"))
+                one.add(noise * seconds, noise * seconds / 2)
         for _ in range(3):
-            found.of(workload, "exists", "file").add(field.Timed(32, 5e-5, 5e-5), 32)
-    return found
+            made.of("file", (size, 1, 32, "exists")).add(5e-5, 5e-5)
+    return made
 
 
-def test_the_table_has_the_part_of_the_limit_and_the_ratio_to_the_fastest_peer(field, results):
-    text = field.report(results, {"SGLang NIXL POSIX": "no wheel"}, list(field.SIDES))
-    [row] = [line for line in text.splitlines() if line.startswith("| read, cached | 1 MiB")][:1]
+def test_the_table_has_the_part_of_the_limit_and_the_ratio_to_the_fastest_peer(field, run):
+    run.report.missing["SGLang NIXL POSIX"] = "no wheel"
+    run.note("requests a page, 1 MiB, write, file", 1.5)
+    text = field.report(run)
     # 32 MiB in 0.1 s; the file driver takes 0.2, and the peer 0.4.
-    assert row.startswith("| read, cached | 1 MiB | 1 x 32 | 0.34 | 0.50, 2.00x |")
-    assert "| 0.25 |" in row
+    assert "| read, cached | 1 MiB | 1 x 32 | 0.34 | 0.50, 2.00x | 0.25 |" in text
     assert "| SGLang NIXL POSIX | no wheel |" in text
     assert "| 64 KiB | 32 | 50 |" in text
     # 0.1 s of CPU time for 32 pages.
-    assert "| read, cached | 1 MiB | 1 x 32 | 1562 | 3125 |" in text
+    assert "| read, cached | 1 MiB | 1 x 32 | 1562 | 3125 | 6250 |" in text
+    assert "| read, cached | 1 MiB | 1 x 32 | file | 0.50x | 0.50x |" in text
+    assert "| requests a page, 1 MiB, write, file | 1.50 |" in text
 
 
-def test_a_wrong_answer_is_no_result(field, results):
+def test_without_the_limit_the_table_has_rates(field, run):
+    alone = field.Run()
+    for one in run.report.measurements:
+        if not one.label.startswith("limit"):
+            alone.of(one.label, one.workload).rounds = one.rounds
+            alone.of(one.label, one.workload).cpu_us = one.cpu_us
+    assert "| 1 MiB | 1 x 32 |  | 0.17 GB/s, 2.00x | 0.08 GB/s |" in field.report(alone)
+
+
+def test_a_wrong_answer_is_no_result(field, run):
+    from interleaved import Timed
+
+    timed = Timed(31, 1.0, 1.0)
     with pytest.raises(AssertionError, match="file: exists answered 31"):
-        results.of(("1 MiB", 1, 32), "exists", "file").add(field.Timed(31, 1.0, 1.0), 32)
+        run.time("file", (1 << 20, 1, 32, "exists"), lambda: timed, expect=32)
 
 
-def test_the_plot_has_a_point_for_each_size_and_side(field, results):
-    svg = ET.fromstring(field.plot(results, ["limit", "file", "vLLM `fs`"]))
-    circles = [one for one in svg.iter() if one.tag.endswith("circle")]
-    heights = [float(one.get("cy")) for one in circles]
-    assert len(circles) == 4
-    # A log scale: a half and a quarter are as far apart as one and a half.
-    panel = field.Panel("", [], {}, [], 0.03, 2.0)
-    expected = panel.height_of(0.5) - panel.height_of(1.0)
-    assert heights[2] - heights[0] == pytest.approx(expected, abs=0.2)
+def test_results_are_compared_by_the_command_and_drawn_again(field, run, tmp_path):
+    run.save(tmp_path, "text")
+    assert (tmp_path / "results.md").read_text() == "text"
+    kept = field.Report.read(tmp_path / "results.json")
+    assert kept.of("file").keys() == run.report.of("file").keys()
+    svg = field.plot(field.restored(kept))
+    assert svg == field.plot(run)
+    assert svg.count("<circle") == 4
+    (_, _, ratio) = compare(kept.of("file").values(), kept.of("file").values(), paired=True)[0]
+    assert ratio.median == 1.0
 
 
-def test_two_machines_are_compared_by_the_workloads_of_both(field, results):
-    kept = {
-        "machine": {"cpu": "one, 2 cores", "kernel": "6"},
-        "series": [series.kept() for series in results],
-    }
-    halved = [one | {"median": one["median"] / 2, "side": one["side"]} for one in kept["series"]]
-    text = field.compare(kept, {"machine": {"cpu": "two", "kernel": "6"}, "series": halved[:1]})
-    assert (
-        text.splitlines()[-1]
-        == "| read, cached | 1 MiB | 1 x 32 | limit, 1 thread | 2.00x | 1.00x |"
-    )
-
-
-def test_calls_that_move_too_much_at_once_are_left_out(field):
-    found = list(field.workloads(["64 KiB", "4 MiB"], list(field.CALLS)))
-    assert found == [("64 KiB", 1, 32), ("64 KiB", 1, 128), ("64 KiB", 4, 32), ("4 MiB", 1, 32)]
-
-
-def test_sides_share_the_calls_that_are_chosen(field):
-    assert list(field.workloads(["64 KiB"], ["1 x 128"])) == [("64 KiB", 1, 128)]
+@pytest.mark.parametrize("option", ["--sizes", "--calls", "--sides"])
+def test_an_unknown_value_is_refused_before_anything_starts(field, option, capsys):
+    with pytest.raises(SystemExit):
+        field.parsed([option, "nothing"])
+    assert f"{option}: unknown ['nothing']; there are" in capsys.readouterr().err
 
 
 def test_an_environment_that_is_not_there_has_no_versions(field, tmp_path):
     assert field.versions(tmp_path / "python") == {}
+
+
+def test_a_side_runs_the_code_of_its_checkout(field, tmp_path):
+    """A side in a process of its own: it is told to, and says, which code it runs."""
+    setup = field.Setup("limit", tmp_path / "limit", 4096, 1, "", "page_first", False, 1)
+    side = field.Process("limit", sys.executable, "field_sides", ROOT, setup)
+    side.wait_until_up()
+    assert side.ask("write", ["a", "b"]).answer
+    side.ask("forget", 2)
+    assert side.ask("read", ["a", "b"]).answer
+    assert side.ask("is_sound", 2).answer
+    side.close()
+    assert not list((tmp_path / "limit").iterdir())
+
+
+def test_a_side_that_cannot_be_made_says_why(field, tmp_path):
+    (tmp_path / "limit").write_text("")
+    setup = field.Setup("limit", tmp_path / "limit", 4096, 1, "", "page_first", False, 1)
+    side = field.Process("limit", sys.executable, "field_sides", ROOT, setup)
+    with pytest.raises(EOFError, match="FileExistsError"):
+        side.wait_until_up()

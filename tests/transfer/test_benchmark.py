@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from hicache_storage.tools.bench.results import Report
 from tests.support.commands import run_program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -34,10 +34,10 @@ def test_other_sides_do_not_end_the_run(tmp_path):
     assert text.startswith("**No GPU")
     assert text in done.stdout
     assert "SGLang's kernels are left out: ModuleNotFoundError" in text
-    found = json.loads((tmp_path / "results.json").read_text())["measured"]
-    assert {entry["side"] for entry in found} == {"one pinned copy", "chosen", "dma"}
-    assert {entry["direction"] for entry in found} == {"write-back", "load"}
-    assert all(len(entry["seconds"]) == 1 for entry in found)
+    found = Report.read(tmp_path / "results.json").measurements
+    assert {one.label for one in found} == {"one pinned copy", "chosen", "dma"}
+    assert {one.operation.split(",")[0] for one in found} == {"write-back", "load"}
+    assert all(len(one.rounds) == 1 for one in found)
 
 
 @pytest.fixture
@@ -54,13 +54,12 @@ def test_the_cost_of_enqueueing_is_measured_without_a_gpu(cost, monkeypatch, tmp
         cost.main()
     finally:
         cost.torch.set_num_threads(threads)
-    found = json.loads((tmp_path / "results.json").read_text())["measured"]
-    assert [(entry["layout"], entry["direction"], entry["calls"]) for entry in found] == [
-        ("page_first", "write-back", 2),
-        ("page_first", "load", 33),
-        ("page_first", "write-back", 3),
-        ("page_first", "load", 33),
-        ("page_first_direct", "write-back", 3),
-        ("page_first_direct", "load", 13),
-    ]
+    assert Report.read(tmp_path / "results.json").figures == {
+        "calls: page_first, 1, chosen, 16, write-back": [2],
+        "calls: page_first, 1, chosen, 16, load": [33],
+        "calls: page_first, 64, chosen, 16, write-back": [3],
+        "calls: page_first, 64, chosen, 16, load": [33],
+        "calls: page_first_direct, 64, dma, 16, write-back": [3],
+        "calls: page_first_direct, 64, dma, 16, load": [13],
+    }
     assert "least" in capsys.readouterr().out

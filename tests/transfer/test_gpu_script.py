@@ -89,4 +89,4 @@ def test_it_runs_dry_without_a_gpu(tmp_path):
     assert not any(entry["failed"] for entry in found.values())
     assert "| copies | 0 | 0 |" in (tmp_path / "tests.md").read_text()
     assert (tmp_path / "results.md").read_text().startswith("**No GPU")
-    assert json.loads((tmp_path / "results.json").read_text())["measured"]
+    assert json.loads((tmp_path / "results.json").read_text())["measurements"]

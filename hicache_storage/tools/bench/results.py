@@ -1,4 +1,7 @@
-"""Results: written to a file, read back, compared."""
+"""Results: written to a file, read back, compared.
+
+`hicache bench` and the programs in benchmarks/ write the same format.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import statistics
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -18,7 +21,9 @@ from hicache_storage.tools.bench.settings import ClientKind, Operation
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+Workload: TypeAlias = tuple[int, int, int, str]
+"""Page size in bytes, clients, pages of a call, operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +31,8 @@ class CandidateInfo:
     """A candidate of the results."""
 
     label: str
-    driver: str
-    options: dict[str, str]
+    driver: str = ""
+    options: dict[str, str] = field(default_factory=dict[str, str])
     """Options of the driver; secrets are redacted."""
     verifies_checksums: bool = True
 
@@ -39,9 +44,14 @@ class Measurement:
     label: str
     page_bytes: int
     clients: int
-    operation: Operation
+    operation: str
+    """An `Operation`, or a benchmark's own."""
+    batch_pages: int
+    """Pages of a call, or keys where no page is moved."""
     rounds: list[float] = field(default_factory=list[float])
     """Pages a second of all clients together, one value a round."""
+    cpu_us: list[float] = field(default_factory=list[float])
+    """CPU time of a page in microseconds, one value a round; empty where it was not measured."""
     calls: int = 0
     p50_us: float = 0.0
     """Percentiles of the duration of calls, in microseconds."""
@@ -50,14 +60,36 @@ class Measurement:
     max_us: float = 0.0
 
     @property
+    def workload(self) -> Workload:
+        """The workload, by which results are compared."""
+        return self.page_bytes, self.clients, self.batch_pages, self.operation
+
+    @property
     def pages_per_second(self) -> float:
         """Median of the rounds."""
         return statistics.median(self.rounds)
 
+    @property
+    def seconds(self) -> float:
+        """Median of the time that one call of each client takes."""
+        return self.clients * self.batch_pages / self.pages_per_second
+
+    @property
+    def unit(self) -> str:
+        """Unit of the rates."""
+        return "M keys/s" if self.operation == Operation.EXISTS or not self.page_bytes else "GB/s"
+
     def rates(self) -> tuple[float, float, float]:
-        """Return median, minimum and maximum rate: GB/s, or million keys a second for lookups."""
-        scale = 1e-6 if self.operation is Operation.EXISTS else self.page_bytes * 1e-9
+        """Return median, minimum and maximum rate, in GB/s or millions of keys a second."""
+        scale = 1e-6 if self.unit == "M keys/s" else self.page_bytes * 1e-9
         return self.pages_per_second * scale, min(self.rounds) * scale, max(self.rounds) * scale
+
+    def add(self, seconds: float, cpu_seconds: float | None = None) -> None:
+        """Add a round in which each client has made one call."""
+        pages = self.clients * self.batch_pages
+        self.rounds.append(pages / seconds)
+        if cpu_seconds is not None:
+            self.cpu_us.append(1e6 * cpu_seconds / pages)
 
     def set_latencies(self, seconds: Sequence[float]) -> None:
         """Reduce durations of calls, in seconds, to percentiles."""
@@ -84,7 +116,10 @@ class Report:
 
     candidates: list[CandidateInfo]
     measurements: list[Measurement] = field(default_factory=list[Measurement])
-    batch_pages: int = 0
+    figures: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Measured values that are no rates, by what they are and their unit."""
+    missing: dict[str, str] = field(default_factory=dict[str, str])
+    """Candidates that could not be measured, and why."""
     client_kind: ClientKind = ClientKind.THREADS
     seconds: float = 0.0
     machine: dict[str, str] = field(default_factory=dict[str, str])
@@ -111,11 +146,9 @@ class Report:
             raise ValueError(f"{path} has schema {report.schema}; this version reads {SCHEMA}")
         return report
 
-    def of(self, label: str) -> dict[tuple[int, int, Operation], Measurement]:
-        """Return the measurements of one candidate, by workload and operation."""
-        return {
-            (m.page_bytes, m.clients, m.operation): m for m in self.measurements if m.label == label
-        }
+    def of(self, label: str) -> dict[Workload, Measurement]:
+        """Return the measurements of one candidate, by workload."""
+        return {one.workload: one for one in self.measurements if one.label == label}
 
 
 def compare(
@@ -131,11 +164,11 @@ def compare(
         paired: the rounds of both were interleaved, and are compared one by one; otherwise the
             minimum is the ratio of the slowest round to the fastest of the baseline.
     """
-    peers = {(m.page_bytes, m.clients, m.operation): m for m in those}
+    peers = {one.workload: one for one in those}
     return [
         (peer, mine, _ratio(peer, mine, paired=paired))
         for mine in these
-        if (peer := peers.get((mine.page_bytes, mine.clients, mine.operation))) is not None
+        if (peer := peers.get(mine.workload)) is not None
     ]
 
 

@@ -20,6 +20,11 @@ class ClientKind(StrEnum):
     PROCESSES = "processes"
     """Processes with a storage each, as the ranks of an engine."""
 
+    @property
+    def singular(self) -> str:
+        """The word for one."""
+        return "thread" if self is ClientKind.THREADS else "process"
+
 
 class Operation(StrEnum):
     """Timed calls, in the order of a round."""

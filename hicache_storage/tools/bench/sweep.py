@@ -44,7 +44,6 @@ def run_sweep(
             CandidateInfo(candidate.label, candidate.driver, redacted(candidate.options))
             for candidate in sweep.candidates
         ],
-        batch_pages=sweep.workloads[0].batch_pages,
         client_kind=sweep.workloads[0].client_kind,
         seconds=sweep.seconds,
         machine=this_machine(),
@@ -108,7 +107,8 @@ class _CandidateRun:
         self._batches = 1
         self._next = 0
         self._measurements = {
-            op: Measurement(label, workload.page_bytes, workload.clients, op) for op in Operation
+            op: Measurement(label, workload.page_bytes, workload.clients, op, workload.batch_pages)
+            for op in Operation
         }
         self._seconds = {op: list[float]() for op in Operation}
 
