@@ -6,7 +6,6 @@ import datetime
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,64 +13,27 @@ import pytest
 FILE = Path(__file__).parents[2] / "scripts" / "audit_dependencies.py"
 TODAY = datetime.date(2027, 1, 15)
 WEAKNESS = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2.0"], "description": "..."}
-REPORT = [
-    {"name": "good", "version": "1.0", "vulns": []},
-    {"name": "bad", "version": "1.0", "vulns": [WEAKNESS]},
-    {"name": "ours", "skip_reason": "not on PyPI"},
-]
+GOOD = {"name": "good", "version": "1.0", "vulns": []}
+BAD = {"name": "bad", "version": "1.0", "vulns": [WEAKNESS]}
+UNKNOWN = {"name": "ours", "skip_reason": "not on PyPI"}
 
 
 @pytest.fixture(scope="module")
 def audit():
     spec = importlib.util.spec_from_file_location("audit_dependencies", FILE)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def accepted(audit, **changes):
-    given = {
-        "id": "CVE-1",
-        "package": "bad",
-        "reason": "not called",
-        "until": datetime.date(2027, 1, 15),
-        **changes,
-    }
-    return [audit.Acceptance(**given)]
-
-
-def test_a_finding_is_red_until_it_is_accepted_and_after(audit):
-    for acceptances, findings in (
-        ([], 1),
-        (accepted(audit), 0),
-        (accepted(audit, id="PYSEC-1"), 0),
-        (accepted(audit, package="good"), 1),
-        (accepted(audit, until=datetime.date(2027, 1, 14)), 1),
-    ):
-        verdict = audit.judge(REPORT, acceptances, TODAY)
-        assert len(verdict.findings) == findings, acceptances
-        assert (verdict.audited, verdict.unknown) == (2, ["ours"])
-    assert audit.judge(REPORT, accepted(audit, id="CVE-2"), TODAY).unused == ["CVE-2"]
-
-
-def test_what_nobody_knows_is_not_audited(audit):
-    with pytest.raises(audit.NotAuditedError):
-        audit.judge([REPORT[2]], [], TODAY)
 
 
 @pytest.mark.parametrize(
     ("probe", "report", "status", "said"),
     [
-        ([REPORT[0]], REPORT, 1, "bad 1.0: CVE-1, PYSEC-1; fixed in 2.0"),
-        ([REPORT[0]], REPORT[:1], 0, "1 packages audited"),
-        (
-            [REPORT[2]],
-            REPORT,
-            0,
-            "NOT AUDITED: the vulnerability service does not answer for packages of PyPI",
-        ),
-        (None, REPORT, 0, "NOT AUDITED: the vulnerability service cannot be reached: no network"),
+        ([GOOD], [GOOD, BAD, UNKNOWN], 1, "bad 1.0: CVE-1, PYSEC-1; fixed in 2.0"),
+        ([GOOD], [GOOD, UNKNOWN], 0, "1 packages audited, 1 unknown: 0 findings"),
+        ([GOOD], [UNKNOWN], 0, "NOT AUDITED: not on PyPI"),
+        ([UNKNOWN], [GOOD], 0, "NOT AUDITED: not on PyPI"),
+        (None, [GOOD], 0, "no network\nNOT AUDITED: the vulnerability service does not answer"),
     ],
 )
 def test_the_command(audit, monkeypatch, capsys, probe, report, status, said):
@@ -89,14 +51,26 @@ def test_the_command(audit, monkeypatch, capsys, probe, report, status, said):
     assert audit.main() == (2 if "NOT AUDITED" in said else status)
 
 
-def test_what_is_accepted_has_a_reason_and_an_end(audit, tmp_path):
-    assert isinstance(audit.read_accepted(audit.ACCEPTED), list)
+def test_a_finding_is_accepted_for_a_reason_and_until_a_day(audit, tmp_path):
+    assert isinstance(audit.accepted(audit.ACCEPTED, TODAY), list)
     file = tmp_path / "accepted.toml"
-    for entry in (
-        'id = "CVE-1"\npackage = "x"\nreason = " "\nuntil = 2027-01-01',
+    entry = '[[accepted]]\nid = "{}"\nreason = "not called"\nuntil = {}\n'
+    file.write_text(entry.format("CVE-1", "2027-01-14") + entry.format("CVE-2", "2027-01-15"))
+    assert audit.accepted(file, TODAY) == ["CVE-2"]
+    for wrong in (
+        'id = "CVE-1"\nreason = " "\nuntil = 2027-01-01',
         'id = "CVE-1"',
-        'id = "a"\npackage = "x"\nreason = "r"\nuntil = "soon"',
+        'id = "a"\nreason = "r"\nuntil = "soon"',
     ):
-        file.write_text(f"[[accepted]]\n{entry}\n")
+        file.write_text(f"[[accepted]]\n{wrong}\n")
         with pytest.raises(ValueError, match="entry 1"):
-            audit.read_accepted(file)
+            audit.accepted(file, TODAY)
+
+
+def test_what_is_accepted_is_not_asked_for(audit, monkeypatch):
+    asked = []
+    monkeypatch.setattr(audit, "accepted", lambda *_: ["CVE-2"])
+    monkeypatch.setattr(audit, "audited", lambda *options: asked.append(options) or [GOOD])
+    monkeypatch.setattr(audit.sys, "argv", ["audit"])
+    assert audit.main() == 0
+    assert asked[-1] == ("--local", "--skip-editable", "--ignore-vuln=CVE-2")
