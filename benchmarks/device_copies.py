@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from interleaved import Run, table, turns
 
-from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
+from hicache_storage.pools import AttentionGeometry, MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.transfer import (
     CudaDevice,
     Indices,
@@ -148,9 +148,11 @@ class Case:
         self.pages = max(1, (self.mib << 20) // self.page_bytes)
         self.bytes = self.pages * self.page_bytes
         arguments = {"size": 2 * self.pages * self.page_size, "page_size": self.page_size}
-        arguments |= {"layer_num": self.layers, "head_num": HEADS, "head_dim": HEAD_DIM}
-        self.device_pool = MHADevicePool(**arguments, dtype=DTYPE, device=self.place)
-        self.host_pool = MHAHostPool(**arguments, dtype=DTYPE, layout=self.layout)
+        shape = AttentionGeometry(
+            layers=range(self.layers), head_num=HEADS, head_dim=HEAD_DIM, dtype=DTYPE
+        )
+        self.device_pool = MHADevicePool(shape, **arguments, device=self.place)
+        self.host_pool = MHAHostPool(shape, **arguments, layout=self.layout)
         self.device_slots, self.host_slots = (self._scattered() for _ in range(2))
         self.indices = {"kv": Indices(self.device_slots, self.host_slots)}
 

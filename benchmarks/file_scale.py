@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interleaved import Run, drop_from_page_cache, table
 
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
-from hicache_storage.pools import MHAHostPool
+from hicache_storage.pools import AttentionGeometry, MHAHostPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,12 +59,11 @@ class User:
 
     def __init__(self, path: Path, page_bytes: int) -> None:
         self.pool = MHAHostPool(
+            AttentionGeometry(
+                layers=range(1), head_num=1, head_dim=page_bytes // 4, dtype=torch.bfloat16
+            ),
             size=BATCH_PAGES,
             page_size=1,
-            layer_num=1,
-            head_num=1,
-            head_dim=page_bytes // 4,
-            dtype=torch.bfloat16,
             layout="page_first",
         )
         # Of several processes the threads of each would wait for a core, and spin meanwhile.

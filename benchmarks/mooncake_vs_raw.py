@@ -48,7 +48,7 @@ from hicache_backends.mooncake import reader
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.writer import PageWriter
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
-from hicache_storage.pools import MHAHostPool
+from hicache_storage.pools import AttentionGeometry, MHAHostPool
 from hicache_storage.pools.memory import host_tensor
 
 if TYPE_CHECKING:
@@ -93,12 +93,14 @@ class Ours:
         self.name = name
         pages = BATCH[page_bytes]
         self.pool = MHAHostPool(
+            AttentionGeometry(
+                layers=range(page_bytes // (2 * PAGE_TOKENS * 128 * 2)),
+                head_num=1,
+                head_dim=128,
+                dtype=torch.bfloat16,
+            ),
             size=pages * PAGE_TOKENS,
             page_size=PAGE_TOKENS,
-            layer_num=page_bytes // (2 * PAGE_TOKENS * 128 * 2),
-            head_num=1,
-            head_dim=128,
-            dtype=torch.bfloat16,
             pin_memory=False,
         )
         for buffer in (self.pool.k_buffer, self.pool.v_buffer):

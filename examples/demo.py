@@ -34,7 +34,13 @@ from hicache_storage import (
     StorageIdentity,
     create_storage,
 )
-from hicache_storage.pools import HostPoolBase, MambaHostPool, MHAHostPool
+from hicache_storage.pools import (
+    AttentionGeometry,
+    HostPoolBase,
+    MambaGeometry,
+    MambaHostPool,
+    MHAHostPool,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -58,20 +64,19 @@ class Model:
         )
         self.pools: dict[str, HostPoolBase] = {
             "kv": MHAHostPool(
+                AttentionGeometry(layers=range(8), head_num=8, head_dim=128, dtype=torch.bfloat16),
                 size=CALL_PAGES * PAGE_SIZE,
                 page_size=PAGE_SIZE,
-                layer_num=8,
-                head_num=8,
-                head_dim=128,
-                dtype=torch.bfloat16,
             ),
             "mamba": MambaHostPool(
+                MambaGeometry(
+                    layers=range(8),
+                    temporal_shape=(32, 64, 62),
+                    conv_shapes=[(4096, 4)],
+                    temporal_dtype=torch.float32,
+                    conv_dtype=torch.bfloat16,
+                ),
                 size=CALL_PAGES // STATE_EVERY,
-                layer_num=8,
-                temporal_shape=(32, 64, 62),
-                conv_shapes=[(4096, 4)],
-                temporal_dtype=torch.float32,
-                conv_dtype=torch.bfloat16,
             ),
         }
 

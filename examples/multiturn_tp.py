@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage import StorageIdentity, create_storage
-from hicache_storage.pools import MHAHostPool
+from hicache_storage.pools import AttentionGeometry, MHAHostPool
 from hicache_storage.spec import PoolName, PoolTransfer
 from hicache_storage.tools.chart import Panel, draw, quarters
 
@@ -88,12 +88,11 @@ class Rank:
             store_tp_size=store_tp_size,
         )
         self.pool = MHAHostPool(
+            AttentionGeometry(
+                layers=range(LAYERS), head_num=heads, head_dim=HEAD_DIM, dtype=torch.int16
+            ),
             size=longest,
             page_size=PAGE,
-            layer_num=LAYERS,
-            head_num=heads,
-            head_dim=HEAD_DIM,
-            dtype=torch.int16,
             layout="page_head",
         )
         self.storage = create_storage("file", identity, {"path": str(store)})

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage import PoolName, PoolTransfer, StorageIdentity, create_storage
-from hicache_storage.pools import MHAHostPool
+from hicache_storage.pools import AttentionGeometry, MHAHostPool
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -116,12 +116,11 @@ def main() -> int:
 def run_node(address: str, master: str, pages: int) -> int:
     """Obey orders on standard input until it ends."""
     pool = MHAHostPool(
+        AttentionGeometry(
+            layers=range(LAYERS), head_num=HEADS, head_dim=HEAD_DIM, dtype=torch.bfloat16
+        ),
         size=pages * PAGE_SIZE,
         page_size=PAGE_SIZE,
-        layer_num=LAYERS,
-        head_num=HEADS,
-        head_dim=HEAD_DIM,
-        dtype=torch.bfloat16,
     )
     identity = StorageIdentity(
         model="two-nodes", kv_dtype="bfloat16", page_size=PAGE_SIZE, layout="page_first"

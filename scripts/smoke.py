@@ -72,10 +72,12 @@ def round_trip(driver: str, config: dict[str, Any]) -> None:
     import torch
 
     from hicache_storage import PoolTransfer, StorageIdentity, create_storage
-    from hicache_storage.pools import MHAHostPool
+    from hicache_storage.pools import AttentionGeometry, MHAHostPool
 
     pool = MHAHostPool(
-        size=64 * 8, page_size=64, layer_num=2, head_num=2, head_dim=16, dtype=torch.bfloat16
+        AttentionGeometry(layers=range(2), head_num=2, head_dim=16, dtype=torch.bfloat16),
+        size=64 * 8,
+        page_size=64,
     )
     identity = StorageIdentity(model="smoke", kv_dtype="bfloat16", page_size=64, layout=pool.layout)
     with create_storage(driver, identity, config) as storage:

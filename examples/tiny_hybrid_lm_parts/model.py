@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage import PoolName
+from hicache_storage.pools import device_pool
 from tiny_hybrid_lm_parts.arithmetic import OrderedArithmetic, normalized
 
 if TYPE_CHECKING:
@@ -141,10 +142,10 @@ class Model:
         size = -(-len(tokens) // self.config.page_size) * self.config.page_size
         place = torch.device(self._device)
         pools = {
-            name: geometry.device_pool(
-                *((1, 1) if name is PoolName.MAMBA else (size, self.config.page_size)), place
-            )
-            for name, geometry in self.config.pools.items()
+            name: device_pool(shape, size=1, page_size=1, device=place)
+            if name is PoolName.MAMBA
+            else device_pool(shape, size=size, page_size=self.config.page_size, device=place)
+            for name, shape in self.config.pools.items()
         }
         return self.forward([Segment(tokens, 0, torch.arange(size))], pools, lambda _: None)[0]
 

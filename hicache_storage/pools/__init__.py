@@ -21,48 +21,73 @@ if TYPE_CHECKING:
         MambaDevicePool,
         MHADevicePool,
         MLADevicePool,
+        device_pool,
     )
-    from hicache_storage.pools.host.base import HostPoolBase
-    from hicache_storage.pools.host.indexer import IndexerHostPool
-    from hicache_storage.pools.host.mamba import MambaHostPool
-    from hicache_storage.pools.host.mha import MHAHostPool
-    from hicache_storage.pools.host.mla import MLAHostPool
-    from hicache_storage.pools.host.slots import SlotAllocator
+    from hicache_storage.pools.host import (
+        HostPoolBase,
+        IndexerHostPool,
+        MambaHostPool,
+        MHAHostPool,
+        MLAHostPool,
+        host_pool,
+    )
     from hicache_storage.pools.memory import byte_view, host_tensor
+    from hicache_storage.pools.shapes import (
+        AttentionGeometry,
+        IndexerGeometry,
+        MambaGeometry,
+        MLAGeometry,
+        PoolGeometry,
+    )
+    from hicache_storage.pools.slots import SlotAllocator
 
 __all__ = [
+    "AttentionGeometry",
     "DevicePages",
     "DevicePoolBase",
     "HostPoolBase",
     "IndexerDevicePool",
+    "IndexerGeometry",
     "IndexerHostPool",
     "MHADevicePool",
     "MHAHostPool",
     "MLADevicePool",
+    "MLAGeometry",
     "MLAHostPool",
     "MambaDevicePool",
+    "MambaGeometry",
     "MambaHostPool",
     "PageAccess",
+    "PoolGeometry",
     "SlotAllocator",
     "byte_view",
+    "device_pool",
+    "host_pool",
     "host_tensor",
     "page_access",
 ]
 
 _HOMES = {
+    "AttentionGeometry": "shapes",
     "DevicePages": "device",
     "DevicePoolBase": "device",
-    "HostPoolBase": "host.base",
+    "HostPoolBase": "host",
     "IndexerDevicePool": "device",
-    "IndexerHostPool": "host.indexer",
+    "IndexerGeometry": "shapes",
+    "IndexerHostPool": "host",
     "MHADevicePool": "device",
-    "MHAHostPool": "host.mha",
+    "MHAHostPool": "host",
     "MLADevicePool": "device",
-    "MLAHostPool": "host.mla",
+    "MLAGeometry": "shapes",
+    "MLAHostPool": "host",
     "MambaDevicePool": "device",
-    "MambaHostPool": "host.mamba",
-    "SlotAllocator": "host.slots",
+    "MambaGeometry": "shapes",
+    "MambaHostPool": "host",
+    "PoolGeometry": "shapes",
+    "SlotAllocator": "slots",
     "byte_view": "memory",
+    "device_pool": "device",
+    "host_pool": "host",
     "host_tensor": "memory",
 }
 

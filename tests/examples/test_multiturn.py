@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hicache_storage.pools import device_pool
 from tests.support.commands import run_program
 
 pytestmark = pytest.mark.merge
@@ -95,9 +96,9 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
         assert server.serve([prompt], [output]) == [0]
         server.cache.evict(10**6, 10**6)
         if damaged == "kv":
-            server.stack.host_pools["kv"].k_buffer += 1
+            server.stack.host_pools["kv"].k_buffer.add_(1)
         else:
-            server.stack.host_pools["mamba"].temporal_buffer += 1
+            server.stack.host_pools["mamba"].temporal_buffer.add_(1)
         with pytest.raises(AssertionError, match="not that of its tokens"):
             server.serve([[*prompt, *output, 7]], [[8]])
     finally:
@@ -143,7 +144,7 @@ def test_the_model_computes_where_its_pools_are(example):
     server = importlib.import_module("toy_hybrid_server")
     config = server.stack_config(example.Workload(**SMALL).sizes(8, sessions=2, offload=True))
     pools = [
-        config.pools[name].device_pool(8, page, torch.device("meta"))
+        device_pool(config.pools[name], size=8, page_size=page, device="meta")
         for name, page in (("kv", 4), ("mamba", 1))
     ]
     model = server.Model(*pools)

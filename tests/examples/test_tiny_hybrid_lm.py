@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_storage.hybrid import build_dsa_hybrid_stack, build_mamba_hybrid_stack
+from hicache_storage.pools import device_pool
 from hicache_storage.spec import PoolName
 from tests.support.commands import run_program
 
@@ -67,9 +68,8 @@ def pools_of(model):
     """Device pools with noise in every byte that nobody has written."""
     pools = {}
     for name, geometry in model.config.pools.items():
-        pools[name] = geometry.device_pool(
-            *((4, 1) if name == PoolName.MAMBA else (512, 16)), torch.device("cpu")
-        )
+        size, page_size = (4, 1) if name == PoolName.MAMBA else (512, 16)
+        pools[name] = device_pool(geometry, size=size, page_size=page_size, device="cpu")
         for layer in range(pools[name].layer_num):
             for slot in range(0, pools[name].size, pools[name].page_size):
                 for part in pools[name].page_layer(slot, layer):

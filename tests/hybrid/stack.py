@@ -25,11 +25,11 @@ PAGE = 4
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
 ATTENTION, MAMBA_LAYERS = [0, 2], [1, 3]
 KINDS = {
-    "mha": {"layer_num": 2, "head_num": 1, "head_dim": 1, "dtype": torch.int64},
-    "mla": {"layer_num": 2, "kv_cache_dim": 1, "dtype": torch.int64},
-    "indexer": {"layer_num": 1, "index_head_dim": 4, "quant_block_size": 4},
+    "mha": {"layers": range(2), "head_num": 1, "head_dim": 1, "dtype": torch.int64},
+    "mla": {"layers": range(2), "kv_lora_rank": 1, "dtype": torch.int64},
+    "indexer": {"layers": range(1), "index_head_dim": 4, "quant_block_size": 4},
     "mamba": {
-        "layer_num": 2,
+        "layers": range(2),
         "temporal_shape": (1,),
         "conv_shapes": [(1,)],
         "temporal_dtype": torch.int64,

@@ -24,10 +24,14 @@ from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLAHostAllocation, MLATokenToKVPoolHost
 
 from hicache_storage.pools import (
+    AttentionGeometry,
     HostPoolBase,
+    IndexerGeometry,
     IndexerHostPool,
+    MambaGeometry,
     MambaHostPool,
     MHAHostPool,
+    MLAGeometry,
     MLAHostPool,
     byte_view,
     page_access,
@@ -104,13 +108,11 @@ def mha(layout: str, v_dim: int = D) -> Twins:
         host_token_capacity=S,
     )
     ours = MHAHostPool(
+        AttentionGeometry(
+            layers=range(L), head_num=H, head_dim=D, v_head_dim=v_dim, dtype=torch.bfloat16
+        ),
         size=S,
         page_size=P,
-        layer_num=L,
-        head_num=H,
-        head_dim=D,
-        v_head_dim=v_dim,
-        dtype=torch.bfloat16,
         layout=layout,
     )
     return Twins(
@@ -150,7 +152,10 @@ def mla_host(layout: str) -> MLATokenToKVPoolHost:
 def mla(layout: str) -> Twins:
     theirs = mla_host(layout)
     ours = MLAHostPool(
-        size=S, page_size=P, layer_num=L, kv_cache_dim=D, dtype=torch.bfloat16, layout=layout
+        MLAGeometry(layers=range(L), kv_lora_rank=D, dtype=torch.bfloat16),
+        size=S,
+        page_size=P,
+        layout=layout,
     )
     return Twins(theirs, ours, [(theirs.kv_buffer, ours.kv_buffer)]).fill()
 
@@ -166,12 +171,14 @@ def mamba(layout: str, temporal: tuple[int, ...] = (2, 3), side_rows: int = 0) -
     )
     theirs = MambaPoolHost(info, 2.0, 0, device_capacity=states, pin_memory=False, layout=layout)
     ours = MambaHostPool(
+        MambaGeometry(
+            layers=range(L),
+            temporal_shape=temporal,
+            conv_shapes=convs,
+            temporal_dtype=torch.float32,
+            conv_dtype=torch.bfloat16,
+        ),
         size=theirs.size,
-        layer_num=L,
-        temporal_shape=temporal,
-        conv_shapes=convs,
-        temporal_dtype=torch.float32,
-        conv_dtype=torch.bfloat16,
         layout=layout,
     )
     convolutions = zip(theirs.conv_buffer, ours.conv_buffers, strict=True)
@@ -201,7 +208,7 @@ def indexer(layout: str) -> Twins:
         host_pool_builder=None,
     )
     theirs = DSAIndexerPoolHost(decl, mla_host(layout), pin_memory=False)
-    ours = IndexerHostPool(size=S, page_size=P, layer_num=L, layout=layout)
+    ours = IndexerHostPool(IndexerGeometry(layers=range(L)), size=S, page_size=P, layout=layout)
     buffer = theirs.index_k_with_scale_buffer
     used = buffer[:, :PAGES] if layout == "layer_first" else buffer[:PAGES]
     return Twins(theirs, ours, [(used, ours.index_buffer)]).fill()

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from hicache_storage.pools import MHAHostPool, MLAHostPool
+from hicache_storage.pools import AttentionGeometry, MHAHostPool, MLAGeometry, MLAHostPool
 from hicache_storage.spec import Capabilities, InvalidPoolError, PageGeometry, PoolTransfer
 from hicache_storage.testing import BytePool, MemoryStorage
 
@@ -32,13 +32,15 @@ class Rank:
             **{"store_tp_size": 8, "layout": layout, **changes}, tp_size=size, tp_rank=rank
         )
         self.pool = MHAHostPool(
+            AttentionGeometry(
+                layers=range(LAYERS),
+                head_num=heads,
+                head_dim=DIM,
+                v_head_dim=v_dim,
+                dtype=torch.int16,
+            ),
             size=PAGES * PAGE_SIZE,
             page_size=PAGE_SIZE,
-            layer_num=LAYERS,
-            head_num=heads,
-            head_dim=DIM,
-            v_head_dim=v_dim,
-            dtype=torch.int16,
             layout=layout,
             pin_memory=False,
         )
@@ -52,14 +54,14 @@ class Rank:
         return buffer.permute(AXES[self.pool.layout])
 
     def fill(self, model):
-        heads = slice(self.first, self.first + self.pool.head_num)
+        heads = slice(self.first, self.first + self.pool.geometry.head_num)
         for half, buffer in enumerate((self.pool.k_buffer, self.pool.v_buffer)):
             view = self.by_head(buffer)
             view.copy_(model[half, heads, ..., : buffer.shape[-1]].reshape(view.shape))
 
     def content(self):
         halves = (self.pool.k_buffer, self.pool.v_buffer)
-        shape = (self.pool.head_num, PAGES, PAGE_SIZE, LAYERS, -1)
+        shape = (self.pool.geometry.head_num, PAGES, PAGE_SIZE, LAYERS, -1)
         return [self.by_head(buffer).reshape(shape) for buffer in halves]
 
     def transfer(self, keys=KEYS):
@@ -105,7 +107,7 @@ def test_every_tp_size_reads_what_any_other_has_written(ranks, layout, writers, 
         rank.fill(torch.zeros_like(expected))
         assert rank.hit() == 3
         assert rank.get() == [True] * 3
-        heads = slice(rank.first, rank.first + rank.pool.head_num)
+        heads = slice(rank.first, rank.first + rank.pool.geometry.head_num)
         for half, found in enumerate(rank.content()):
             assert torch.equal(found[:, :3], expected[half, heads, :3])
             assert not found[:, 3].any()
@@ -253,11 +255,9 @@ def test_every_driver_over_objects_declares_it(kit):
         (lambda: BytePool(), "has no KV heads"),
         (
             lambda: MLAHostPool(
+                MLAGeometry(layers=range(1), kv_lora_rank=4, dtype=torch.int16),
                 size=8,
                 page_size=2,
-                layer_num=1,
-                kv_cache_dim=4,
-                dtype=torch.int16,
                 pin_memory=False,
             ),
             "has no KV heads",

@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from hicache_storage.pools import (
+    AttentionGeometry,
     HostPoolBase,
+    IndexerGeometry,
     IndexerHostPool,
+    MambaGeometry,
     MambaHostPool,
     MHAHostPool,
+    MLAGeometry,
     MLAHostPool,
 )
 
@@ -50,13 +54,11 @@ def mha_shape(layout: str, dim: int) -> tuple[int, ...]:
 def mha_case(layout: str, v_dim: int | None, dtype: torch.dtype) -> PoolCase:
     def build() -> MHAHostPool:
         return MHAHostPool(
+            AttentionGeometry(
+                layers=range(L), head_num=H, head_dim=D, v_head_dim=v_dim, dtype=dtype
+            ),
             size=S,
             page_size=P,
-            layer_num=L,
-            head_num=H,
-            head_dim=D,
-            v_head_dim=v_dim,
-            dtype=dtype,
             layout=layout,
         )
 
@@ -84,7 +86,10 @@ def mha_case(layout: str, v_dim: int | None, dtype: torch.dtype) -> PoolCase:
 def mla_case(layout: str, dtype: torch.dtype) -> PoolCase:
     def build() -> MLAHostPool:
         return MLAHostPool(
-            size=S, page_size=P, layer_num=L, kv_cache_dim=D, dtype=dtype, layout=layout
+            MLAGeometry(layers=range(L), kv_lora_rank=D, dtype=dtype),
+            size=S,
+            page_size=P,
+            layout=layout,
         )
 
     def components(pool: MLAHostPool, slot: int) -> list[torch.Tensor]:
@@ -105,12 +110,14 @@ def mla_case(layout: str, dtype: torch.dtype) -> PoolCase:
 def mamba_case(layout: str, temporal: tuple[int, ...]) -> PoolCase:
     def build() -> MambaHostPool:
         return MambaHostPool(
+            MambaGeometry(
+                layers=range(L),
+                temporal_shape=temporal,
+                conv_shapes=CONVS,
+                temporal_dtype=torch.float32,
+                conv_dtype=torch.bfloat16,
+            ),
             size=S,
-            layer_num=L,
-            temporal_shape=temporal,
-            conv_shapes=CONVS,
-            temporal_dtype=torch.float32,
-            conv_dtype=torch.bfloat16,
             layout=layout,
         )
 
@@ -132,7 +139,10 @@ def mamba_case(layout: str, temporal: tuple[int, ...]) -> PoolCase:
 def indexer_case(layout: str) -> PoolCase:
     def build() -> IndexerHostPool:
         return IndexerHostPool(
-            size=S, page_size=P, layer_num=L, index_head_dim=32, quant_block_size=16, layout=layout
+            IndexerGeometry(layers=range(L), index_head_dim=32, quant_block_size=16),
+            size=S,
+            page_size=P,
+            layout=layout,
         )
 
     def components(pool: IndexerHostPool, slot: int) -> list[torch.Tensor]:

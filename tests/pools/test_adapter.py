@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hicache_storage.pools import MHAHostPool, page_access
+from hicache_storage.pools import AttentionGeometry, MHAHostPool, page_access
 from hicache_storage.pools.adapter import LentPages
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 from tests.pools.foreign import (
@@ -159,7 +159,11 @@ class TestRefused:
 
 
 def test_copied_and_lent_pages_of_one_layout_do_not_meet() -> None:
-    own = MHAHostPool(size=8, page_size=4, layer_num=2, head_num=1, head_dim=2, dtype=torch.float32)
+    own = MHAHostPool(
+        AttentionGeometry(layers=range(2), head_num=1, head_dim=2, dtype=torch.float32),
+        size=8,
+        page_size=4,
+    )
 
     class Copied(Attributes):
         dtype, size = torch.float32, 8

@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 import torch
 
-from hicache_storage.pools import MLAHostPool, page_access
+from hicache_storage.pools import MLAGeometry, MLAHostPool, page_access
 from hicache_storage.pools.addressed import AddressedPages
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 from tests.pools.foreign import PAGES, WIDTH, AddressPool, Attributes, P, read, some_pages, write
@@ -60,7 +60,9 @@ class TestAddressed:
         assert read(access, [4, 20]) == [b"\x09" * 60] * 2
 
     def test_the_same_layout_and_components_are_the_same_geometry(self) -> None:
-        own = MLAHostPool(size=8, page_size=4, layer_num=2, kv_cache_dim=3, dtype=torch.bfloat16)
+        own = MLAHostPool(
+            MLAGeometry(layers=range(2), kv_lora_rank=3, dtype=torch.bfloat16), size=8, page_size=4
+        )
 
         class Foreign(Attributes):
             size = 8

@@ -15,29 +15,43 @@ from hicache_storage.pools import (
     MHADevicePool,
     MHAHostPool,
     MLADevicePool,
+    MLAGeometry,
     MLAHostPool,
 )
 from hicache_storage.spec import InvalidPoolError, SlotError
+from tests.support.pools import make_pool
 
 MHA = {
     "size": 8,
     "page_size": 4,
-    "layer_num": 3,
+    "layers": range(3),
     "head_num": 2,
     "head_dim": 6,
     "v_head_dim": 4,
     "dtype": torch.bfloat16,
 }
-MLA = {"size": 8, "page_size": 4, "layer_num": 3, "kv_cache_dim": 5, "dtype": torch.float8_e4m3fn}
+MLA = {
+    "size": 8,
+    "page_size": 4,
+    "layers": range(3),
+    "kv_lora_rank": 5,
+    "dtype": torch.float8_e4m3fn,
+}
 MAMBA = {
     "size": 8,
-    "layer_num": 3,
+    "layers": range(3),
     "temporal_shape": (2, 3),
     "conv_shapes": ((5,), (3, 2)),
     "temporal_dtype": torch.float32,
     "conv_dtype": torch.bfloat16,
 }
-INDEXER = {"size": 8, "page_size": 4, "layer_num": 3, "index_head_dim": 32, "quant_block_size": 16}
+INDEXER = {
+    "size": 8,
+    "page_size": 4,
+    "layers": range(3),
+    "index_head_dim": 32,
+    "quant_block_size": 16,
+}
 KINDS = [
     (MHADevicePool, MHAHostPool, MHA, [(8, 2, 6), (8, 2, 4)], [(2, 4, 2, 6), (2, 4, 2, 4)]),
     (MLADevicePool, MLAHostPool, MLA, [(8, 1, 5)], [(2, 4, 1, 5)]),
@@ -55,7 +69,7 @@ KIND = pytest.mark.parametrize(("device", "host", "arguments", "tensors", "pages
 
 @KIND
 def test_each_layer_has_tensors_of_its_own(device, host, arguments, tensors, pages):
-    pool = device(**arguments, device="cpu")
+    pool = make_pool(device, **arguments, device="cpu")
     assert (pool.layer_num, pool.size, pool.page_num) == (3, 8, 8 // pool.page_size)
     for layer in range(3):
         assert [tuple(tensor.shape) for tensor in pool.layers[layer]] == tensors
@@ -75,7 +89,7 @@ def test_each_layer_has_tensors_of_its_own(device, host, arguments, tensors, pag
 
 @KIND
 def test_slots_are_handed_out_once(device, host, arguments, tensors, pages):
-    pool = device(**arguments, device="cpu")
+    pool = make_pool(device, **arguments, device="cpu")
     slots = pool.alloc(8)
     assert sorted(slots.tolist()) == list(range(8))
     assert pool.alloc(pool.page_size) is None
@@ -89,9 +103,11 @@ def test_slots_are_handed_out_once(device, host, arguments, tensors, pages):
 
 @KIND
 def test_a_host_pool_of_the_same_arguments_fits(device, host, arguments, tensors, pages):
-    pool = device(**arguments, device="cpu")
+    pool = make_pool(device, **arguments, device="cpu")
     for layout in host.LAYOUTS:
-        pool.check_host_pool(host(**dict(arguments, size=16), layout=layout, pin_memory=False))
+        pool.check_host_pool(
+            make_pool(host, **dict(arguments, size=16), layout=layout, pin_memory=False)
+        )
     other = next(kind[1] for kind in KINDS if kind[1] is not host)
     with pytest.raises(
         InvalidPoolError, match=f"is backed up by {host.__name__}, not by {other.__name__}"
@@ -101,14 +117,14 @@ def test_a_host_pool_of_the_same_arguments_fits(device, host, arguments, tensors
 
 DIFFERENCES = [
     (MHADevicePool, MHAHostPool, MHA, {"page_size": 2}),
-    (MHADevicePool, MHAHostPool, MHA, {"layer_num": 4}),
+    (MHADevicePool, MHAHostPool, MHA, {"layers": range(4)}),
     (MHADevicePool, MHAHostPool, MHA, {"head_num": 1}),
     (MHADevicePool, MHAHostPool, MHA, {"head_dim": 8}),
     (MHADevicePool, MHAHostPool, MHA, {"v_head_dim": 6}),
     (MHADevicePool, MHAHostPool, MHA, {"dtype": torch.float16}),
-    (MLADevicePool, MLAHostPool, MLA, {"kv_cache_dim": 6}),
+    (MLADevicePool, MLAHostPool, MLA, {"kv_lora_rank": 6}),
     (MLADevicePool, MLAHostPool, MLA, {"dtype": torch.float8_e5m2}),
-    (MambaDevicePool, MambaHostPool, MAMBA, {"layer_num": 2}),
+    (MambaDevicePool, MambaHostPool, MAMBA, {"layers": range(2)}),
     (MambaDevicePool, MambaHostPool, MAMBA, {"temporal_shape": (3, 2)}),
     (MambaDevicePool, MambaHostPool, MAMBA, {"conv_shapes": ((5,),)}),
     (MambaDevicePool, MambaHostPool, MAMBA, {"temporal_dtype": torch.float64}),
@@ -120,12 +136,13 @@ DIFFERENCES = [
 
 @pytest.mark.parametrize(("device", "host", "arguments", "difference"), DIFFERENCES)
 def test_a_host_pool_that_differs_is_refused_by_field(device, host, arguments, difference):
-    pool = device(**arguments, device="cpu")
+    pool = make_pool(device, **arguments, device="cpu")
     (field,) = difference
+    field = {"layers": "layer_num", "kv_lora_rank": "kv_cache_dim"}.get(field, field)
     with pytest.raises(
         InvalidPoolError, match=f"^{field} is .* in the host pool and .* in {device.__name__}"
     ):
-        pool.check_host_pool(host(**{**arguments, **difference}, pin_memory=False))
+        pool.check_host_pool(make_pool(host, **{**arguments, **difference}, pin_memory=False))
 
 
 @KIND
@@ -133,22 +150,24 @@ def test_arguments_out_of_range_are_refused_by_name(device, host, arguments, ten
     for field in arguments:
         if isinstance(arguments[field], int):
             with pytest.raises(InvalidPoolError, match=field):
-                device(**{**arguments, field: 0}, device="cpu")
+                make_pool(device, **{**arguments, field: 0}, device="cpu")
         elif "dtype" in field:
             with pytest.raises(InvalidPoolError, match=field):
-                device(**{**arguments, field: "bfloat16"}, device="cpu")
+                make_pool(device, **{**arguments, field: "bfloat16"}, device="cpu")
 
 
 def test_a_state_may_be_all_convolution():
-    pool = MambaDevicePool(**{**MAMBA, "temporal_shape": (0, 3)}, device="cpu")
+    pool = make_pool(MambaDevicePool, **{**MAMBA, "temporal_shape": (0, 3)}, device="cpu")
     assert [tuple(part.shape) for part in pool.layer(0)] == [(8, 1, 5), (8, 1, 3, 2)]
     with pytest.raises(InvalidPoolError, match="conv_shapes is empty"):
-        MambaDevicePool(**{**MAMBA, "temporal_shape": (0, 3), "conv_shapes": ()}, device="cpu")
+        make_pool(
+            MambaDevicePool, **{**MAMBA, "temporal_shape": (0, 3), "conv_shapes": ()}, device="cpu"
+        )
 
 
 def test_more_memory_than_there_is_is_refused():
     with pytest.raises(InvalidPoolError, match="cannot allocate"):
-        MLADevicePool(**{**MLA, "size": 1 << 50}, device="cpu")
+        make_pool(MLADevicePool, **{**MLA, "size": 1 << 50}, device="cpu")
 
 
 def test_the_zeros_are_there_before_any_stream_writes(monkeypatch):
@@ -164,6 +183,9 @@ def test_the_zeros_are_there_before_any_stream_writes(monkeypatch):
     )
     place = torch.device("cuda", 1)
     MLADevicePool(
-        size=4, page_size=2, layer_num=2, kv_cache_dim=3, dtype=torch.float32, device=place
+        MLAGeometry(layers=range(2), kv_lora_rank=3, dtype=torch.float32),
+        size=4,
+        page_size=2,
+        device=place,
     )
-    assert waited == [place, place]
+    assert waited == [place]

@@ -11,12 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
+from hicache_storage.pools import (
+    AttentionGeometry,
+    IndexerGeometry,
+    IndexerHostPool,
+    MambaGeometry,
+    MambaHostPool,
+    MHAHostPool,
+    MLAGeometry,
+    MLAHostPool,
+)
 from hicache_storage.spec import HostPool, InvalidPoolError, InvalidTransferError
+from tests.support.pools import make_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hicache_storage.pools import HostPoolBase
 
     PoolCase = Any  # conftest's; test files cannot import it
@@ -199,13 +207,11 @@ class TestMeaning:
     @pytest.mark.parametrize("v_head_dim", [4, 6])
     def test_mha(self, layout: str, v_head_dim: int) -> None:
         pool = MHAHostPool(
+            AttentionGeometry(
+                layers=range(2), head_num=3, head_dim=4, v_head_dim=v_head_dim, dtype=torch.int32
+            ),
             size=12,
             page_size=4,
-            layer_num=2,
-            head_num=3,
-            head_dim=4,
-            v_head_dim=v_head_dim,
-            dtype=torch.int32,
             layout=layout,
         )
         for half, buffer in enumerate((pool.k_buffer, pool.v_buffer)):
@@ -241,15 +247,15 @@ class TestMeaning:
     def test_mamba_flat_pages_are_portable_between_layouts(self) -> None:
         shared = {
             "size": 3,
-            "layer_num": 2,
+            "layers": range(2),
             "temporal_shape": (2, 2),
             "conv_shapes": [(3,)],
             "temporal_dtype": torch.float32,
             "conv_dtype": torch.float16,
         }
         first, other = (
-            MambaHostPool(layout="layer_first", **shared),
-            MambaHostPool(layout="page_first", **shared),
+            make_pool(MambaHostPool, layout="layer_first", **shared),
+            make_pool(MambaHostPool, layout="page_first", **shared),
         )
         for buffer in first.buffers:
             buffer.copy_(torch.randn(buffer.shape))
@@ -260,12 +266,14 @@ class TestMeaning:
     def test_states_of_one_element_are_not_next_to_each_other(self) -> None:
         """A flattened view of such a page is a strided one, which cannot be seen as bytes."""
         pool = MambaHostPool(
+            MambaGeometry(
+                layers=range(3),
+                temporal_shape=(1,),
+                conv_shapes=[(1,)],
+                temporal_dtype=torch.float32,
+                conv_dtype=torch.float16,
+            ),
             size=4,
-            layer_num=3,
-            temporal_shape=(1,),
-            conv_shapes=[(1,)],
-            temporal_dtype=torch.float32,
-            conv_dtype=torch.float16,
             layout="layer_first",
         )
         for buffer in pool.buffers:
@@ -277,12 +285,9 @@ class TestMeaning:
     def test_equal_sizes_in_two_layouts_are_two_geometries(self) -> None:
         geometries = {
             MHAHostPool(
+                AttentionGeometry(layers=range(2), head_num=2, head_dim=2, dtype=torch.float16),
                 size=8,
                 page_size=4,
-                layer_num=2,
-                head_num=2,
-                head_dim=2,
-                dtype=torch.float16,
                 layout=layout,
             ).geometry
             for layout in MHAHostPool.LAYOUTS
@@ -292,19 +297,23 @@ class TestMeaning:
     def test_equal_sizes_of_two_types_are_two_geometries(self) -> None:
         types = (torch.float16, torch.bfloat16)
         assert (
-            MLAHostPool(size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[0]).geometry
+            MLAHostPool(
+                MLAGeometry(layers=range(1), kv_lora_rank=2, dtype=types[0]), size=4, page_size=4
+            ).geometry
             != MLAHostPool(
-                size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[1]
+                MLAGeometry(layers=range(1), kv_lora_rank=2, dtype=types[1]), size=4, page_size=4
             ).geometry
         )
         pools = [
             MambaHostPool(
+                MambaGeometry(
+                    layers=range(1),
+                    temporal_shape=(2,),
+                    conv_shapes=[(2,)],
+                    temporal_dtype=one,
+                    conv_dtype=types[0],
+                ),
                 size=2,
-                layer_num=1,
-                temporal_shape=(2,),
-                conv_shapes=[(2,)],
-                temporal_dtype=one,
-                conv_dtype=types[0],
             )
             for one in types
         ]
@@ -312,15 +321,17 @@ class TestMeaning:
 
     def test_the_halves_of_mha_are_one_buffer(self) -> None:
         pool = MHAHostPool(
-            size=8, page_size=4, layer_num=2, head_num=2, head_dim=2, dtype=torch.float16
+            AttentionGeometry(layers=range(2), head_num=2, head_dim=2, dtype=torch.float16),
+            size=8,
+            page_size=4,
         )
         (buffer,) = pool.buffers
         assert buffer.shape == (2, 8, 2, 2, 2)
         assert pool.v_buffer.data_ptr() == buffer[1].data_ptr()
 
     def test_indexer_bytes(self) -> None:
-        pool = IndexerHostPool(size=128, page_size=64, layer_num=3)
-        assert pool.page_stride == 132 * 64
+        pool = IndexerHostPool(IndexerGeometry(layers=range(3)), size=128, page_size=64)
+        assert pool.index_buffer.shape[-1] == 132 * 64
         assert pool.size_per_token == 132 * 3
 
 
@@ -336,41 +347,41 @@ def any_pool(draw: st.DrawFn) -> HostPoolBase:
     layout = draw(st.sampled_from(kind.LAYOUTS))
     if kind is MHAHostPool:
         return MHAHostPool(
+            AttentionGeometry(
+                layers=range(layers),
+                head_num=draw(small),
+                head_dim=draw(small),
+                v_head_dim=draw(st.none() | small),
+                dtype=dtype,
+            ),
             size=size,
             page_size=page_size,
-            layer_num=layers,
-            head_num=draw(small),
-            head_dim=draw(small),
-            v_head_dim=draw(st.none() | small),
-            dtype=dtype,
             layout=layout,
         )
     if kind is MLAHostPool:
         return MLAHostPool(
+            MLAGeometry(layers=range(layers), kv_lora_rank=draw(small), dtype=dtype),
             size=size,
             page_size=page_size,
-            layer_num=layers,
-            kv_cache_dim=draw(small),
-            dtype=dtype,
             layout=layout,
         )
     if kind is IndexerHostPool:
         return IndexerHostPool(
+            IndexerGeometry(layers=range(layers), index_head_dim=8, quant_block_size=4),
             size=size,
             page_size=page_size,
-            layer_num=layers,
-            index_head_dim=8,
-            quant_block_size=4,
             layout=layout,
         )
     shape = st.lists(small, min_size=1, max_size=3)
     return MambaHostPool(
+        MambaGeometry(
+            layers=range(layers),
+            temporal_shape=draw(shape | st.just([0, 2])),
+            conv_shapes=draw(st.lists(shape, min_size=1, max_size=3)),
+            temporal_dtype=dtype,
+            conv_dtype=draw(st.sampled_from([torch.uint8, torch.bfloat16])),
+        ),
         size=size,
-        layer_num=layers,
-        temporal_shape=draw(shape | st.just([0, 2])),
-        conv_shapes=draw(st.lists(shape, min_size=1, max_size=3)),
-        temporal_dtype=dtype,
-        conv_dtype=draw(st.sampled_from([torch.uint8, torch.bfloat16])),
         layout=layout,
     )
 
@@ -394,21 +405,21 @@ def test_any_geometry_partitions_its_buffers(pool: HostPoolBase, data: st.DataOb
 MHA = {
     "size": 8,
     "page_size": 4,
-    "layer_num": 2,
+    "layers": range(2),
     "head_num": 2,
     "head_dim": 2,
     "dtype": torch.float16,
 }
-MLA = {"size": 8, "page_size": 4, "layer_num": 2, "kv_cache_dim": 2, "dtype": torch.float16}
+MLA = {"size": 8, "page_size": 4, "layers": range(2), "kv_lora_rank": 2, "dtype": torch.float16}
 MAMBA = {
     "size": 8,
-    "layer_num": 2,
+    "layers": range(2),
     "temporal_shape": (2,),
     "conv_shapes": [(2,)],
     "temporal_dtype": torch.float32,
     "conv_dtype": torch.float16,
 }
-INDEXER = {"size": 8, "page_size": 4, "layer_num": 2}
+INDEXER = {"size": 8, "page_size": 4, "layers": range(2)}
 
 
 @pytest.mark.parametrize(
@@ -422,7 +433,7 @@ INDEXER = {"size": 8, "page_size": 4, "layer_num": 2}
         ),
         (MHAHostPool, MHA, {"size": 0}, "size must be at least 1, got 0"),
         (MHAHostPool, MHA, {"page_size": 0}, "page_size must be at least 1"),
-        (MHAHostPool, MHA, {"layer_num": 0}, "layer_num must be at least 1"),
+        (MHAHostPool, MHA, {"layers": range(0)}, "layers must name at least one layer"),
         (MHAHostPool, MHA, {"head_num": -1}, "head_num must be at least 1"),
         (MHAHostPool, MHA, {"head_dim": 0}, "head_dim must be at least 1"),
         (MHAHostPool, MHA, {"v_head_dim": 0}, "v_head_dim must be at least 1"),
@@ -439,11 +450,11 @@ INDEXER = {"size": 8, "page_size": 4, "layer_num": 2}
             "dtype must be a torch.dtype such as torch.bfloat16, got 'float16'",
         ),
         (MHAHostPool, MHA, {"size": 4 << 50}, "cannot map .* bytes of host memory"),
-        (MLAHostPool, MLA, {"kv_cache_dim": 0}, "kv_cache_dim must be at least 1"),
+        (MLAHostPool, MLA, {"kv_lora_rank": 0}, "kv_lora_rank must be at least 1"),
         (MLAHostPool, MLA, {"layout": "page_head"}, "layout must be one of"),
         (MLAHostPool, MLA, {"dtype": None}, "dtype must be a torch.dtype"),
         (MambaHostPool, MAMBA, {"size": 0}, "size must be at least 1"),
-        (MambaHostPool, MAMBA, {"layer_num": 0}, "layer_num must be at least 1"),
+        (MambaHostPool, MAMBA, {"layers": range(0)}, "layers must name at least one layer"),
         (MambaHostPool, MAMBA, {"temporal_dtype": 4}, "temporal_dtype must be a torch.dtype"),
         (MambaHostPool, MAMBA, {"conv_dtype": "half"}, "conv_dtype must be a torch.dtype"),
         (
@@ -477,17 +488,19 @@ INDEXER = {"size": 8, "page_size": 4, "layer_num": 2}
     ],
 )
 def test_bad_arguments_name_the_field(
-    kind: Callable[..., HostPoolBase], good: dict[str, object], bad: dict[str, object], message: str
+    kind: type[HostPoolBase], good: dict[str, object], bad: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidPoolError, match=message):
-        kind(**{**good, **bad})
+        make_pool(kind, **{**good, **bad})
 
 
 def test_page_buffers_are_cheap() -> None:
     """0.13 us for a component was measured; an allocation or a tensor operation for each would cost
     several times that."""
     pool = MHAHostPool(
-        size=256 * 16, page_size=16, layer_num=2, head_num=2, head_dim=8, dtype=torch.float16
+        AttentionGeometry(layers=range(2), head_num=2, head_dim=8, dtype=torch.float16),
+        size=256 * 16,
+        page_size=16,
     )
     slots = list(range(0, 128 * 16, 16))
     seconds = min(timeit.repeat(lambda: pool.page_buffers(slots), number=20, repeat=5)) / 20

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hicache_storage.pools import MambaHostPool, SlotAllocator
+from hicache_storage.pools import MambaGeometry, MambaHostPool, SlotAllocator
 from hicache_storage.spec import HiCacheError, InvalidPoolError, SlotError
 
 
@@ -150,12 +150,14 @@ class TestSlotAllocator:
 
     def test_a_mamba_state_cannot_be_freed_twice(self) -> None:
         pool = MambaHostPool(
+            MambaGeometry(
+                layers=range(1),
+                temporal_shape=(2,),
+                conv_shapes=[(2,)],
+                temporal_dtype=torch.float32,
+                conv_dtype=torch.float16,
+            ),
             size=4,
-            layer_num=1,
-            temporal_shape=(2,),
-            conv_shapes=[(2,)],
-            temporal_dtype=torch.float32,
-            conv_dtype=torch.float16,
         )
         taken = pool.alloc(1)
         assert taken is not None

@@ -24,10 +24,20 @@ POOL_KINDS: dict[str, tuple[Any, Any]] = {
 """The classes for a device and for the host, by kind."""
 
 
+OWN_FIELDS = {"size", "page_size", "layout", "pin_memory", "device"}
+
+
+def make_pool(pool: type, **fields: Any) -> Any:
+    """Make a pool of its own arguments and of the fields of its shape."""
+    own = {name: fields.pop(name) for name in OWN_FIELDS & fields.keys()}
+    kind: Any = getattr(pool, "HOST_POOL", pool)
+    return pool(kind.KIND(**fields), **own)
+
+
 def pool_pair(kind: str, device_size: int, host_size: int, **fields: object) -> tuple[Any, Any]:
     """Make a device pool on the CPU and a host pool of pageable memory; sizes in slots."""
     device, host = POOL_KINDS[kind]
     return (
-        device(size=device_size, device="cpu", **fields),
-        host(size=host_size, pin_memory=False, **fields),
+        make_pool(device, size=device_size, device="cpu", **fields),
+        make_pool(host, size=host_size, pin_memory=False, **fields),
     )

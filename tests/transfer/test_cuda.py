@@ -32,13 +32,20 @@ from hicache_storage.pools.cuda_runtime import cuda_runtime
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import CudaDevice, CudaStream
 from hicache_storage.transfer.plan import WAYS
+from tests.support.pools import make_pool
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 MANY_PAGES = 4096
-SIZE = {"page_size": 1, "layer_num": 16, "head_num": 8, "head_dim": 128, "dtype": torch.bfloat16}
+SIZE = {
+    "page_size": 1,
+    "layers": range(16),
+    "head_num": 8,
+    "head_dim": 128,
+    "dtype": torch.bfloat16,
+}
 """Pages of one token and 64 KiB: rows of 2 KiB."""
 
 
@@ -54,8 +61,8 @@ def many_pages(device, way, layout="page_first", pages=MANY_PAGES, **fields):
     size = SIZE | fields
     slots = 2 * pages * size["page_size"]
     pools = (
-        MHADevicePool(size=slots, device="cuda", **size),
-        MHAHostPool(size=slots, layout=layout, **size),
+        make_pool(MHADevicePool, size=slots, device="cuda", **size),
+        make_pool(MHAHostPool, size=slots, layout=layout, **size),
     )
     engine = one_pool(device, device.stream("compute"), *pools, way=way)
     engine.host_slots["pool"].alloc(slots)
@@ -236,8 +243,8 @@ def test_the_runtime_is_the_one_that_torch_uses():
 
 def test_memory_that_is_not_page_locked_is_refused(cuda):
     device, _ = KINDS["mha"].pair("page_first", "cuda")
-    arguments = dict(KINDS["mha"].fields, size=device.size, layer_num=LAYERS)
-    host = MHAHostPool(**arguments, pin_memory=False)
+    arguments = dict(KINDS["mha"].fields, size=device.size, layers=range(LAYERS))
+    host = make_pool(MHAHostPool, **arguments, pin_memory=False)
     with pytest.raises(InvalidPoolError, match="pin_memory=True"):
         one_pool(cuda.device, cuda.device.stream("compute"), device, host)
     assert launches()

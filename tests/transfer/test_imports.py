@@ -8,7 +8,7 @@ from tests.support.commands import run_python
 
 WITHOUT_TORCH = """
 import sys
-import hicache_storage.transfer, hicache_storage.transfer.simulator, hicache_storage.pools.device
+import hicache_storage.transfer, hicache_storage.transfer.simulator, hicache_storage.pools
 assert "torch" not in sys.modules, "torch was imported"
 """
 WITH_TORCH_ALONE = """

@@ -18,7 +18,7 @@ from hicache_storage.spec import ConfigError, InvalidPoolError
 from hicache_storage.transfer.cuda.kernel import compiled, make_move
 from hicache_storage.transfer.plan import geometry, word_bytes
 from hicache_storage.transfer.streams import RowSide
-from tests.support.pools import POOL_KINDS
+from tests.support.pools import POOL_KINDS, make_pool
 
 LAYERS = 3
 TYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32]
@@ -30,25 +30,30 @@ def pools(draw):
     kind = draw(st.sampled_from(sorted(POOL_KINDS)))
     layout = draw(st.sampled_from(POOL_KINDS[kind][1].LAYOUTS))
     small, dtype = st.integers(1, 9), draw(st.sampled_from(TYPES))
-    fields = {"layer_num": LAYERS, "page_size": draw(small), "dtype": dtype}
+    fields = {"layers": range(LAYERS), "page_size": draw(small), "dtype": dtype}
     match kind:
         case "mha":
             fields |= {"head_num": draw(small), "head_dim": draw(small) * draw(small)}
             fields["v_head_dim"] = draw(st.sampled_from([fields["head_dim"], draw(small)]))
         case "mla":
-            fields["kv_cache_dim"] = draw(small) * draw(small)
+            fields["kv_lora_rank"] = draw(small) * draw(small)
         case "indexer":
-            fields = {"layer_num": LAYERS, "page_size": draw(small)}
+            fields = {"layers": range(LAYERS), "page_size": draw(small)}
             fields |= {"index_head_dim": 16, "quant_block_size": 16}
         case "mamba":
-            fields = {"layer_num": LAYERS, "temporal_dtype": dtype, "conv_dtype": torch.bfloat16}
+            fields = {
+                "layers": range(LAYERS),
+                "temporal_dtype": dtype,
+                "conv_dtype": torch.bfloat16,
+            }
             fields["temporal_shape"] = (draw(st.integers(0, 3)), draw(small))
             fields["conv_shapes"] = [(draw(small), draw(small))]
     device_class, host_class = POOL_KINDS[kind]
     pages = draw(st.integers(1, 7))
     size = pages * fields.get("page_size", 1)
-    device = device_class(size=size, device="cpu", **fields)
-    return device, host_class(size=size, layout=layout, pin_memory=False, **fields), pages
+    device = make_pool(device_class, size=size, device="cpu", **fields)
+    host = make_pool(host_class, size=size, layout=layout, pin_memory=False, **fields)
+    return device, host, pages
 
 
 @settings(deadline=None, max_examples=60)
@@ -97,8 +102,8 @@ def test_pages_without_numbers_come_in_order():
 @pytest.mark.parametrize("heads", [1, 2])
 def test_the_widest_words_are_moved(heads):
     """16 bytes where lengths and addresses allow it."""
-    shape = {"size": 8, "page_size": 2, "layer_num": 2, "head_num": heads, "head_dim": 8}
-    host = MHAHostPool(**shape, dtype=torch.bfloat16, layout="page_head")
+    shape = {"size": 8, "page_size": 2, "layers": range(2), "head_num": heads, "head_dim": 8}
+    host = make_pool(MHAHostPool, **shape, dtype=torch.bfloat16, layout="page_head")
     device = torch.zeros(4, 2, heads, 8, dtype=torch.bfloat16)
     (view, _), form = host.layer(1), geometry(host.layer(1)[0], device)
     assert word_bytes(form, [view.data_ptr(), device.data_ptr()]) == 16

@@ -7,9 +7,12 @@ import torch
 from transfer_bench import KINDS, LAYERS
 
 from hicache_storage.pools import (
+    AttentionGeometry,
     DevicePages,
+    MambaGeometry,
     MambaHostPool,
     MHAHostPool,
+    MLAGeometry,
     MLAHostPool,
     host_tensor,
 )
@@ -34,16 +37,8 @@ def planned(pool, way=None):
 
 
 def mha(layout, page_size, head_dim=128, **fields):
-    return MHAHostPool(
-        size=2 * page_size,
-        page_size=page_size,
-        layer_num=32,
-        head_num=8,
-        head_dim=head_dim,
-        dtype=BF16,
-        layout=layout,
-        **fields,
-    )
+    shape = AttentionGeometry(layers=range(32), head_num=8, head_dim=head_dim, dtype=BF16, **fields)
+    return MHAHostPool(shape, size=2 * page_size, page_size=page_size, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,8 @@ def test_lengths_decide(layout, page_size, way, out, into):
 
 def test_states_of_some_mib_go_by_dma_alone():
     state = {"temporal_shape": (64, 128, 64), "conv_shapes": ((4096, 3),)}
-    pool = MambaHostPool(size=2, layer_num=4, temporal_dtype=BF16, conv_dtype=BF16, **state)
+    shape = MambaGeometry(layers=range(4), temporal_dtype=BF16, conv_dtype=BF16, **state)
+    pool = MambaHostPool(shape, size=2)
     temporal, conv = planned(pool)
     assert (temporal.out, temporal.into, temporal.layer_bytes) == (DIRECT, DIRECT, 1 << 20)
     assert (conv.out, conv.into, conv.layer_bytes) == (KERNEL, KERNEL, 24 << 10)
@@ -91,7 +87,9 @@ def test_parts_of_other_lengths_are_planned_apart():
 
 
 def test_the_log_says_what_and_why():
-    pool = MLAHostPool(size=128, page_size=64, layer_num=61, kv_cache_dim=576, dtype=BF16)
+    pool = MLAHostPool(
+        MLAGeometry(layers=range(61), kv_lora_rank=576, dtype=BF16), size=128, page_size=64
+    )
     (group,) = plan = planned(pool)
     assert group.layer_bytes * 61 >= MIN_DMA_BYTES > group.layer_bytes
     assert describe(plan) == (

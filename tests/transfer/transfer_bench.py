@@ -18,7 +18,7 @@ from hicache_storage.transfer import (
     PoolPair,
     StreamSimulator,
 )
-from tests.support.pools import POOL_KINDS
+from tests.support.pools import POOL_KINDS, make_pool
 
 LAYERS, PAGES, PAGE = 3, 6, 2
 POISON = 0xA5
@@ -48,15 +48,16 @@ class PoolKind:
         self.page_size = fields.get("page_size", 1)
 
     def pair(self, layout, where, pages=PAGES):
-        fields = dict(self.fields, size=pages * self.page_size, layer_num=LAYERS)
-        return self.device(**fields, device=where), self.host(**fields, layout=layout)
+        fields = dict(self.fields, size=pages * self.page_size, layers=range(LAYERS))
+        device = make_pool(self.device, **fields, device=where)
+        return device, make_pool(self.host, **fields, layout=layout)
 
 
 BF16 = torch.bfloat16
 STATE = {"temporal_shape": (2, 3), "conv_shapes": ((5,), (3, 2)), "conv_dtype": BF16}
 KINDS = {
     "mha": PoolKind("mha", page_size=PAGE, head_num=2, head_dim=6, v_head_dim=4, dtype=BF16),
-    "mla": PoolKind("mla", page_size=PAGE, kv_cache_dim=5, dtype=torch.float8_e4m3fn),
+    "mla": PoolKind("mla", page_size=PAGE, kv_lora_rank=5, dtype=torch.float8_e4m3fn),
     "mamba": PoolKind("mamba", temporal_dtype=torch.float32, **STATE),
     "indexer": PoolKind("indexer", page_size=PAGE, index_head_dim=32, quant_block_size=16),
 }

@@ -6,7 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.harness.pools import EngineHostPool, GuardedPool
-from hicache_storage.pools import IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
+from hicache_storage.pools import (
+    AttentionGeometry,
+    IndexerGeometry,
+    IndexerHostPool,
+    MambaGeometry,
+    MambaHostPool,
+    MHAHostPool,
+    MLAGeometry,
+    MLAHostPool,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,26 +84,27 @@ def sdk_pool(kind: str, layout: str) -> HostPool:
 
     common: Any = {"layout": layout, "pin_memory": False}
     paged: Any = {"size": PAGES * PAGE_SIZE, "page_size": PAGE_SIZE, **common}
-    heads: Any = {"layer_num": 3, "head_num": 2, "head_dim": 8}
+    heads: Any = {"layers": range(3), "head_num": 2, "head_dim": 8}
     match kind:
         case "mha":
-            return MHAHostPool(**paged, **heads, dtype=torch.bfloat16)
+            return MHAHostPool(AttentionGeometry(**heads, dtype=torch.bfloat16), **paged)
         case "mha-uneven-heads":
-            return MHAHostPool(**paged, **heads, v_head_dim=5, dtype=torch.uint8)
+            uneven = AttentionGeometry(**heads, v_head_dim=5, dtype=torch.uint8)
+            return MHAHostPool(uneven, **paged)
         case "mla":
-            return MLAHostPool(**paged, layer_num=3, kv_cache_dim=36, dtype=torch.bfloat16)
+            rows = MLAGeometry(layers=range(3), kv_lora_rank=36, dtype=torch.bfloat16)
+            return MLAHostPool(rows, **paged)
         case "mamba":
-            return MambaHostPool(
-                **common,
-                size=PAGES,
-                layer_num=2,
+            states = MambaGeometry(
+                layers=range(2),
                 temporal_shape=(3, 4),
                 conv_shapes=((5, 3), (7,)),
                 temporal_dtype=torch.float32,
                 conv_dtype=torch.bfloat16,
             )
+            return MambaHostPool(states, size=PAGES, **common)
         case _:
-            return IndexerHostPool(**paged, layer_num=2)
+            return IndexerHostPool(IndexerGeometry(layers=range(2)), **paged)
 
 
 SDK_POOLS: Final = [

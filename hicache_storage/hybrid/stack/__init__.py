@@ -7,14 +7,14 @@ from hicache_storage.hybrid.stack.config import (
     StackConfig,
     StorageConfig,
 )
-from hicache_storage.hybrid.stack.geometry import (
+from hicache_storage.hybrid.stack.stack import DSAHybridStack, HybridStack, MambaHybridStack
+from hicache_storage.pools import (
     AttentionGeometry,
     IndexerGeometry,
     MambaGeometry,
     MLAGeometry,
     PoolGeometry,
 )
-from hicache_storage.hybrid.stack.stack import DSAHybridStack, HybridStack, MambaHybridStack
 
 __all__ = [
     "AttentionGeometry",

@@ -17,6 +17,7 @@ from hicache_storage.hybrid.stack.stack import DSAHybridStack, MambaHybridStack,
 from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.hybrid.storage_io.workers import close_quietly
 from hicache_storage.hybrid.torch_group import TorchRankGroup
+from hicache_storage.pools import device_pool, host_pool
 from hicache_storage.spec import ConfigError, PoolHitPolicy, PoolName
 from hicache_storage.transfer import (
     CudaDevice,
@@ -306,9 +307,15 @@ def build_pools(
     pairs: dict[str, PoolPair] = {}
     for name, geometry in config.pools.items():
         on_device, _, page_size = config.slots_of(name)
-        device_pools[name] = geometry.device_pool(on_device, page_size, torch.device(config.device))
-        host_pools[name] = geometry.host_pool(
-            host_slots[name], page_size, config.layout_of(name), pin_memory=config.pin_memory
+        device_pools[name] = device_pool(
+            geometry, size=on_device, page_size=page_size, device=config.device
+        )
+        host_pools[name] = host_pool(
+            geometry,
+            size=host_slots[name],
+            page_size=page_size,
+            layout=config.layout_of(name),
+            pin_memory=config.pin_memory,
         )
         pairs[name] = PoolPair(device_pools[name], host_pools[name], geometry.layers)
     transfers = PageTransfers(device, compute, pairs)

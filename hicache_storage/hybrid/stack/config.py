@@ -13,19 +13,14 @@ import torch
 from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.radix import checkpoint_grid
 from hicache_storage.hybrid.ranks import ParallelConfig
-from hicache_storage.hybrid.stack.geometry import (
-    AttentionGeometry,
-    IndexerGeometry,
-    MambaGeometry,
-    MLAGeometry,
-)
 from hicache_storage.layers.options import StorageOptions
+from hicache_storage.pools import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
 from hicache_storage.spec import ConfigError, PoolName, StorageIdentity, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_storage.hybrid.stack.geometry import PoolGeometry
+    from hicache_storage.pools import PoolGeometry
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
@@ -164,7 +159,7 @@ class StackConfig(ABC):
         attention = self._attention()
         base = StorageIdentity(
             model=model,
-            kv_dtype=kv_dtype or str(attention.dtype).removeprefix("torch."),
+            kv_dtype=kv_dtype or attention.element_type,
             page_size=self.page_size,
             layout=self.layout,
             revision=revision,

@@ -68,15 +68,17 @@ def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
     """
     import torch
 
-    from hicache_storage.pools import MHAHostPool
+    from hicache_storage.pools import AttentionGeometry, MHAHostPool
 
     pool = MHAHostPool(
+        AttentionGeometry(
+            layers=range(1),
+            head_num=1,
+            head_dim=workload.page_bytes // (2 * PAGE_SIZE),
+            dtype=torch.uint8,
+        ),
         size=2 * clients * workload.batch_pages * PAGE_SIZE,
         page_size=PAGE_SIZE,
-        layer_num=1,
-        head_num=1,
-        head_dim=workload.page_bytes // (2 * PAGE_SIZE),
-        dtype=torch.uint8,
     )
     for buffer in pool.buffers:
         # Eight bytes at a time: random bytes one by one take longer than the benchmark.

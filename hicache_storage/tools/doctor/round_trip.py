@@ -232,17 +232,14 @@ class _RoundTrip:
     def prepare(cls, storage: HiCacheStorage) -> _RoundTrip:
         import torch
 
-        from hicache_storage.pools import MHAHostPool
+        from hicache_storage.pools import AttentionGeometry, MHAHostPool
 
         pool = MHAHostPool(
-            # Twice the pages: they are read into other ones than they were stored from, so that a
-            # get that writes nothing does not pass.
+            AttentionGeometry(
+                layers=range(LAYERS), head_num=HEADS, head_dim=HEAD_DIM, dtype=torch.uint8
+            ),
             size=2 * PAGES * PAGE_SIZE,
             page_size=PAGE_SIZE,
-            layer_num=LAYERS,
-            head_num=HEADS,
-            head_dim=HEAD_DIM,
-            dtype=torch.uint8,
             pin_memory=False,
         )
         for buffer in pool.buffers:

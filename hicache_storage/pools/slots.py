@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from hicache_storage.pools.arguments import check_size
+from hicache_storage.pools.shapes import check_size
 from hicache_storage.spec import SlotError
 
 NAMED_SLOTS = 8
@@ -32,7 +32,7 @@ class SlotAllocator:
         check_size(size, page_size)
         self.size = size
         self.page_size = page_size
-        self._pages = size // page_size
+        self.page_num = size // page_size
         self._offsets = torch.arange(page_size)
         self._lock = threading.Lock()
         self._queue: torch.Tensor
@@ -58,7 +58,7 @@ class SlotAllocator:
             if pages > self._free:
                 return None
             taken = self._queue[self._places(self._head, pages)]
-            self._head = (self._head + pages) % self._pages
+            self._head = (self._head + pages) % self.page_num
             self._free -= pages
             self._in_use[taken] = True
         return self._slots_of(taken)
@@ -99,13 +99,13 @@ class SlotAllocator:
     def _reset(self) -> None:
         # A ring of free pages: `_free` of them from `_head` on, in the order in which they are
         # handed out.
-        self._queue = torch.arange(self._pages)
+        self._queue = torch.arange(self.page_num)
         self._head = 0
-        self._free = self._pages
-        self._in_use = torch.zeros(self._pages, dtype=torch.bool)
+        self._free = self.page_num
+        self._in_use = torch.zeros(self.page_num, dtype=torch.bool)
 
     def _places(self, start: int, count: int) -> torch.Tensor:
-        return (torch.arange(count) + start) % self._pages
+        return (torch.arange(count) + start) % self.page_num
 
     def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:
         return (pages.unsqueeze(1) * self.page_size + self._offsets).view(-1)

@@ -1,0 +1,276 @@
+"""Device pools, on any torch device: layer by layer as kernels want them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from hicache_storage.pools.host import (
+    HostPoolBase,
+    IndexerHostPool,
+    MambaHostPool,
+    MHAHostPool,
+    MLAHostPool,
+)
+from hicache_storage.pools.shapes import check_shape, check_size
+from hicache_storage.pools.slots import SlotAllocator
+from hicache_storage.spec import InvalidPoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.pools.shapes import PoolGeometry
+
+
+class DevicePages:
+    """Pages of memory that keeps each layer in tensors of its own, as copies see them.
+
+    Args:
+        layers: for each layer its tensors (slots, ...): K and V, one of latent rows, or the parts
+            of a state.
+        page_size: slots per page.
+        rows_per_page: how many steps along the tensors' first axis are a page; None means
+            `page_size`.
+
+    Raises:
+        InvalidPoolError: the tensors differ in their number of slots, or it is not a whole number
+            of pages.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[torch.Tensor]],
+        page_size: int,
+        *,
+        rows_per_page: int | None = None,
+    ) -> None:
+        rows = page_size if rows_per_page is None else rows_per_page
+        counts = {tensor.shape[0] for tensors in layers for tensor in tensors}
+        if len(counts) != 1 or min(counts) % rows:
+            raise InvalidPoolError(
+                f"every tensor must have the same number of slots, a multiple of {rows}; got "
+                f"{sorted(counts)}"
+            )
+        self.layers = [tuple(tensors) for tensors in layers]
+        """Each layer's tensors as they were passed."""
+        self.page_size = page_size
+        self.page_num = counts.pop() // rows
+        """Pages in the pool."""
+        self.size = self.page_num * page_size
+        """Slots in the pool."""
+        self._views = [
+            # `view` and not `reshape`: a copy in its place would never reach the pool.
+            tuple(tensor.view(-1, rows, *tensor.shape[1:]) for tensor in tensors)
+            for tensors in self.layers
+        ]
+
+    @property
+    def layer_num(self) -> int:
+        return len(self.layers)
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """A layer's share of all pages: one view (pages, rows per page, ...) for each part."""
+        return self._views[layer]
+
+    def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
+        """A layer's share of one page: one view (rows per page, ...) for each part."""
+        return [part[first_slot // self.page_size] for part in self._views[layer]]
+
+    def check_host_pool(self, pool: HostPoolBase) -> None:
+        """Refuse a host pool whose pages are not made of the same rows.
+
+        Raises:
+            InvalidPoolError: the message names the field in which it differs.
+        """
+        sides = self, pool
+        compared: dict[str, list[object]] = {
+            "page_size": [pages.page_size for pages in sides],
+            "layer_num": [pages.layer_num for pages in sides],
+        }
+        for layer in range(min(pages.layer_num for pages in sides)):
+            compared[f"element type and shape of the rows of layer {layer}"] = [
+                [(str(part.dtype), tuple(part.shape[1:])) for part in pages.layer(layer)]
+                for pages in sides
+            ]
+        for field, (here, there) in compared.items():
+            if here != there:
+                raise _differs(field, there, here, "the device pages")
+
+
+class DevicePoolBase(DevicePages, SlotAllocator):
+    """A pool in device memory whose slots are handed out in pages.
+
+    To be used through one of its subclasses.
+
+    A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
+    handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
+    thread-safe. They know nothing of copies: a page that was freed may be handed out while a copy
+    reads it, so that code which overwrites a page first calls `before_overwrite` of the transfer
+    engine.
+
+    Layers are counted in the pool: a `PoolPair` of `hicache_storage.transfer` has a hybrid model's
+    own numbers.
+    """
+
+    HOST_POOL: ClassVar[type[HostPoolBase]]
+    """The host pool that takes these pages."""
+
+    parts: list[torch.Tensor]
+    """What a layer consists of, all layers (layers, slots, ...) together."""
+
+    def __init__(
+        self,
+        shape: PoolGeometry,
+        *,
+        size: int,
+        page_size: int = 1,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        """Allocate the pool.
+
+        Args:
+            shape: of the state that it holds.
+            size: slots (tokens, or states), a multiple of `page_size`.
+            page_size: slots per page; 1 for states.
+            device: where.
+
+        Raises:
+            InvalidPoolError: an argument is out of range, or there is not that much memory.
+        """
+        check_shape(shape, self.HOST_POOL.KIND)
+        check_size(size, page_size)
+        self.shape = shape
+        self.device = torch.device(device)
+        parts = shape.parts(page_size)
+        self.parts = [
+            device_tensor(
+                (shape.layer_num, size // page_size * part.rows, *part.shape),
+                part.dtype,
+                self.device,
+            )
+            for part in parts
+        ]
+        # A part without elements has no rows that could be copied.
+        filled = [part.unbind() for part in self.parts if part.numel()]
+        layers = list(zip(*filled, strict=True))
+        DevicePages.__init__(self, layers, page_size, rows_per_page=parts[0].rows)
+        SlotAllocator.__init__(self, size, page_size)
+
+    def check_host_pool(self, pool: HostPoolBase) -> None:
+        """Refuse a host pool that cannot take these pages.
+
+        Raises:
+            InvalidPoolError: it is of another kind, or differs in a field; the message names it.
+        """
+        mine = type(self).__name__
+        if type(pool) is not self.HOST_POOL:
+            raise InvalidPoolError(
+                f"{mine} is backed up by {self.HOST_POOL.__name__}, not by {type(pool).__name__}"
+            )
+        if self.page_size != pool.page_size:
+            raise _differs("page_size", pool.page_size, self.page_size, mine)
+        for field in ("layer_num", *self.shape.FIELDS):
+            here, there = getattr(self.shape, field), getattr(pool.shape, field)
+            if here != there:
+                raise _differs(field, there, here, mine)
+
+
+class MHADevicePool(DevicePoolBase):
+    """K and V of every layer, each a tensor (slots, heads, elements of a head) of its own."""
+
+    HOST_POOL = MHAHostPool
+
+    @property
+    def k_buffer(self) -> torch.Tensor:
+        """K of all layers."""
+        return self.parts[0]
+
+    @property
+    def v_buffer(self) -> torch.Tensor:
+        """V of all layers."""
+        return self.parts[1]
+
+
+class MLADevicePool(DevicePoolBase):
+    """One latent row per token and layer: each layer is a tensor (slots, 1, elements of a row)."""
+
+    HOST_POOL = MLAHostPool
+
+    @property
+    def kv_buffer(self) -> torch.Tensor:
+        """The rows of all layers."""
+        return self.parts[0]
+
+
+class MambaDevicePool(DevicePoolBase):
+    """The states of running requests and of cached prefixes; a slot is a whole state.
+
+    A model without a temporal state has one with a 0 in its shape; it is never copied.
+    """
+
+    HOST_POOL = MambaHostPool
+
+    @property
+    def temporal_buffer(self) -> torch.Tensor:
+        """The temporal states of all layers (layers, slots, *state)."""
+        return self.parts[0]
+
+    @property
+    def conv_buffers(self) -> list[torch.Tensor]:
+        """The convolution windows, each of all layers."""
+        return self.parts[1:]
+
+
+class IndexerDevicePool(DevicePoolBase):
+    """Index keys and their scales: each layer is a tensor (pages, page_stride) of bytes.
+
+    It has the slots of the KV pool that it follows; indices derived from that pool's need no
+    `alloc`.
+    """
+
+    HOST_POOL = IndexerHostPool
+
+    @property
+    def index_buffer(self) -> torch.Tensor:
+        """The pages of all layers."""
+        return self.parts[0]
+
+
+def device_pool(
+    shape: PoolGeometry, *, size: int, page_size: int = 1, device: torch.device | str = "cuda"
+) -> DevicePoolBase:
+    """Make the device pool of a kind of state."""
+    pools = (MHADevicePool, MLADevicePool, MambaDevicePool, IndexerDevicePool)
+    kind = next(pool for pool in pools if isinstance(shape, pool.HOST_POOL.KIND))
+    return kind(shape, size=size, page_size=page_size, device=device)
+
+
+def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate zeroed device memory.
+
+    Unwritten slots must not be NaN to a kernel that reads whole pages.
+
+    The zeros are there when this returns.
+
+    Raises:
+        InvalidPoolError: there is not that much memory.
+    """
+    try:
+        memory = torch.zeros(tuple(shape), dtype=dtype, device=device)
+    except RuntimeError as error:
+        size = math.prod(shape) * dtype.itemsize
+        raise InvalidPoolError(
+            f"cannot allocate {size} bytes on {device} ({error}); pass a smaller size"
+        ) from error
+    if device.type == "cuda":
+        # The zeros come on the current stream, which no stream of a model or a copy waits for.
+        torch.cuda.current_stream(device).synchronize()
+    return memory
+
+
+def _differs(field: str, there: object, here: object, mine: str) -> InvalidPoolError:
+    return InvalidPoolError(
+        f"{field} is {there} in the host pool and {here} in {mine}; make them equal"
+    )

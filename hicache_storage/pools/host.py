@@ -1,0 +1,385 @@
+"""Host pools: memory in one of several layouts, and pages as buffers, pointers or tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+
+from hicache_storage.pools.memory import byte_view, host_tensor
+from hicache_storage.pools.shapes import (
+    AttentionGeometry,
+    IndexerGeometry,
+    MambaGeometry,
+    MLAGeometry,
+    check_shape,
+    check_size,
+)
+from hicache_storage.pools.slots import SlotAllocator
+from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PageGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.pools.shapes import Part, PoolGeometry
+
+
+class HostPoolBase(SlotAllocator):
+    """A pool in host memory whose pages can be lent as they lie.
+
+    To be used through one of its subclasses.
+
+    A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
+    handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
+    thread-safe; who owns a slot owns its bytes.
+    """
+
+    KIND: ClassVar[type[PoolGeometry]]
+    LAYOUTS: ClassVar[tuple[str, ...]]
+
+    geometry: PageGeometry
+    """Layout, element type and component lengths of a page."""
+    layer_num: int
+    size_per_token: int
+    """Bytes per slot, all layers together."""
+    buffers: tuple[torch.Tensor, ...]
+    """Every tensor of the pool, contiguous and on the CPU.
+
+    In the order of a page's parts; for registering memory.
+    """
+    parts: Sequence[torch.Tensor]
+    """What a layer consists of, as in the device pool: K and V, for one. Views of `buffers`."""
+    flat_dtype: torch.dtype
+    """Element type of flat pages."""
+
+    def __init__(
+        self,
+        shape: PoolGeometry,
+        *,
+        size: int,
+        page_size: int = 1,
+        layout: str = "page_first",
+        pin_memory: bool = True,
+    ) -> None:
+        """Allocate the pool.
+
+        Args:
+            shape: of the state that it holds.
+            size: slots (tokens, or states), a multiple of `page_size`.
+            page_size: slots per page; 1 for states.
+            layout: one of `LAYOUTS`; part of the namespace.
+            pin_memory: lock the memory for CUDA copies, where CUDA is available.
+
+        Raises:
+            InvalidPoolError: an argument is out of range, or there is not that much memory.
+        """
+        check_shape(shape, self.KIND)
+        check_size(size, page_size)
+        if layout not in self.LAYOUTS:
+            raise InvalidPoolError(
+                f"layout must be one of {', '.join(self.LAYOUTS)}; got {layout!r}"
+            )
+        self.shape = shape
+        self.layout = layout
+        self.layer_num = shape.layer_num
+        self.flat_dtype = shape.flat_dtype
+        parts, order = [*shape.parts(page_size)], shape.ORDERS[layout]
+        # Rows and pages that are beside each other are one axis, of slots.
+        self._has_slot_axis = "pr" in order
+        # One tensor where that is possible, as in SGLang: its halves are K and V.
+        halves = len(parts) > 1 and shape.is_layer_major and parts[0] == parts[1]
+        whole = [
+            host_tensor(
+                (*[2] * halves, *_lengths(order, shape.layer_num, size // page_size, part)),
+                part.dtype,
+                pin_memory=pin_memory,
+            )
+            for part in (parts[:1] if halves else parts)
+        ]
+        axis = order.index("p")
+        self.buffers = tuple(
+            tensor.flatten(axis + halves, axis + halves + 1) if self._has_slot_axis else tensor
+            for tensor in whole
+        )
+        self.parts = self.buffers[0].unbind() if halves else self.buffers
+        axes = [order.index(letter) for letter in "lpr"]
+        views = [
+            tensor.movedim(axes, (0, 1, 2))
+            for tensor in (whole[0].unbind() if halves else whole)
+            # A part without elements has no rows.
+            if tensor.numel()
+        ]
+        self._layers = list(zip(*(view.unbind() for view in views), strict=True))
+        self._page_axis = axis + halves
+        self._rows_per_page = parts[0].rows if self._has_slot_axis else 1
+        columns = self._columns(shape)
+        slot_bytes = [column.numel() * column.element_size() // size for column in columns]
+        # Made once: a view takes longer than its slices, which every call takes of it.
+        self._views = [
+            (byte_view(column), length, length * page_size)
+            for column, length in zip(columns, slot_bytes, strict=True)
+        ]
+        # Components and not buffers: K and V of one tensor are two of them.
+        self._pointers = [
+            (column.data_ptr(), length) for column, length in zip(columns, slot_bytes, strict=True)
+        ]
+        head_num, head_rows = getattr(shape, "head_num", 0), shape.head_rows(layout, page_size)
+        self.geometry = PageGeometry(
+            layout,
+            shape.element_type,
+            page_size,
+            size,
+            tuple(length * page_size for length in slot_bytes),
+            head_num,
+            (head_rows,) * len(slot_bytes) if head_num else (),
+        )
+        self.size_per_token = self.geometry.page_bytes // page_size
+        super().__init__(size, page_size)
+
+    def _columns(self, shape: PoolGeometry) -> list[torch.Tensor]:
+        """One contiguous tensor for each component of a page, in the engine's pointer order.
+
+        It holds that component of all pages and nothing else.
+        """
+        # SGLang drops a temporal state of 0 elements from a page as well, so that components agree.
+        filled = [part for part in self.parts if part.numel()]
+        if self.layout != "layer_first":
+            return filled
+        layers = [part.unbind() for part in filled]
+        # K and V of each layer in turn, as SGLang orders its pointers.
+        turns = zip(*layers, strict=True) if shape.is_layer_major else layers
+        return [column for turn in turns for column in turn]
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """A layer's share of all pages: one view (pages, rows per page, ...) for each part."""
+        return self._layers[layer]
+
+    def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
+        """A layer's share of one page: one view (rows per page, ...) for each part, K before V."""
+        return [part[first_slot // self.page_size] for part in self._layers[layer]]
+
+    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        """Return the components of pages as writable views of the pool's memory.
+
+        Pages are given by their first slots.
+
+        The slots are not checked. A view keeps the memory alive.
+        """
+        columns = [
+            [view[slot * slot_bytes : slot * slot_bytes + length] for slot in first_slots]
+            for view, slot_bytes, length in self._views
+        ]
+        return list(map(list, zip(*columns, strict=True)))
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and lengths of the components of pages, in bytes.
+
+        Page after page of those in `indices`.
+
+        Args:
+            indices: int64, `page_size` slots for each page; the first of each says which page it
+                is.
+
+        Raises:
+            InvalidTransferError: `indices` is not whole pages of this pool.
+        """
+        if indices.numel() % self.page_size:
+            raise InvalidTransferError(
+                f"indices must be whole pages of {self.page_size} slots, got {indices.numel()}"
+            )
+        first_slots = cast("list[int]", indices.reshape(-1)[:: self.page_size].tolist())
+        for slot in first_slots:
+            self._check_first_slot(slot)
+        pointers = [
+            address + slot * slot_bytes
+            for slot in first_slots
+            for address, slot_bytes in self._pointers
+        ]
+        return pointers, list(self.geometry.component_bytes) * len(first_slots)
+
+    def get_data_page(self, first_slot: int, flat: bool = True) -> torch.Tensor:
+        """Copy of a page as a flat tensor, or, with `flat=False`, a view of it in the pool.
+
+        The view has the buffer's axes, with the page's share of the slot or page axis. A pool of
+        several buffers has no such view and answers with the flat copy.
+
+        Raises:
+            InvalidTransferError: no page begins at `first_slot`.
+        """
+        parts = self._parts(first_slot)
+        # Only a single buffer has a view with a page of its own; several element types cannot be
+        # concatenated but as bytes.
+        if len(parts) == 1:
+            return (
+                parts[0].clone(memory_format=torch.contiguous_format).view(-1) if flat else parts[0]
+            )
+        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).view(
+            self.flat_dtype
+        )
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """A new flat page of zeros.
+
+        It has the length and element type that `set_from_flat_data_page` takes.
+        """
+        return torch.zeros(self.geometry.page_bytes, dtype=torch.uint8).view(self.flat_dtype)
+
+    def set_from_flat_data_page(self, first_slot: int, data_page: torch.Tensor) -> None:
+        """Copy a flat page, as `get_data_page` of the same layout gives it, into the pool.
+
+        Raises:
+            InvalidTransferError: no page begins at `first_slot`, or `data_page` has another length
+                or element type.
+        """
+        parts = self._parts(first_slot)
+        if (
+            data_page.dtype != self.flat_dtype
+            or data_page.numel() * data_page.element_size() != self.geometry.page_bytes
+        ):
+            raise InvalidTransferError(
+                f"data_page must have {self.geometry.page_bytes} bytes of {self.flat_dtype}, "
+                f"got {data_page.numel()} elements of {data_page.dtype}"
+            )
+        data = data_page.contiguous().view(-1).view(torch.uint8)
+        start = 0
+        for part in parts:
+            end = start + part.numel() * part.element_size()
+            share = data[start:end]
+            if share.storage_offset() % part.element_size():
+                # It begins where its element type cannot; a copy of it begins at 0.
+                share = share.clone()
+            part.copy_(share.view(part.dtype).view(part.shape))
+            start = end
+
+    def _parts(self, first_slot: int) -> list[torch.Tensor]:
+        self._check_first_slot(first_slot)
+        start = first_slot // self.page_size * self._rows_per_page
+        return [
+            buffer.narrow(self._page_axis, start, self._rows_per_page) for buffer in self.buffers
+        ]
+
+    def _check_first_slot(self, slot: int) -> None:
+        if slot % self.page_size or not 0 <= slot < self.size:
+            raise InvalidTransferError(
+                f"no page begins at slot {slot}: pages begin at multiples of {self.page_size} in "
+                f"[0, {self.size})"
+            )
+
+
+class MHAHostPool(HostPoolBase):
+    """K and V of every layer.
+
+    With S slots in N pages of P, L layers, H heads and D elements a head, `k_buffer` and `v_buffer`
+    have the shape
+
+    | layout | shape | components of a page |
+    |---|---|---|
+    | `layer_first` | (L, S, H, D) | K, V of layer 0, K, V of layer 1, ...: P * H * D elements each |
+    | `page_first` | (S, L, H, D) | K, V: P * L * H * D elements each |
+    | `page_first_direct` | (N, L, P, H, D) | the same |
+    | `page_head` | (N, H, P, L, D) | the same |
+
+    and are the halves of one tensor (2, ...). Where the heads of V are longer or shorter than those
+    of K, they are two tensors. A flat page is all of K, then all of V.
+    """
+
+    KIND = AttentionGeometry
+    LAYOUTS = tuple(KIND.ORDERS)
+
+    @property
+    def k_buffer(self) -> torch.Tensor:
+        return self.parts[0]
+
+    @property
+    def v_buffer(self) -> torch.Tensor:
+        return self.parts[1]
+
+
+class MLAHostPool(HostPoolBase):
+    """One latent row per token and layer, the same on all TP ranks.
+
+    With S slots in N pages of P, L layers and D elements a row, `kv_buffer` has the shape
+
+    | layout | shape | components of a page |
+    |---|---|---|
+    | `layer_first` | (L, S, 1, D) | one for each layer: P * D elements |
+    | `page_first` | (S, L, 1, D) | one: P * L * D elements |
+    | `page_first_direct` | (N, L, P, 1, D) | one: P * L * D elements |
+    """
+
+    KIND = MLAGeometry
+    LAYOUTS = tuple(KIND.ORDERS)
+
+    @property
+    def kv_buffer(self) -> torch.Tensor:
+        return self.parts[0]
+
+
+class MambaHostPool(HostPoolBase):
+    """The state after a prefix: a temporal (SSM) state and convolution windows per layer.
+
+    A slot is a whole state, so a page is one slot. With S slots and L layers, `temporal_buffer` and
+    each of `conv_buffers` have the shape
+
+    | layout | shape | components of a page |
+    |---|---|---|
+    | `layer_first` | (L, S, *state) | temporal of layer 0, 1, ..., then the first window of layer 0, 1, ..., and so on |
+    | `page_first`, `page_first_direct` | (S, L, 1, *state) | temporal, first window, second window, ... |
+
+    A model without a temporal state has one with a 0 in its shape; it is no component. A flat page
+    is the bytes (uint8) of the temporal state and the windows one after the other; they are the
+    same in all layouts.
+    """
+
+    KIND = MambaGeometry
+    LAYOUTS = tuple(KIND.ORDERS)
+
+    @property
+    def temporal_buffer(self) -> torch.Tensor:
+        return self.parts[0]
+
+    @property
+    def conv_buffers(self) -> Sequence[torch.Tensor]:
+        return self.parts[1:]
+
+
+class IndexerHostPool(HostPoolBase):
+    """Index keys and their scales, packed as bytes page by page and layer by layer.
+
+    A page of one layer is `page_stride` = P * (D + D / B * 4) bytes, for D one-byte elements a
+    token with one float32 scale for each B of them; how keys and scales lie inside it is the
+    engine's business. With N pages of P slots and L layers, `index_buffer` (uint8) has the shape
+
+    | layout | shape | components of a page |
+    |---|---|---|
+    | `layer_first` | (L, N, page_stride) | one for each layer: page_stride bytes |
+    | `page_first`, `page_first_direct` | (N, L, 1, page_stride) | one: L * page_stride bytes |
+    """
+
+    KIND = IndexerGeometry
+    LAYOUTS = tuple(KIND.ORDERS)
+
+    @property
+    def index_buffer(self) -> torch.Tensor:
+        return self.parts[0]
+
+
+def host_pool(
+    shape: PoolGeometry,
+    *,
+    size: int,
+    page_size: int = 1,
+    layout: str = "page_first",
+    pin_memory: bool = True,
+) -> HostPoolBase:
+    """Make the host pool of a kind of state."""
+    pools = (MHAHostPool, MLAHostPool, MambaHostPool, IndexerHostPool)
+    kind = next(pool for pool in pools if isinstance(shape, pool.KIND))
+    return kind(shape, size=size, page_size=page_size, layout=layout, pin_memory=pin_memory)
+
+
+def _lengths(order: str, layers: int, pages: int, part: Part) -> list[int]:
+    """Shape of a host tensor whose axes are in some order."""
+    lengths = {"l": layers, "p": pages, "r": part.rows, "h": part.shape[0]}
+    rest = part.shape[1:] if "h" in order else part.shape
+    return [*(lengths[letter] for letter in order), *rest]

@@ -1,1 +1,0 @@
-"""Host pools of the SDK, in SGLang's layouts."""
