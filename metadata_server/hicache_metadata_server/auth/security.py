@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from hicache_metadata_server.core.scope import Scope
     from hicache_metadata_server.core.tenants import Caller, Quotas, Tenants
     from hicache_metadata_server.protocol import ScopeGeometry
     from hicache_metadata_server.settings import ServerSettings
@@ -48,6 +49,11 @@ class TenantScopes(Protocol):
     """The part of a service that access control needs."""
 
     tenants: Tenants
+
+    @property
+    def scopes(self) -> Mapping[str, Scope]:
+        """The scopes that are served, by name."""
+        ...
 
     def held_by(self, tenant: str) -> Iterable[ScopeGeometry]:
         """Return the geometry of each scope of a tenant."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from hicache_metadata_server.core.scope import Scope
+    from hicache_metadata_server.core.slot_table import SlotTable
 
 BLOCK: Final = 64
 """Slots of a block, which takes about 7 KB. A batch of 128 neighbours changes two or three blocks."""
@@ -164,6 +165,14 @@ class SlotColumns:
 
     def __len__(self) -> int:
         return len(self.states)
+
+    def fill(self, table: SlotTable, count: int) -> None:
+        """Hand the first `count` slots over to an empty table."""
+        for name in ("states", *_OF_TABLE):
+            setattr(table, name, getattr(self, name)[:count])
+        table.children = array("Q", bytes(8 * count))
+        table.older = array("q", bytes(8 * count))
+        table.newer = array("q", bytes(8 * count))
 
     @classmethod
     def decode(cls, blob: bytes) -> SlotColumns:

@@ -50,7 +50,7 @@ class _Restoring:
         used = min(len(columns), slots)
         while used and not (columns.states[used - 1] or columns.generations[used - 1]):
             used -= 1
-        scope.table.adopt(columns, used)
+        columns.fill(scope.table, used)
 
     def run(self) -> list[str]:
         scope, table = self.scope, self.scope.table

@@ -16,8 +16,6 @@ from hicache_metadata_server.protocol import SlotState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hicache_metadata_server.core.codec import SlotColumns
-
 FREE: Final = 0
 LEASED: Final = 1
 LIVE: Final = 2
@@ -93,16 +91,6 @@ class SlotTable:
             column.frombytes(zeros)
         self.keys.extend([""] * count)
         self.prefixes.extend([""] * count)
-
-    def adopt(self, columns: SlotColumns, count: int) -> None:
-        """Take over the first `count` slots of a store, for an empty table."""
-        for name in ("states", "generations", "leases", "until", "lengths", "checksums"):
-            setattr(self, name, getattr(columns, name)[:count])
-        self.keys = columns.keys[:count]
-        self.prefixes = columns.prefixes[:count]
-        self.children = array("Q", bytes(8 * count))
-        self.older = array("q", bytes(8 * count))
-        self.newer = array("q", bytes(8 * count))
 
     def count(self, state: int) -> int:
         """Number of slots in a state; a scan of the column, a millisecond for a million."""
