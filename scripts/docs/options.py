@@ -84,9 +84,13 @@ def bridge_options(engine: str = "") -> list[Option]:
 
     if not engine:
         return _struct(BridgeConfig, {})
-    model = {"sglang": SGLangBridgeConfig, "vllm": TierConfig, "lmcache": AdapterConfig}[engine]
+    models: dict[str, type[BridgeConfig]] = {
+        "sglang": SGLangBridgeConfig,
+        "vllm": TierConfig,
+        "lmcache": AdapterConfig,
+    }
     common = BridgeConfig.__struct_fields__
-    return [option for option in _struct(model, {}) if option.name not in common]
+    return [option for option in _struct(models[engine], {}) if option.name not in common]
 
 
 def server_settings() -> list[Option]:
