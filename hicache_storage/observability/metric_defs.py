@@ -78,13 +78,15 @@ def _pool(name: str, text: str, source: str, unit: str = "") -> Metric:
 # Of each storage: `hicache_storage.observability.prometheus.StorageCollector`.
 
 READ_PAGES: Final = _pool("read_pages", "Pages that a get has delivered.", "pages_read")
-READ_BYTES: Final = _pool("read_bytes", "Bytes of these.", "bytes_read", "bytes")
+READ_BYTES: Final = _pool("read_bytes", "Bytes that a get has delivered.", "bytes_read", "bytes")
 WRITTEN_PAGES: Final = _pool(
     "written_pages",
     "Pages that a set has stored; those that were there already do not count.",
     "pages_written",
 )
-WRITTEN_BYTES: Final = _pool("written_bytes", "Bytes of these.", "bytes_written", "bytes")
+WRITTEN_BYTES: Final = _pool(
+    "written_bytes", "Bytes of the pages that a set has stored.", "bytes_written", "bytes"
+)
 HIT_PAGES: Final = _pool("hit_pages", "Pages that an exists has found.", "pages_hit")
 ABSENT_PAGES: Final = _pool(
     "absent_pages", "Pages that an exists has asked for and not found.", "pages_absent"
@@ -416,18 +418,18 @@ RELOADS: Final = _counter(
 )
 RELOAD_FAILING: Final = _gauge(
     "hicache_metadata_reload_failing",
-    "1 while such a file is bad, and what it held before counts.",
+    "1 while a file of the server cannot be used: what it held before stays in force.",
     "what",
 )
 TENANT_HOLDS: Final = _gauge(
     "hicache_metadata_tenant_holds",
-    "What the scopes of a tenant are together: scopes, slots or bytes.",
+    "What a tenant holds: scopes, slots or bytes.",
     "tenant",
     "what",
 )
 TENANT_QUOTA: Final = _gauge(
     "hicache_metadata_tenant_quota",
-    "The most of it that the tenant may have.",
+    "The tenant's quota: scopes, slots or bytes.",
     "tenant",
     "what",
 )

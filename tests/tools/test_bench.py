@@ -223,7 +223,7 @@ def test_rates_have_units():
     assert measure().rates() == pytest.approx(
         (200 * 1.048576e-3, 100 * 1.048576e-3, 300 * 1.048576e-3)
     )
-    assert measure(operation=Operation.EXISTS, rounds=(2e6,)).rates() == pytest.approx(
+    assert measure(operation=Operation.EXISTS, rounds=(2e3,)).rates() == pytest.approx(
         (2.0, 2.0, 2.0)
     )
     assert measure().p95_us == pytest.approx(95_000)
@@ -275,7 +275,7 @@ def test_the_command(tmp_path):
     svg = ET.fromstring(picture.read_text())
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 6
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"4 KiB", "read, GB/s", "exists, M keys/s", "file (2), 1 thread"} <= texts
+    assert {"4 KiB", "read, GB/s", "exists, k keys/s", "file (2), 1 thread"} <= texts
     assert not stored_pages(tmp_path / "other")
     compared = bench("--compare", str(result), str(result))
     assert compared.returncode == 0, compared.stderr

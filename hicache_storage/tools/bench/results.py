@@ -77,11 +77,11 @@ class Measurement:
     @property
     def unit(self) -> str:
         """Unit of the rates."""
-        return "M keys/s" if self.operation == Operation.EXISTS or not self.page_bytes else "GB/s"
+        return "k keys/s" if self.operation == Operation.EXISTS or not self.page_bytes else "GB/s"
 
     def rates(self) -> tuple[float, float, float]:
-        """Return median, minimum and maximum rate, in GB/s or millions of keys a second."""
-        scale = 1e-6 if self.unit == "M keys/s" else self.page_bytes * 1e-9
+        """Return median, minimum and maximum rate, in GB/s or thousands of keys a second."""
+        scale = 1e-3 if self.unit == "k keys/s" else self.page_bytes * 1e-9
         return self.pages_per_second * scale, min(self.rounds) * scale, max(self.rounds) * scale
 
     def add(self, seconds: float, cpu_seconds: float | None = None) -> None:
