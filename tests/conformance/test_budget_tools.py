@@ -158,3 +158,7 @@ def test_one_call_that_was_disturbed_is_no_growth():
     taken = {8000: 1.3, 16000: 2.6, 32000: 5.2, 64000: 10.4}
     assert forecast(taken)[0] == pytest.approx(40.6, rel=0.01)
     assert forecast({**taken, 32000: 2.6})[0] < 80
+
+
+def test_times_that_do_not_grow_with_the_number_of_keys_are_the_machine_s():
+    assert forecast({2000: 0.004, 4000: 0.19, 8000: 0.11, 16000: 0.4})[1] == 1.0

@@ -219,7 +219,8 @@ def forecast(taken: Mapping[int, float]) -> tuple[float, float]:
     fitted = list(taken.items())[-FITTED_SIZES:]
     count, seconds = fitted[-1]
     exponent = 1.0
-    if len(fitted) > 1:
+    # Times that do not even grow with the number of keys are those of a busy machine.
+    if len(fitted) > 1 and sorted(fitted, key=lambda one: one[1]) == fitted:
         sizes, times = zip(
             *[(math.log(size), math.log(time)) for size, time in fitted], strict=True
         )
