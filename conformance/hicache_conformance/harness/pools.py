@@ -93,6 +93,14 @@ class PoolMemory(ABC):
         return [page for page in pages if self.read(page) != content]
 
 
+def spread(content: bytes, buffers: Iterable[memoryview]) -> None:
+    """Write a page to the buffers of its components, one after the other."""
+    start = 0
+    for buffer in buffers:
+        buffer[:] = content[start : start + len(buffer)]
+        start += len(buffer)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape:
     """Arguments of a `GuardedPool` that another process makes for itself."""
@@ -148,10 +156,7 @@ class GuardedPool(PoolMemory):
         return b"".join(self._page(page))
 
     def write(self, page: int, content: bytes) -> None:
-        start = 0
-        for buffer in self._page(page):
-            buffer[:] = content[start : start + len(buffer)]
-            start += len(buffer)
+        spread(content, self._page(page))
 
     def guards_intact(self) -> bool:
         return all(
@@ -229,10 +234,7 @@ class HeadsPool(GuardedPool):
         return b"".join(self._cells(page))
 
     def write(self, page: int, content: bytes) -> None:
-        start = 0
-        for cell in self._cells(page):
-            cell[:] = content[start : start + len(cell)]
-            start += len(cell)
+        spread(content, self._cells(page))
 
     def _cells(self, page: int) -> Iterator[memoryview]:
         """What the pool holds of a page of each head, head after head."""
@@ -263,10 +265,7 @@ class LentMemory(PoolMemory):
         return b"".join(self._pool.page_buffers([page * self.page_size])[0])
 
     def write(self, page: int, content: bytes) -> None:
-        start = 0
-        for buffer in self._pool.page_buffers([page * self.page_size])[0]:
-            buffer[:] = content[start : start + len(buffer)]
-            start += len(buffer)
+        spread(content, self._pool.page_buffers([page * self.page_size])[0])
 
 
 class EngineHostPool(PoolMemory):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from hicache_conformance.harness.page_patterns import spent
+from hicache_conformance.harness.pools import spread
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -114,7 +115,4 @@ class Mirror:
         )
 
     def _write_source(self, page: int, content: bytes) -> None:
-        start = 0
-        for buffer in self.source.page_buffers([page * self._slots])[0]:
-            buffer[:] = content[start : start + len(buffer)]
-            start += len(buffer)
+        spread(content, self.source.page_buffers([page * self._slots])[0])
