@@ -23,8 +23,8 @@ from hicache_conformance.model.verdict import judge
 from hicache_conformance.report.terminal import (
     BROKEN,
     NOT_CONFORMANT,
-    ProgressBar,
     conclude,
+    now_running,
 )
 from hicache_storage.tools.options import parse_pairs, redacted
 
@@ -279,8 +279,9 @@ def adopt(
 def _run(console: Console, settings: Settings) -> RunRecord:
     from hicache_conformance.runner.run import run as run_suite
 
-    with ProgressBar(console) as bar:
-        return run_suite(settings, progress=bar.update)
+    # Silent where nobody watches.
+    with console.status("starting") as status:
+        return run_suite(settings, progress=lambda record: status.update(now_running(record)))
 
 
 def _given(**values: object) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,6 +32,33 @@ class Ran:
 
     status: int
     output: str
+    directory: Path = Path()
+    """Of its report, where it has one."""
+
+    @property
+    def words(self) -> str:
+        """The output as one line."""
+        return " ".join(self.output.split())
+
+    @functools.cached_property
+    def report(self) -> dict[str, Any]:
+        """The content of `results.json`."""
+        return json.loads((self.directory / "results.json").read_text())
+
+    @property
+    def cases(self) -> dict[str, dict[str, Any]]:
+        """The cases of the report by name."""
+        return {case["name"]: case for rule in self.report["rules"] for case in rule["cases"]}
+
+    @property
+    def outcomes(self) -> dict[str, tuple[str, str]]:
+        """What became of each case, and which rule it found broken."""
+        return {name: (case["outcome"], case["broken_rule"]) for name, case in self.cases.items()}
+
+    def rules(self, outcome: str) -> set[str]:
+        """The selected rules of an outcome."""
+        found = [rule for rule in self.report["rules"] if rule["selected"]]
+        return {rule["id"] for rule in found if rule["outcome"] == outcome}
 
 
 class Site:
@@ -39,6 +69,8 @@ class Site:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.reports = directory / "reports"
+        self.reports.mkdir()
         self._install("hicache-samples", "samples = drivers_plugin")
         self._install("hicache-memory-driver", "memory = hicache_memory_driver.plugin")
         self.environment = {
@@ -63,6 +95,13 @@ class Site:
             cwd=cwd,
             **variables,
         )
+
+    def judge(self, line: str, *, cwd: Path | None = None, **variables: str) -> Ran:
+        """Run `hicache conformance run` with a line of arguments, and with a report."""
+        directory = Path(tempfile.mkdtemp(dir=self.reports))
+        words = ("conformance", "run", *shlex.split(line), "--report", str(directory))
+        ran = self.hicache(*words, cwd=cwd, **variables)
+        return replace(ran, directory=directory)
 
     @contextlib.contextmanager
     def started(
@@ -117,7 +156,6 @@ class Site:
         directory: Path,
         seconds: float,
         drivers: Sequence[str] = (),
-        profile: str = "smoke",
     ) -> Ran:
         """Run the suite against the samples of a kind, all or those named.
 
@@ -131,7 +169,7 @@ class Site:
             "-p",
             "no:cacheprovider",
             f"--basetemp={directory}/tmp",
-            f"--hicache-profile={profile}",
+            "--hicache-profile=smoke",
             f"--hicache-seed={seed}",
             f"--hicache-report={directory}/report",
             "-c",

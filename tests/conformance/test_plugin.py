@@ -91,14 +91,6 @@ def test_a_report_with_a_worse_verdict_fails_the_run(site, project):
     assert site.pytest(*CORE, "-k", "GET-6", "--hicache-report=out", cwd=project).status == 1
 
 
-@pytest.mark.long
-def test_a_class_without_a_driver_is_a_usage_error(site, project):
-    (project / "test_none.py").write_text(SIX_LINES.replace('driver = "memory"', "pass"))
-    ran = site.pytest(*CORE, cwd=project)
-    assert ran.status == 4
-    assert "TestMemory names no driver" in ran.output
-
-
 def test_a_failure_shows_in_the_author_s_terminal(site, project):
     (project / "test_memory.py").write_text(SIX_LINES.replace('"memory"', '"Rewrites"'))
     ran = site.pytest(*CORE, "-k", "existing_pages", cwd=project)
@@ -137,15 +129,20 @@ def test_two_drivers_two_reports(site, project, results):
 
 
 @pytest.mark.long
-def test_bad_options_are_usage_errors(site, project):
-    for option, words in (
-        ("--hicache-level=cor", "unknown level 'cor'"),
-        ("--hicache-profile=slow", "unknown profile 'slow'"),
-        ("--hicache-page-bytes=100", "pages are multiples of 512 bytes"),
-    ):
-        ran = site.pytest(option, cwd=project)
-        assert ran.status == 4
-        assert words in ran.output
+@pytest.mark.parametrize(
+    ("option", "driver", "words"),
+    [
+        ("--hicache-level=cor", 'driver = "memory"', "unknown level 'cor'"),
+        ("--hicache-profile=slow", 'driver = "memory"', "unknown profile 'slow'"),
+        ("--hicache-page-bytes=100", 'driver = "memory"', "pages are multiples of 512 bytes"),
+        ("--hicache-level=core", "pass", "TestMemory names no driver"),
+    ],
+)
+def test_what_cannot_be_run_is_a_usage_error(site, project, option, driver, words):
+    (project / "test_memory.py").write_text(SIX_LINES.replace('driver = "memory"', driver))
+    ran = site.pytest(option, cwd=project)
+    assert ran.status == 4
+    assert words in ran.output
 
 
 def test_the_base_class_of_an_authors_test_imports_no_foreign_interface():

@@ -61,36 +61,18 @@ def flawed(site, tmp_path_factory):
     (info / "entry_points.txt").write_text("[hicache_storage.drivers]\nflawed = flawed_plugin\n")
     (home / "flawed_plugin.py").write_text(PLUGIN)
     (home / "flawed.py").write_text(DRIVER + FAULT)
-    ran = hicache(
-        site,
-        home,
-        *RUN,
-        "Flawed",
-        "--level",
-        "faults",
-        *("--case", CASE[:-1]),
-        *("--profile", "smoke"),
-        *("--seed", str(SEED)),
-        "--report",
-        str(home / "report"),
-    )
-    assert ran.status == 1, ran.output
-    return home, ran.output
-
-
-def hicache(site, home, *arguments, cwd=None):
     path = f"{home}:{site.environment['PYTHONPATH']}"
-    return site.hicache(*arguments, cwd=cwd, PYTHONPATH=path)
+    line = f"Flawed --level faults --case {CASE[:-1]} --profile smoke --seed {SEED}"
+    ran = site.judge(line, PYTHONPATH=path)
+    assert ran.status == 1, ran.output
+    return ran, path
 
 
 @pytest.fixture(scope="module")
-def failure(flawed, results):
+def failure(flawed):
     """The rule that was broken, and its failing case in the results."""
-    report = results(flawed[0] / "report")
-    rule = next(rule for rule in report["rules"] if rule["outcome"] == "fail")
-    (case,) = rule["cases"]
-    assert case["outcome"] == "fail"
-    return rule["id"], case
+    [(_, rule)] = flawed[0].outcomes.values()
+    return rule, flawed[0].cases[CASE]
 
 
 @pytest.mark.long
@@ -101,26 +83,27 @@ def test_the_faults_of_a_case_are_in_the_results(failure):
     assert "plan=FaultPlan(" in case["detail"]
 
 
-def test_each_failure_is_shown_with_what_repeats_it(flawed, failure, results):
-    (home, output), (rule, case) = flawed, failure
-    shown = re.search(rf"fail {rule}: .*\n  again: (.*)", output)[1]
+def test_each_failure_is_shown_with_what_repeats_it(flawed, failure):
+    (ran, _), (rule, case) = flawed, failure
+    shown = re.search(rf"fail {rule}: .*\n  again: (.*)", ran.output)[1]
     assert shown == case["reproduce"]
-    assert shown in html.unescape((home / "report" / "index.html").read_text("utf-8"))
-    words, report = shlex.split(shown), results(home / "report")
+    assert shown in html.unescape((ran.directory / "index.html").read_text("utf-8"))
+    words = shlex.split(shown)
     assert words[:4] == ["hicache", *RUN, "Flawed"]
     for option, value in (
         ("-c", "path={tmp}/store"),
-        ("--seed", str(report["seed"])),
+        ("--seed", str(ran.report["seed"])),
         ("--case", CASE),
         ("--profile", "smoke"),
-        ("--run-id", report["replay"]["run"]),
+        ("--run-id", ran.report["replay"]["run"]),
     ):
         assert words[words.index(option) + 1] == value
 
 
 def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, failure, tmp_path):
-    home, (rule, case) = flawed[0], failure
-    ran = hicache(site, home, *shlex.split(case["reproduce"])[1:], cwd=tmp_path)
+    rule, case = failure
+    words = shlex.split(case["reproduce"])[1:]
+    ran = site.hicache(*words, cwd=tmp_path, PYTHONPATH=flawed[1])
     assert ran.status == 1, ran.output
     assert f"fail {rule}: page" in ran.output
     log = ran.output.split("Last log lines:\n")[1]
@@ -148,64 +131,30 @@ def test_when_a_run_begins_with_an_empty_store(durability, options, fresh):
 # -------------------------------------------------------------------------------------------------------------
 
 SERVE = shlex.join([sys.executable, "-P", str(SERVER), "{port:mine}", "{tmp}/log"])
-SMOKE = ("--level", "faults", "--profile", "smoke", "--seed", "3")
 
 
 @pytest.mark.long
-def test_a_server_of_the_command_line_is_in_the_command_that_repeats_a_failure(
-    site, tmp_path, results
-):
-    ran = site.hicache(
-        *RUN,
-        "TakesAnythingForAnAnswer",
-        *SMOKE,
-        "--case",
-        "told_once",
-        "--case",
-        "one_page",
-        "--start-server",
-        SERVE,
-        "-c",
-        "port={port:mine}",
-        "--report",
-        str(tmp_path),
+def test_a_server_of_the_command_line_is_in_the_command_that_repeats_a_failure(site):
+    ran = site.judge(
+        "TakesAnythingForAnAnswer --level faults --profile smoke --seed 3 --case told_once "
+        f"--case one_page -c port={{port:mine}} --start-server {shlex.quote(SERVE)}"
     )
     assert ran.status == 1, ran.output
-    report = results(tmp_path)
-    names = {
-        case["name"]
-        for rule in report["rules"]
-        for case in rule["cases"]
-        if case["outcome"] == "pass"
-    }
-    assert {
-        f"test_one_page_fails[{injector}]" for injector in ("network", "services", "objects")
-    } <= names
-    assert report["replay"]["services"] == [SERVE]
-    command = next(
-        case["reproduce"]
-        for rule in report["rules"]
-        for case in rule["cases"]
-        if case["name"] == "test_an_outage_is_told_once[network]" and case["reproduce"]
-    )
-    again = site.hicache(*shlex.split(command)[1:])
+    passed = {name for name, case in ran.cases.items() if case["outcome"] == "pass"}
+    injectors = ("network", "services", "objects")
+    assert {f"test_one_page_fails[{injector}]" for injector in injectors} <= passed
+    assert ran.report["replay"]["services"] == [SERVE]
+    told = "test_an_outage_is_told_once[network]"
+    again = site.hicache(*shlex.split(ran.cases[told]["reproduce"])[1:])
     assert again.status == 1, again.output
-    assert "[test_an_outage_is_told_once[network]]" in again.output
+    assert f"[{told}]" in again.output
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("serve", "port", "words"),
-    [
-        ("", "1", "--start-server needs a command"),
-        ("server 'of", "1", "No closing quotation"),
-        (SERVE, "{port:other}", "no server listens on {port:other}; start one with --start-server"),
-    ],
-)
-def test_servers_that_cannot_be_exit_2(site, serve, port, words):
-    ran = site.hicache(*RUN, "Networked", *SMOKE, "--start-server", serve, "-c", f"port={port}")
+def test_a_port_that_no_server_has_exits_2(site):
+    ran = site.judge(f"Networked -c port={{port:other}} --start-server {shlex.quote(SERVE)}")
     assert ran.status == 2, ran.output
-    assert words in ran.output.replace("\n", " ")
+    assert "no server listens on {port:other}; start one with --start-server" in ran.words
 
 
 @pytest.mark.long
@@ -216,17 +165,9 @@ def test_a_class_names_its_servers(site, tmp_path, results):
         "class TestNetworked(DriverConformance):\n"
         f"    driver, config, services = 'Networked', {{'port': '{{port:mine}}'}}, [{SERVE!r}]\n"
     )
-    ran = site.pytest(
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--hicache-level=faults",
-        "--hicache-profile=smoke",
-        "--hicache-report=out",
-        "-k",
-        "one_page_fails",
-        cwd=tmp_path,
-    )
+    arguments = "-q -p no:cacheprovider --hicache-level=faults --hicache-profile=smoke"
+    more = "--hicache-report=out -k one_page_fails"
+    ran = site.pytest(*arguments.split(), *more.split(), cwd=tmp_path)
     assert "3 passed" in ran.output, ran.output
     report = results(tmp_path / "out")
     assert report["replay"]["services"] == [SERVE]

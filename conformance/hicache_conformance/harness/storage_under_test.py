@@ -278,7 +278,8 @@ class StorageUnderTest:
                     raise Violation(
                         "SET-1",
                         f"page {index} key {short(key)} of pool {pool!r} was refused by an idle, "
-                        f"nearly empty store",
+                        f"nearly empty store; it has {self.memories[pool].page_bytes} bytes, and "
+                        f"--page-bytes gives pages another length",
                     )
 
     def expect(

@@ -1,18 +1,9 @@
-"""The terminal's side of a run: progress bar, verdict and exit status."""
+"""The terminal's side of a run: progress, verdict and exit status."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -31,8 +22,6 @@ if TYPE_CHECKING:
     from hicache_conformance.model.verdict import Judgement, RuleResult
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
-SPEED_SECONDS: Final = 120.0
-"""Time over which the progress bar averages its speed."""
 TRACEBACK_LINES: Final = 6
 """Lines of a traceback in the terminal: the three innermost frames of the driver."""
 LEFT_OUT: Final = f"cases of theirs{DID_NOT_RUN}"
@@ -190,36 +179,8 @@ def _failure(result: RuleResult) -> str:
     return f"{message} [{first.case}{others}]"
 
 
-class ProgressBar:
-    """A progress bar where somebody watches; silent in a log."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left:"),
-            TimeRemainingColumn(),
-            # Cases differ by a factor of thousands: a short window would jump with each of them.
-            speed_estimate_period=SPEED_SECONDS,
-            console=console,
-            transient=True,
-            disable=not sys.stderr.isatty(),
-        )
-        self._task = self._progress.add_task("starting", total=None)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def update(self, record: RunRecord) -> None:
-        """Show how far a run has come."""
-        running = record.running
-        now = f"{', '.join(running.levels)}: {running.function}" if running else ""
-        self._progress.update(
-            self._task, total=record.cases or None, completed=len(record.outcomes), description=now
-        )
+def now_running(record: RunRecord) -> str:
+    """How far a run has come, in a line."""
+    running = record.running
+    now = f", {', '.join(running.levels)}: {running.function}" if running else ""
+    return f"{len(record.outcomes)} of {record.cases or '?'} cases{now}"

@@ -1,14 +1,10 @@
-"""Preflight of a command-line run: checks that the driver can be loaded, constructed and opened.
-
-A foreign driver must also store pages of the run's length, or of none.
-"""
+"""Preflight of a command-line run: checks that the driver can be loaded, constructed and opened."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import tempfile
-import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +13,7 @@ import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.environment import DriverSetup, environment_of
-from hicache_conformance.harness.pools import GuardedPool, page_components, slots_of
+from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.interface import describe_interface
 from hicache_conformance.model.case import cases_of
 from hicache_conformance.model.outcomes import PreflightStep, Replay
@@ -52,11 +48,6 @@ OPEN_SECONDS: Final = 25.0
 30 seconds, by which the SDK answers for a driver that hangs."""
 FOREIGN_SECONDS: Final = 60.0
 """The same for foreign drivers, which have no such deadline, and may start processes."""
-USUAL_PAGE: Final = (96, 160)
-"""Bytes of the components of the cases' usual page."""
-PROBED_UNITS: Final = (8 << 10, 64 << 10, 1 << 20)
-"""Page lengths, in bytes, that a driver is tried with when it has refused the usual one."""
-PROBE_SECONDS: Final = 20.0
 
 
 def check_driver(owner: type[DriverTarget], config: pytest.Config, settings: Settings) -> None:
@@ -133,14 +124,7 @@ def _open_driver(
             identity = _identity(settings.run)
             return create_storage(settings.driver, identity, filled, options=options)
 
-        stores = _try_out(make, settings, header, telling)
-        if settings.interface and not stores and not settings.page_bytes:
-            unit = _needed_page_bytes(make)
-            if unit:
-                raise Inconclusive(
-                    f"it stores no page of {sum(USUAL_PAGE)} bytes, and stores one of "
-                    f"{sum(page_components(USUAL_PAGE, unit))}; judge it with --page-bytes {unit}"
-                )
+        _try_out(make, settings, header, telling)
 
 
 def _check_class(driver: str) -> None:
@@ -165,8 +149,8 @@ def _check_class(driver: str) -> None:
 
 def _try_out(
     make: Callable[[], HiCacheStorage], settings: Settings, header: Header, telling: _Telling
-) -> bool:
-    """Open a storage, store a page, read it and close; return whether the page was stored.
+) -> None:
+    """Open a storage, store a page, read it and close.
 
     Answers are for the cases to judge; only the time counts here. A step that does not end ends
     this process.
@@ -198,9 +182,8 @@ def _try_out(
         header.capabilities = asdict(storage.capabilities)
         header.undeclared = undeclared(storage.capabilities, all_needs())
         telling.tell("header", header)
-        stored = dict[PoolName, list[bool]]()
         calls: dict[str, Callable[[], object]] = {
-            "batch_set_v2()": lambda: stored.update(storage.batch_set_v2([page])),
+            "batch_set_v2()": lambda: storage.batch_set_v2([page]),
             "batch_exists_v2()": lambda: storage.batch_exists_v2(["preflight"]),
             "batch_get_v2()": lambda: storage.batch_get_v2([page]),
         }
@@ -208,7 +191,6 @@ def _try_out(
             # What it raises is a finding of the cases.
             with contextlib.suppress(Exception, NotPromised), step("FT-3", name):
                 call()
-        return stored.get(PoolName.KV) == [True]
     finally:
         with step("LC-2", "close()"):
             storage.close()
@@ -233,41 +215,6 @@ def _header(settings: Settings, capabilities: Capabilities) -> Header:
     if settings.interface:
         describe_interface(header)
     return header
-
-
-def _needed_page_bytes(make: Callable[[], HiCacheStorage]) -> int:
-    """Return a page length that a driver stores which has refused the usual one.
-
-    0 where it stores none of those that are tried, or does not come back: the cases find that.
-    """
-    found = list[int]()
-
-    def probe() -> None:
-        found.extend(unit for unit in PROBED_UNITS if _stores_page(make, unit))
-
-    # In a thread that may stay behind, because nothing is known about the driver yet.
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    return found[0] if found else 0
-
-
-def _stores_page(make: Callable[[], HiCacheStorage], unit: int) -> bool:
-    """Return whether a driver stores one page, of a length that is a multiple of `unit` bytes."""
-    pool = GuardedPool(pages=4, components=page_components(USUAL_PAGE, unit), exact=True)
-    transfer = PoolTransfer(
-        PoolName.KV, slots_of([0], pool.page_size), keys=[f"preflight-{unit:064d}"]
-    )
-    try:
-        storage = make()
-        try:
-            storage.register_mem_host_pool_v2(pool, PoolName.KV)
-            storage.on_host_pools_registered()
-            return storage.batch_set_v2([transfer])[PoolName.KV] == [True]
-        finally:
-            storage.close()
-    except Exception:  # noqa: BLE001 - a stranger's driver may raise anything
-        return False
 
 
 def _identity(run: str) -> StorageIdentity:

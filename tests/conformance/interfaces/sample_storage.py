@@ -147,13 +147,6 @@ class HangsWhenMade(SampleStorage):
         time.sleep(3600)
 
 
-class HangsInSets(SampleStorage):
-    """Does not come back from any set."""
-
-    def write(self, pool, keys, host_indices):
-        time.sleep(3600)
-
-
 class HangsOnManyPages(SampleStorage):
     """Stores one page; does not come back from a set of several."""
 
