@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from hicache_conformance.harness.sparse_files import find_all
 from hicache_storage.layers import innermost
@@ -51,9 +51,25 @@ class FileCorruption(StrEnum):
     GONE = "gone"
 
 
+@runtime_checkable
+class Damages(Protocol):
+    """A storage that damages its own pages: an adapter of a foreign interface."""
+
+    def can_corrupt(self) -> bool:
+        """Return whether `corrupt` may succeed."""
+        ...
+
+    def corrupt(self, pool: str, key: str, damage: ObjectCorruption) -> bool:
+        """Put a damaged page in the place of a page; return whether it is there."""
+        ...
+
+
 def can_corrupt(storage: HiCacheStorage) -> bool:
-    """Return whether `corrupt_object` can write into this storage."""
-    return isinstance(innermost(storage), ObjectStorage)
+    """Return whether `corrupt_object` can damage pages of this storage."""
+    driver = innermost(storage)
+    return (
+        driver.can_corrupt() if isinstance(driver, Damages) else isinstance(driver, ObjectStorage)
+    )
 
 
 def corrupt_object(storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:
@@ -64,6 +80,8 @@ def corrupt_object(storage: HiCacheStorage, pool: str, key: str, damage: ObjectC
         length cannot hold one.
     """
     driver = innermost(storage)
+    if isinstance(driver, Damages):
+        return driver.corrupt(pool, key, damage)
     assert isinstance(driver, ObjectStorage)
     namespace = driver.pools[PoolName(pool)].namespace
     if driver.capabilities.deletes:

@@ -2,17 +2,13 @@
 
 from hicache_conformance import DriverConformance
 from hicache_conformance.model.settings import Settings
-from hicache_conformance.suite.foreign_conformance import ForeignConformance
 
-_run = Settings.of_environment()
+_run = Settings.of_environment() or Settings()
 
-TestDriver = type(
-    "TestDriver",
-    (ForeignConformance if _run and _run.interface else DriverConformance,),
-    {
-        "driver": _run.driver if _run else "",
-        "config": _run.config if _run else {},
-        "services": _run.services if _run else None,
-        "__module__": __name__,
-    },
-)
+
+class TestDriver(DriverConformance):
+    """The driver of this run."""
+
+    driver = _run.driver
+    config = _run.config
+    services = _run.services
