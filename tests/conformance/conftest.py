@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SUITE = Path(hicache_conformance.__file__).with_name("suite")
 MUTANTS = Path(__file__).with_name("mutants")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hicache-memory-driver"
+HICACHE = "from hicache_storage.cli.main import main; main()"
 
 
 @dataclass(frozen=True)
@@ -76,25 +77,16 @@ class Site:
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
             "PYTHONPATH": os.pathsep.join(
-                [
-                    str(directory),
-                    str(MUTANTS),
-                    str(EXAMPLE),
-                    *filter(None, [os.environ.get("PYTHONPATH")]),
-                ]
+                filter(
+                    None, map(str, [directory, MUTANTS, EXAMPLE, os.environ.get("PYTHONPATH", "")])
+                )
             ),
             "COLUMNS": "160",
         }
 
     def hicache(self, *arguments: str, cwd: Path | None = None, **variables: str) -> Ran:
         """Run the command `hicache`."""
-        return self._run(
-            "-c",
-            "from hicache_storage.cli.main import main; main()",
-            *arguments,
-            cwd=cwd,
-            **variables,
-        )
+        return self._run("-c", HICACHE, *arguments, cwd=cwd, **variables)
 
     def judge(self, line: str, *, cwd: Path | None = None, **variables: str) -> Ran:
         """Run `hicache conformance run` with a line of arguments, and with a report."""
@@ -108,15 +100,8 @@ class Site:
         self, *arguments: str, stderr: int = subprocess.DEVNULL, **variables: str
     ) -> Iterator[subprocess.Popen[bytes]]:
         """The command `hicache`, while it runs; killed at the end if it still does."""
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            "from hicache_storage.cli.main import main; main()",
-            *arguments,
-        ]
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-c", HICACHE, *arguments],
             cwd=self.directory,
             env={**self.environment, **variables},
             stdout=subprocess.DEVNULL,
@@ -162,19 +147,13 @@ class Site:
         A report of each lies below `directory`/report.
         """
         directory.mkdir(exist_ok=True)
+        options = "-q --tb=no --no-header -p no:cacheprovider --rootdir=. --hicache-profile=smoke"
         return self.pytest(
-            "-q",
-            "--tb=no",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
+            *options.split(),
             f"--basetemp={directory}/tmp",
-            "--hicache-profile=smoke",
             f"--hicache-seed={seed}",
             f"--hicache-report={directory}/report",
-            "-c",
-            str(SUITE / "pytest.ini"),
-            "--rootdir=.",
+            *("-c", str(SUITE / "pytest.ini")),
             *([f"drivers_suite.py::Test{name}" for name in drivers] or ["drivers_suite.py"]),
             cwd=MUTANTS,
             plugins="hicache_conformance.plugin,drivers_suite",

@@ -85,25 +85,10 @@ def verdicts(tmp_path_factory):
         assert expected == ["GET-1"]
         if found is not None:
             file.write_text(as_json(results(*_judged(found))))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "junit_family=xunit1",
-    ]
     environment = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST")}
+    options = "-q -p no:cacheprovider -o junit_family=xunit1 --import-mode=importlib --rootdir=."
     subprocess.run(
-        [
-            *command,
-            "--import-mode=importlib",
-            f"--junitxml={home}/junit.xml",
-            f"--rootdir={home}",
-            *runs,
-        ],
+        [sys.executable, "-m", "pytest", *options.split(), "--junitxml=junit.xml", *runs],
         cwd=home,
         env={**environment, "PYTHONPATH": str(home), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.DEVNULL,

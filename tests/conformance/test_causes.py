@@ -41,10 +41,8 @@ class Broken(MemoryStorage):
         raise self.error
 
 
-def broken(kit, error=None):
+def broken(kit):
     storage, pool = Broken(kit.identity()), kit.pool()
-    if error is not None:
-        storage.error = error
     storage.register_mem_host_pool_v2(pool, "kv")
     return storage, pool
 
@@ -55,11 +53,17 @@ def refused(storage, pool, keys=("a",)):
     }
 
 
-def test_the_driver_s_frames_come_first_the_innermost_at_the_top(kit):
+def logged(kit, *errors):
+    """The log of a driver whose writes have failed so, one after the other."""
     storage, pool = broken(kit)
     with cause_log() as log:
-        refused(storage, pool)
-    [cause] = log.causes
+        for storage.error in errors or [Broken.error]:
+            refused(storage, pool)
+    return log
+
+
+def test_the_driver_s_frames_come_first_the_innermost_at_the_top(kit):
+    [cause] = logged(kit).causes
     assert cause.error == "KeyError: 'gone'"
     assert cause.place.startswith("test_causes.py:")
     assert cause.place.endswith(" in put")
@@ -100,20 +104,12 @@ def test_an_error_that_the_sdk_raised_from_the_driver_s_has_the_driver_s_place_a
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageRefusedError("full")])
 def test_a_fault_of_the_store_is_expected_and_has_its_place_all_the_same(kit, error):
-    storage, pool = broken(kit, error)
-    with cause_log() as log:
-        refused(storage, pool)
-    assert [(cause.expected, cause.place.rpartition(" ")[2]) for cause in log.causes] == [
-        (True, "put")
-    ]
+    [cause] = logged(kit, error).causes
+    assert (cause.expected, cause.place.rpartition(" ")[2]) == (True, "put")
 
 
 def test_each_distinct_exception_of_an_episode_is_kept_and_each_once(kit):
-    storage, pool = broken(kit)
-    with cause_log() as log:
-        for number in range(3 * MAX_CAUSES):
-            storage.error = ValueError(number % (2 * MAX_CAUSES))
-            refused(storage, pool)
+    log = logged(kit, *(ValueError(number % (2 * MAX_CAUSES)) for number in range(3 * MAX_CAUSES)))
     assert [cause.error for cause in log.causes] == [
         f"ValueError: {number}" for number in range(MAX_CAUSES)
     ]
@@ -163,10 +159,7 @@ def test_levels_and_handlers_are_what_they_were_before():
 
 class TestReports:
     def test_the_message_names_the_cause_and_the_detail_has_its_traceback(self, kit):
-        storage, pool = broken(kit)
-        with cause_log() as log:
-            refused(storage, pool)
-        record = violation_finding(Violation("SET-1", "page 0 was refused"), log)
+        record = violation_finding(Violation("SET-1", "page 0 was refused"), logged(kit))
         assert record.reason.startswith(
             "SET-1: page 0 was refused; answered as a miss: KeyError: 'gone' (test_causes.py:"
         )
@@ -177,22 +170,14 @@ class TestReports:
         assert record.causes[0].error == "KeyError: 'gone'"
 
     def test_an_exception_that_reached_the_caller_is_the_cause_before_all_others(self, kit):
-        storage, pool = broken(kit)
-        with cause_log() as log:
-            refused(storage, pool)
-        error = StorageRefusedError("no")
         violation = Violation("", "clear raised StorageRefusedError: no")
-        violation.__cause__ = error
-        record = violation_finding(violation, log)
+        violation.__cause__ = StorageRefusedError("no")
+        record = violation_finding(violation, logged(kit))
         assert [cause.error for cause in record.causes] == ["StorageRefusedError: no"]
         assert record.reason == "clear raised StorageRefusedError: no"
 
     def test_where_the_suite_makes_the_store_fail_only_a_bug_explains_anything(self, kit):
-        storage, pool = broken(kit, OSError(5, "Input/output error"))
-        with cause_log() as log:
-            refused(storage, pool)
-            storage.error = AttributeError("typo")
-            refused(storage, pool)
+        log = logged(kit, OSError(5, "Input/output error"), AttributeError("typo"))
         violation = Violation("FT-1", "a set answers False")
         assert [
             cause.error for cause in violation_finding(violation, log, injects=True).causes
