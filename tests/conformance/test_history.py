@@ -38,37 +38,20 @@ class Scribe:
         return self.events[-1]
 
     def set(self, began, ended, value, *, ok=True, keys=("k",), **more):
-        return self.call(
-            Call.SET,
-            began,
-            ended,
-            keys,
-            value=value,
-            **({} if ended is None else {"done": (ok,) * len(keys)}),
-            **more,
-        )
+        done = (ok,) * len(keys)
+        return self.call(Call.SET, began, ended, keys, value=value, done=done, **more)
 
     def get(self, began, ended, *found, keys=("k",), **more):
-        return self.call(
-            Call.GET, began, ended, keys, **({} if ended is None else {"found": found}), **more
-        )
+        return self.call(Call.GET, began, ended, keys, found=found, **more)
 
     def exists(self, began, ended, hit, keys=("k",)):
         return self.call(Call.EXISTS, began, ended, keys, hit=hit)
 
     def delete(self, began, ended, keys=("k",)):
-        return self.call(
-            Call.DELETE,
-            began,
-            ended,
-            keys,
-            **({} if ended is None else {"done": (True,) * len(keys)}),
-        )
+        return self.call(Call.DELETE, began, ended, keys, done=(True,) * len(keys))
 
     def clear(self, began, ended, raised=""):
-        return self.call(
-            Call.CLEAR, began, ended, (), **({} if ended is None else {"raised": raised})
-        )
+        return self.call(Call.CLEAR, began, ended, (), raised=raised)
 
 
 def kinds(scribe, **options):
@@ -213,25 +196,13 @@ def histories(draw):
         match draw(st.sampled_from(Call)):
             case Call.SET:
                 value += 1
-                scribe.call(
-                    Call.SET,
-                    began,
-                    ended,
-                    keys,
-                    value=value,
-                    **({} if ended is None else {"done": tuple(draw(st.booleans()) for _ in keys)}),
-                )
+                done = tuple(draw(st.booleans()) for _ in keys)
+                scribe.call(Call.SET, began, ended, keys, value=value, done=done)
             case Call.GET:
                 answer = st.one_of(st.none(), st.integers(1, 4), st.just(b"?"))
-                scribe.call(
-                    Call.GET,
-                    began,
-                    ended,
-                    keys,
-                    **({} if ended is None else {"found": tuple(draw(answer) for _ in keys)}),
-                )
+                scribe.get(began, ended, *(draw(answer) for _ in keys), keys=keys)
             case Call.EXISTS:
-                scribe.call(Call.EXISTS, began, ended, keys, hit=draw(st.integers(0, len(keys))))
+                scribe.exists(began, ended, draw(st.integers(0, len(keys))), keys)
             case Call.DELETE:
                 scribe.delete(began, ended, keys)
             case Call.CLEAR:
