@@ -94,7 +94,7 @@ def test_a_driver_that_conforms_no_more_differs_rule_by_rule(site, published, tm
     assert ran.status == 1, ran.output
     assert "verdict: conformant in the file, non-conformant here: breaks " in ran.output
     assert "OB-1: pass in the file, fail here: OB-1: pages_damaged of pool" in ran.output
-    assert f"driver.files: the file is about 5 files of {PACKAGE} with digest " in ran.output
+    assert f"driver.files: 5 files of {PACKAGE} with digest " in ran.output
     assert "badge.json: message is 'conformant (core)', and 'non-conformant (" in ran.output
 
 
@@ -103,14 +103,14 @@ def test_a_driver_that_conforms_no_more_differs_rule_by_rule(site, published, tm
     [
         ({"verdict": "non-conformant"}, "verdict: non-conformant in the file, conformant here: "),
         ({"totals__pass": 31}, "totals.pass: 31 in the file, 30 here"),
-        ({"driver__version": "0.9"}, "driver.version: the file is about hicache-memory-driver 0.9"),
-        ({"driver__files__sha256": "0" * 64}, "driver.files: the file is about 5 files"),
-        ({"rules__0__id": "GET-99"}, "GET-99: only the file has this rule"),
-        ({"GET-1__outcome": "fail"}, "GET-1: fail in the file, pass here: "),
-        ({"GET-1__selected": False}, "GET-1: not selected in the file, pass here: "),
+        ({"driver__version": "0.9"}, "driver.version: hicache-memory-driver 0.9 in the file"),
+        ({"driver__files__sha256": "0" * 64}, "driver.files: 5 files of"),
+        ({"GET-1__id": "GET-99"}, "GET-99: pass in the file, nothing here"),
+        ({"GET-1__outcome": "fail"}, "GET-1: fail in the file, pass here"),
+        ({"GET-1__selected": False}, "GET-1: not selected in the file, pass here"),
         (
             {"GET-1__outcome_by_level": {"core": "untested"}},
-            "GET-1: levels: core untested in the file, core pass here",
+            "GET-1: level core: untested in the file, pass here",
         ),
         # Of a file that contradicts itself.
         ({"GET-1__cases__0__outcome": "fail"}, ": fail in the file, pass here"),

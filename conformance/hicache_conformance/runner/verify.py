@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from hicache_conformance.model.outcomes import (  # noqa: TC001 - msgspec reads the annotations
-    DriverFiles,
-    Outcome,
-    Replay,
-)
+from hicache_conformance.model.outcomes import DriverFiles, Outcome, Replay
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels
 from hicache_conformance.model.settings import Settings
@@ -183,33 +179,38 @@ def results_of(header: Header, judgement: Judgement) -> Published:
 
 def compare(published: Published, now: Published) -> list[str]:
     """List the differences between a file and a run that repeats it."""
+    there, here = _fields(published), _fields(now)
+    why = {"verdict": now.reason}
+    for rule in (*published.rules, *now.rules):
+        why[rule.id] = rule.reason or why.get(rule.id, "")
     found = list[str]()
-    there, here = published.driver, now.driver
-    if (there.distribution, there.version) != (here.distribution, here.version):
-        found.append(
-            f"driver.version: the file is about {there.distribution} {there.version}, and "
-            f"{here.distribution} {here.version} is installed"
-        )
-    if there.files != here.files:
-        found.append(
-            f"driver.files: the file is about {_described(there.files)}; here are "
-            f"{_described(here.files)}"
-        )
-    if published.verdict != now.verdict:
-        found.append(f"verdict: {published.verdict} in the file, {now.verdict} here: {now.reason}")
-    found += [
-        f"totals.{outcome}: {published.totals.get(outcome, 0)} in the file, {number} here"
-        for outcome, number in now.totals.items()
-        if published.totals.get(outcome, 0) != number
-    ]
-    before, after = ({rule.id: rule for rule in run.rules} for run in (published, now))
-    for name in dict.fromkeys((*before, *after)):
-        if name in before and name in after:
-            found += _compare_rule(before[name], after[name])
-        else:
-            where = "the file" if name in before else "the suite that is installed here"
-            found.append(f"{name}: only {where} has this rule")
+    for name in dict.fromkeys((*there, *here)):
+        # Another suite may have other cases; it has the same rules.
+        is_of_both = (name in there and name in here) or ": " not in name
+        if is_of_both and there.get(name) != here.get(name):
+            text = f"{name}: {there.get(name, 'nothing')} in the file, {here.get(name, 'nothing')} here"
+            found.append(": ".join(filter(None, [text, why.get(name)])))
     return found
+
+
+def _fields(run: Published) -> dict[str, str]:
+    """Everything that a run and its repetition have to agree on, by name."""
+    driver, files = run.driver, run.driver.files
+    packages = ", ".join(files.packages)
+    fields = {
+        "driver.version": f"{driver.distribution} {driver.version}",
+        "driver.files": f"{files.count} files of {packages} with digest {files.sha256}",
+        "verdict": run.verdict,
+        **{f"totals.{outcome}": f"{run.totals.get(outcome, 0)}" for outcome in Outcome},
+    }
+    for rule in run.rules:
+        fields[rule.id] = f"{rule.outcome}" if rule.selected else "not selected"
+        fields |= {
+            f"{rule.id}: level {level}": f"{outcome}"
+            for level, outcome in rule.outcome_by_level.items()
+        }
+        fields |= {f"{rule.id}: {case.name}": f"{case.outcome}" for case in rule.cases}
+    return fields
 
 
 def compare_badge(path: Path, header: Header, judgement: Judgement) -> list[str]:
@@ -240,27 +241,3 @@ def notes(published: Published, now: Published) -> list[str]:
         if published.environment.get(name, here) != here
     )
     return found
-
-
-def _compare_rule(then: PublishedRule, now: PublishedRule) -> list[str]:
-    found = list[str]()
-    if (then.selected, then.outcome) != (now.selected, now.outcome):
-        was, is_now = (rule.outcome if rule.selected else "not selected" for rule in (then, now))
-        found.append(f"{now.id}: {was} in the file, {is_now} here: {now.reason or then.reason}")
-    elif then.outcome_by_level != now.outcome_by_level:
-        found.append(f"{now.id}: levels: {_levels(then)} in the file, {_levels(now)} here")
-    outcomes = {case.name: case.outcome for case in now.cases}
-    found += [
-        f"{now.id}: {case.name}: {case.outcome} in the file, {outcomes[case.name]} here"
-        for case in then.cases
-        if outcomes.get(case.name, case.outcome) is not case.outcome
-    ]
-    return found
-
-
-def _levels(rule: PublishedRule) -> str:
-    return ", ".join(f"{level} {outcome}" for level, outcome in rule.outcome_by_level.items())
-
-
-def _described(files: DriverFiles) -> str:
-    return f"{files.count} files of {', '.join(files.packages)} with digest {files.sha256[:12]}"
