@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_conformance.report.badge import badge
 from hicache_conformance.report.junit import junit
 from hicache_conformance.report.page import page
-from hicache_conformance.report.results import as_json, results
+from hicache_conformance.report.results import as_json, badge, results
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""`results.json`: everything, in an order that depends on the contract and not on the run."""
+"""The files of a report for machines.
+
+`results.json` has everything, in an order that depends on the contract and not on the run;
+`badge.json` is what shields.io asks of an endpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import msgspec
 from hicache_conformance.model.outcomes import PREFLIGHT, Outcome
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.settings import mentions_tmp, port_names
+from hicache_conformance.model.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +26,11 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = 1
 """Raised when a field changes its meaning or goes; new fields do not raise it."""
+COLOURS: Final = {
+    Verdict.CONFORMANT: "brightgreen",
+    Verdict.NON_CONFORMANT: "red",
+    Verdict.INCOMPLETE: "orange",
+}
 
 
 def results(header: Header, judgement: Judgement) -> dict[str, Any]:
@@ -62,6 +72,20 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
         # All rules, those that were not selected included, so that two files always have the same
         # rows.
         "rules": [_rule(header, result) for result in judgement.rules],
+    }
+
+
+def badge(header: Header, judgement: Judgement) -> dict[str, Any]:
+    """A verdict and its levels; never a percentage, because a driver does not conform by 97%."""
+    levels, failed = header.levels, judgement.count(Outcome.FAIL)
+    named = "all levels" if len(levels) == len(Level) else ", ".join(levels)
+    # What is broken is told in the place of the levels; shields.io shows one line.
+    detail = f"{failed} rules broken" if failed else named
+    return {
+        "schemaVersion": 1,
+        "label": f"HiCacheStorage v{header.spec_version}",
+        "message": f"{judgement.verdict} ({detail})",
+        "color": COLOURS[judgement.verdict],
     }
 
 

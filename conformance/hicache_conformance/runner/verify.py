@@ -17,9 +17,8 @@ from hicache_conformance.model.outcomes import DriverFiles, Outcome, Replay
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels
 from hicache_conformance.model.settings import Settings
-from hicache_conformance.report.badge import badge
 from hicache_conformance.report.header import SUITE
-from hicache_conformance.report.results import SCHEMA, results, store_is_fresh
+from hicache_conformance.report.results import SCHEMA, badge, results, store_is_fresh
 
 if TYPE_CHECKING:
     from hicache_conformance.model.outcomes import Header
