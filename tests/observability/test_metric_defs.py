@@ -18,7 +18,8 @@ from hicache_metadata_server.auth.security import Security, WatchedFiles
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Quota, Quotas
-from hicache_metadata_server.http.metrics import Metrics
+from hicache_metadata_server.http.app import create_app
+from hicache_metadata_server.storage.store import MemoryStore
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.stats import ControllerStats
 from hicache_storage.layers import MetricsLayer, StorageOptions, wrap
@@ -154,6 +155,10 @@ async def test_a_server_without_a_store_has_no_transactions():
     assert not [name for name in names if "transaction" in name or "store" in name]
 
 
+def metrics_text(service):
+    return create_app(service, MemoryStore()).server.metrics.text()
+
+
 def test_leases_that_end_by_themselves_are_counted():
     service, now = MetadataService(), 100.0
     service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=8)]), now)
@@ -172,7 +177,7 @@ def test_leases_that_end_by_themselves_are_counted():
     )
     service.settle(now + 5.0, 1024)
     assert service.list_scopes().scopes[0].expired_leases == 2
-    assert b'hicache_metadata_expired_leases_total{scope="0:kv"} 2.0' in Metrics(service).text()
+    assert b'hicache_metadata_expired_leases_total{scope="0:kv"} 2.0' in metrics_text(service)
 
 
 def test_the_model_of_a_scope_is_a_label():
@@ -183,7 +188,7 @@ def test_the_model_of_a_scope_is_a_label():
         service.describe(p.Describe(scope="0:kv", model=model), 1.0)
     [family] = [
         family
-        for family in text_string_to_metric_families(Metrics(service).text().decode())
+        for family in text_string_to_metric_families(metrics_text(service).decode())
         if family.name == "hicache_metadata_scope_info"
     ]
     assert [(sample.labels, sample.value) for sample in family.samples] == [
@@ -197,7 +202,7 @@ def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
         service.initialize(
             p.Initialize(scopes=[p.ScopeGeometry(scope=f"1:s{number}", slots=8)]), 1.0
         )
-    metrics = Metrics(service)
+    metrics = create_app(service, MemoryStore()).server.metrics
     metrics.text()
     # Sorted before all others, and still not one that is named.
     for name in ("0:a", "0:b"):

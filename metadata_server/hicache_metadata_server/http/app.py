@@ -77,7 +77,7 @@ def _pages(server: ServerRuntime) -> list[Route]:
         return JSONResponse({"status": "ok"})
 
     async def readyz(request: Request) -> Response:
-        problem = server.problem()
+        problem = server.handlers.problem()
         if not problem:
             return JSONResponse({"status": "ok"})
         code = "draining" if server.service.draining else "unavailable"

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.limits import RequestSize
     from hicache_metadata_server.core.scope import Totals
     from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.http.handlers import Handlers
     from hicache_metadata_server.protocol import ScopeStatus
-    from hicache_metadata_server.storage.group_commit import GroupCommit
+    from hicache_metadata_server.storage.store import MetadataStore
 
 RESULTS: Final = ("hit", "miss")
 SECONDS: Final = 600
@@ -63,7 +64,7 @@ class Counters(NamedTuple):
 class Metrics:
     """Metrics of one server, in a registry of its own."""
 
-    def __init__(self, service: MetadataService, problem: Callable[[], str] = str) -> None:
+    def __init__(self, handlers: Handlers, store: MetadataStore, security: Security) -> None:
         # Not the global registry: tests and embedded servers have several in one process.
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -83,13 +84,10 @@ class Metrics:
             registry=self._registry,
         )
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self.group_commit: GroupCommit | None = None
-        self.security: Security | None = None
-        self.store_sizes: Callable[[], dict[str, int]] = dict
-        self.unowned_scopes: Callable[[], int] = int
-        self.store_fails: Callable[[], bool] = bool
-        self._service = service
-        self._problem = problem
+        self._handlers = handlers
+        self._service = handlers.service
+        self._store = store
+        self._security = security
         self._scopes = set[str]()
         """Scopes with series of their own. They keep them as long as the process lives: if counters
         moved between a scope's name and `OTHER_SCOPES`, both would look like restarts."""
@@ -128,22 +126,21 @@ class Metrics:
         )
         yield build
         sizes = scalars(v.STORE_BYTES)
-        for part, size in self.store_sizes().items():
+        for part, size in self._store.sizes().items():
             sizes.add_metric([part], size)
         yield sizes
-        yield scalar(v.UNOWNED_SCOPES, self.unowned_scopes())
+        yield scalar(v.UNOWNED_SCOPES, self._handlers.unowned_scopes())
         yield scalar(v.QUARANTINE_SECONDS, self._service.limits.quarantine_seconds)
-        yield scalar(v.READY, not self._problem())
+        yield scalar(v.READY, not self._handlers.problem())
         yield scalar(v.DRAINING, self._service.draining)
         yield scalar(v.RECOVERY_PROBLEMS, len(self._service.recovery_problems))
-        if self.group_commit is not None:
-            yield scalar(v.TRANSACTIONS, self.group_commit.groups)
-            yield scalar(v.STORE_FAILING, self.store_fails())
+        if (group_commit := self._handlers.group_commit) is not None:
+            yield scalar(v.TRANSACTIONS, group_commit.groups)
+            yield scalar(v.STORE_FAILING, self._handlers.store_fails())
             durations = histogram(v.TRANSACTION_SECONDS)
-            add_latency(durations, v.TRANSACTION_SECONDS, [], self.group_commit.durations)
+            add_latency(durations, v.TRANSACTION_SECONDS, [], group_commit.durations)
             yield durations
-        if self.security is not None:
-            yield from self.security.families()
+        yield from self._security.families()
 
     def _scope_families(self) -> Iterator[Metric]:
         slots, evicted = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)

@@ -118,13 +118,10 @@ class ServerRuntime:
         self.service = service
         self.store = store
         self.clock = clock
-        self.metrics = Metrics(service, self.problem)
-        self.recorder = HistoryRecorder(service, self.metrics, clock)
-        self.security = self.metrics.security = security
-        self.metrics.store_sizes = store.sizes
+        self.security = security
         self.handlers = handlers or Handlers(service, clock)
-        self.metrics.unowned_scopes = self.handlers.unowned_scopes
-        self.metrics.store_fails = self.handlers.store_fails
+        self.metrics = Metrics(self.handlers, store, security)
+        self.recorder = HistoryRecorder(service, self.metrics, clock)
         self._stopping = False
         self._next_second = 0.0
         self.request_log = RequestLog(self.metrics, self.recorder, slow_seconds, tracing.spans())
@@ -134,7 +131,7 @@ class ServerRuntime:
         """Lifespan of the application: starts the group commit and the timers, and ends them."""
         # Here and not in `__init__`: both need the running event loop.
         if self.store.durability is not p.StoreDurability.NONE:
-            self.handlers.group_commit = self.metrics.group_commit = GroupCommit(
+            self.handlers.group_commit = GroupCommit(
                 self.service, self.store, self.clock, self.handlers.fenced
             )
         ticking = asyncio.create_task(self._tick())
@@ -152,10 +149,6 @@ class ServerRuntime:
             if (spans := tracing.spans()) is not None:
                 await asyncio.to_thread(spans.flush)
             _log.info("stopped", scopes=len(self.service.scopes))
-
-    def problem(self) -> str:
-        """Reason why the server is not ready, or ""."""
-        return self.handlers.problem()
 
     async def _tick(self) -> None:
         # A cancellation may be lost on its way: `asyncio.wait_for`, in which redis-py sends, returns
