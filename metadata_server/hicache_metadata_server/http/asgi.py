@@ -19,6 +19,7 @@ from hicache_metadata_server.core.limits import LONG_BODY
 from hicache_metadata_server.dashboard.assets import is_page
 from hicache_metadata_server.http.handlers import DecodedRequest, Response, refusal
 from hicache_metadata_server.protocol import HISTORY
+from hicache_storage.observability import tracing
 from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class ProtocolApp:
         self._handlers = server.handlers
         self._known = server.handlers.endpoints
         self._request_log = server.request_log
+        self._spans = tracing.spans()
         self._tokens = server.security.tokens
         self._rates = server.security.rates
         self._audit = server.security.audit
@@ -161,7 +163,9 @@ class ProtocolApp:
         self._rates.admit(caller, endpoint.name)
         content_type, response_type = content_types(path, headers)
         idempotency_key = headers.get(b"idempotency-key", b"").decode("latin-1")
-        span = self._request_log.begin(method, endpoint.name, request_id, headers)
+        span = None
+        if self._spans is not None:
+            span = self._spans.answer(method, endpoint.name, request_id, headers)
         return RequestHead(endpoint, content_type, response_type, idempotency_key, caller, span)
 
     async def _read_body(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes:

@@ -17,14 +17,14 @@ from hicache_metadata_server.storage.group_commit import GroupCommit
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable
 
     from starlette.applications import Starlette
 
     from hicache_metadata_server.auth.security import Security
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.store import MetadataStore
-    from hicache_storage.observability.otel import ServerSpan, Spans
+    from hicache_storage.observability.otel import ServerSpan
 
 TICK_SECONDS: Final = 0.1
 """Interval of the timers; a lease or quarantine ends at most this much late."""
@@ -40,29 +40,13 @@ class RequestLog:
 
     Args:
         slow_seconds: requests that take this long are logged and counted; 0 for none.
-        spans: begins a span for each request; None for none.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        recorder: HistoryRecorder,
-        slow_seconds: float,
-        spans: Spans | None,
-    ) -> None:
+    def __init__(self, metrics: Metrics, recorder: HistoryRecorder, slow_seconds: float) -> None:
         self._metrics = metrics
         self._recorder = recorder
         self._slowest = recorder.slow_log
         self._slow_seconds = slow_seconds or float("inf")
-        self._spans = spans
-
-    def begin(
-        self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]
-    ) -> ServerSpan | None:
-        """Begin the span of a request whose head has arrived."""
-        return (
-            None if self._spans is None else self._spans.answer(method, route, request_id, headers)
-        )
 
     def record(
         self,
@@ -124,7 +108,7 @@ class ServerRuntime:
         self.recorder = HistoryRecorder(service, self.metrics, clock)
         self._stopping = False
         self._next_second = 0.0
-        self.request_log = RequestLog(self.metrics, self.recorder, slow_seconds, tracing.spans())
+        self.request_log = RequestLog(self.metrics, self.recorder, slow_seconds)
 
     @contextlib.asynccontextmanager
     async def running(self, app: Starlette | None = None) -> AsyncGenerator[None]:
