@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RankGroupError,
         SingleRank,
     )
+    from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
     from hicache_storage.hybrid.stack import (
         AttentionGeometry,
         DSAHybridStack,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
         PrefetchResult,
     )
     from hicache_storage.hybrid.storage_io.workers import StorageAttachedError
-    from hicache_storage.hybrid.torch_group import TorchRankGroup
 
 __all__ = [
     "AttentionGeometry",
@@ -98,7 +98,7 @@ _MODULES = {
     "storage_io.backups": ("BackupResult",),
     "storage_io.prefetch": ("PrefetchOperation", "PrefetchOutcome", "PrefetchResult"),
     "storage_io.workers": ("StorageAttachedError",),
-    "torch_group": ("TorchRankGroup",),
+    "ranks.torch_group": ("TorchRankGroup",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -12,11 +12,11 @@ from hicache_storage.hybrid.controller import STOP_SECONDS, HybridCacheControlle
 from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
 from hicache_storage.hybrid.ranks import SingleRank, check_consistent, make_on_all_ranks
+from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
 from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig
 from hicache_storage.hybrid.stack.stack import DSAHybridStack, MambaHybridStack, StackPools
 from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.hybrid.storage_io.workers import close_quietly
-from hicache_storage.hybrid.torch_group import TorchRankGroup
 from hicache_storage.pools import device_pool, host_pool
 from hicache_storage.spec import ConfigError, PoolHitPolicy, PoolName
 from hicache_storage.transfer import (

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 import torch.distributed as dist
 
-from hicache_storage.hybrid.ranks import AXES, RankGroupError, check_consistent
+from hicache_storage.hybrid.ranks.group import AXES, RankGroupError, check_consistent
 from hicache_storage.spec import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.hybrid.ranks import ParallelConfig
+    from hicache_storage.hybrid.ranks.group import ParallelConfig
 
 TIMEOUT_SECONDS = 300.0
 """Default time that a rank waits for the others in a collective."""
