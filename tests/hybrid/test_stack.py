@@ -183,8 +183,7 @@ def test_what_a_prefetch_has_brought_outlives_its_storage(config):
     with build(settings, storage=in_dict(settings, objects)) as stack:
         session = Session(stack)
         assert stack.cache.prefetch_from_storage("session", session.tokens)
-        operation = stack.cache._prefetches._running["session"].operation
-        eventually(lambda: stack.cache.poll() or operation.done)
+        eventually(lambda: stack.cache.poll() or stack.cache.idle())
         stack.detach()
         assert session.restore() == (Session.LENGTH, Session.LENGTH)
         assert stack.drain(60)
