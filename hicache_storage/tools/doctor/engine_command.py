@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=BridgeConfig)
 
 SEED_VARIABLE: Final = "PYTHONHASHSEED"
-SHARED_MEMORY: Final = Path("/dev/shm")
-CUDA_NODES: Final = ("nvidia[0-9]*", "dxg", "kfd")
-"""Device nodes of the GPUs that torch calls CUDA, below /dev: NVIDIA's, also in WSL, and AMD's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +140,3 @@ def parsed_bridge(
     except DriverError as error:
         return None, fail(check, str(error), f"docs/{engine}.md lists the bridge's options")
     return config, ok(check, f"driver {config.driver}")
-
-
-def has_device(*patterns: str) -> bool:
-    """Return True if a device node below /dev matches a pattern."""
-    return any(True for pattern in patterns for _ in Path("/dev").glob(pattern))

@@ -1,27 +1,24 @@
-"""Checks of the command line of LMCache's server; nothing of LMCache is imported."""
+"""Checks of the command line of LMCache's server: what it and the bridge accept, and what is not
+served as it is meant. What they refuse at their start they say themselves."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.engines.lmcache.identity import VERSIONS, adapter_config
 from hicache_storage.tools.doctor.engine_command import (
-    CUDA_NODES,
     SEED_VARIABLE,
-    SHARED_MEMORY,
     EngineCommand,
     check_version,
-    has_device,
     is_file,
     object_of,
     parsed_bridge,
     read_object,
 )
 from hicache_storage.tools.doctor.finding import fail, ok, warn
-from hicache_storage.tools.doctor.machine import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,18 +33,17 @@ NAMES: Final = {
 }
 """What names the bridge in the value of `--l2-adapter`."""
 EXAMPLE: Final = f"hicache doctor lmcache server {ADAPTER} '{json.dumps(NAMES)[:-1]}, ...}}'"
-NO_ARENA: Final = ("--gds-l1-path", "--l1-manager")
-"""Options with which L1 may be no arena in this process' memory."""
+DEVICES: Final = ("nvidia[0-9]*", "dxg", "kfd", "davinci[0-9]*")
+"""Nodes below /dev of GPUs that torch calls CUDA, NVIDIA's, also in WSL, and AMD's; and of NPUs."""
 
 
 def check_lmcache(target: DoctorTarget) -> Iterator[Finding]:
-    """Check version, keys, transfer mode, L1 and the configuration of the adapter."""
+    """Check version, keys, transfer mode and the configuration of the adapter."""
     command = EngineCommand.parse(target.command_line)
     yield from check_version("lmcache", ("lmcache",), VERSIONS)
     yield from _keys(command)
     if "server" in command.arguments:
         yield from _transfer(command)
-        yield from _l1(command)
     texts = command.configurations(ADAPTER)
     if not texts:
         yield warn("lmcache: adapter", f"no {ADAPTER} was given; none was checked", EXAMPLE)
@@ -92,16 +88,6 @@ def _is_ours(adapter: Mapping[str, object]) -> bool:
 def _adapter(adapter: Mapping[str, object]) -> Iterator[Finding]:
     """Check the value that names the bridge."""
     check = "lmcache: adapter"
-    for key, right in NAMES.items():
-        if adapter.get(key) != right:
-            yield fail(check, f"{key} is {adapter.get(key)!r}", f'"{key}": "{right}"')
-    if "driver" in adapter:
-        yield fail(
-            check,
-            "driver stands beside type, where LMCache ignores it",
-            '"adapter_params": {"driver": ..., "driver_config": {...}}',
-        )
-        return
     if adapter.get("serde") is not None:
         yield fail(
             check,
@@ -141,7 +127,7 @@ def _transfer(command: EngineCommand) -> Iterator[Finding]:
     """Check that the server answers the requests that the engine's workers make."""
     check = "lmcache: transfer mode"
     mode = command.value("--supported-transfer-mode", default="lmcache_driven")
-    serves_handles = has_device(*CUDA_NODES, "davinci[0-9]*")
+    serves_handles = has_devices()
     if mode == "lmcache_driven" and not serves_handles:
         yield fail(
             check,
@@ -160,33 +146,6 @@ def _transfer(command: EngineCommand) -> Iterator[Finding]:
         yield ok(check, mode)
 
 
-def _l1(command: EngineCommand) -> Iterator[Finding]:
-    """Check that L1 is an arena in main memory, and fits."""
-    check = "lmcache: L1"
-    if option := command.given(*NO_ARENA):
-        detail = f"{option}: the bridge reads and writes in an L1 of main memory"
-        fix = "--l1-size-gb SIZE --eviction-policy LRU in its place"
-        if option == "--gds-l1-path":
-            yield fail(check, detail, fix)
-        else:
-            yield warn(check, f"{detail}; of type DRAM, which was not checked", fix)
-        return
-    missing = [name for name in ("--l1-size-gb", "--eviction-policy") if not command.given(name)]
-    if missing:
-        fix = "--l1-size-gb 20 --eviction-policy LRU"
-        yield fail(check, f"{' and '.join(missing)} missing: the server does not start", fix)
-        return
-    try:
-        wanted = int(float(command.value("--l1-size-gb")) * (1 << 30))
-    except ValueError:
-        yield fail(check, "--l1-size-gb is no number", "--l1-size-gb 20")
-        return
-    if command.value("--shm-name") and wanted > (free := shutil.disk_usage(SHARED_MEMORY).free):
-        yield fail(
-            check,
-            f"--shm-name puts {size(wanted)} into {SHARED_MEMORY}, which has {size(free)} free",
-            f"mount -o remount,size={-(-wanted >> 30)}G {SHARED_MEMORY} (containers: --shm-size or "
-            "--ipc=host), or a smaller --l1-size-gb",
-        )
-    else:
-        yield ok(check, size(wanted))
+def has_devices() -> bool:
+    """Return True if workers of this machine run on GPUs or NPUs."""
+    return any(True for pattern in DEVICES for _ in Path("/dev").glob(pattern))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import platform
 import resource
 from importlib.metadata import version
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
 
 ENOUGH_FILES: Final = 4096
 """Open files that an engine and its connections do not use up."""
-IO_URING_SETUP: Final = 425
-"""The system call's number, the same on every architecture."""
 CAP_IPC_LOCK: Final = 14
 TIME_ERROR: Final = 5
 """Result of adjtimex(2) while the clock is not synchronised."""
@@ -112,32 +108,6 @@ def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
             "become misses",
             fix,
         )
-
-
-def check_io_uring(target: DoctorTarget) -> Iterator[Finding]:
-    """Check that this process can create an io_uring.
-
-    It makes the system call itself, because containers filter that.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    ring = libc.syscall(IO_URING_SETUP, 1, None)
-    error = ctypes.get_errno()
-    if ring >= 0:
-        os.close(ring)
-    # `EFAULT`: the call was allowed and has missed its parameters, which are null here.
-    if ring >= 0 or error == errno.EFAULT:
-        yield ok("io_uring", "available")
-        return
-    fix = {
-        errno.ENOSYS: "use a kernel of 5.1 or later with CONFIG_IO_URING",
-        errno.EPERM: "sysctl kernel.io_uring_disabled=0; in a container, allow io_uring_setup in "
-        "its seccomp profile",
-    }.get(error, "see `man 2 io_uring_setup`")
-    yield warn(
-        "io_uring",
-        f"not available ({os.strerror(error)}); drivers that can use it fall back to threads",
-        fix,
-    )
 
 
 def check_huge_pages(target: DoctorTarget) -> Iterator[Finding]:

@@ -26,7 +26,6 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "torch": machine.check_torch,
     "locked memory": machine.check_locked_memory,
     "open files": machine.check_open_files,
-    "io_uring": machine.check_io_uring,
     "huge pages": machine.check_huge_pages,
     "clock": machine.check_clock,
     "plugins": plugins.check_plugins,
