@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -48,7 +48,18 @@ def app(name: str = "") -> typer.Typer:
     """
     import typer
 
-    from hicache_storage.cli.root import root
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"hicache-storage {version('hicache-storage')}")
+            raise typer.Exit
+
+    # Eager: it ends before typer complains that no command was given.
+    shown = typer.Option(
+        False, "--version", callback=show_version, is_eager=True, help="Print the version and end."
+    )
+
+    def root(_version: bool = shown) -> None:
+        """Drivers and tools for KV caches outside the GPU."""
 
     commands = typer.Typer(
         name="hicache",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hicache_storage.tools.scaffold import check_name, make_package, package_files
-from hicache_storage.tools.scaffold.names import MAX_NAME_CHARACTERS
+from hicache_storage.tools.scaffold.package import MAX_NAME_CHARACTERS
 from tests.support.author import Author
 from tests.support.commands import SCRIPTS, run_hicache, run_program
 

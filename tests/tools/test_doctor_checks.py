@@ -18,7 +18,7 @@ from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import Registry
 from hicache_storage.spec import Capabilities, DriverConfig, Durability, HiCacheStorage, Sharing
-from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, endpoints, machine, plugins
+from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, endpoints, machine
 from tests.support.commands import run_python
 
 SOUND = Capabilities(deletes=True)
@@ -228,21 +228,21 @@ def test_broken_and_rival_plugins(monkeypatch):
     found = Registry(broken=[BrokenPlugin("acme-pkg:acme", ImportError("no acme"))])
     for owner in ("one:x", "two:x"):
         found.add(replace(SPEC, name="rival"), owner=owner)
-    monkeypatch.setattr(plugins, "registry", lambda: found)
-    general, broken, rival = plugins.check_plugins(DoctorTarget())
+    monkeypatch.setattr(drivers, "registry", lambda: found)
+    general, broken, rival = drivers.check_plugins(DoctorTarget())
     assert general.status is Status.OK
     assert broken.status is rival.status is Status.FAIL
     assert "acme-pkg:acme is broken: ImportError: no acme" in broken.detail
     assert rival.fix == "pip uninstall all but one of one, two"
-    _, broken, rival = plugins.check_plugins(DoctorTarget(driver="other"))
+    _, broken, rival = drivers.check_plugins(DoctorTarget(driver="other"))
     assert broken.status is rival.status is Status.WARN
     monkeypatch.setenv("HICACHE_DISABLED_PLUGINS", "file")
-    assert "hides file" in list(plugins.check_plugins(DoctorTarget()))[-1].detail
+    assert "hides file" in list(drivers.check_plugins(DoctorTarget()))[-1].detail
 
 
 def test_a_driver_that_nobody_registers(monkeypatch):
-    monkeypatch.setattr(plugins, "registry", Registry)
-    assert only(plugins.check_registered(TARGET)).status is Status.FAIL
+    monkeypatch.setattr(drivers, "registry", Registry)
+    assert only(drivers.check_registered(TARGET)).status is Status.FAIL
 
 
 # The machine

@@ -1,20 +1,29 @@
-"""The checks, in the order of the report."""
+"""The checks, in the order of the report, and the process that runs them. A driver can hang or crash
+it; `supervisor` detects that.
+
+It reads a `CheckTask` from its standard input and writes one `Note` a line to the descriptor that
+its argument names. Its standard output is left to the driver, which may print.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from hicache_storage.tools.doctor import (
     drivers,
     endpoints,
     lmcache,
     machine,
-    plugins,
     round_trip,
     vllm,
 )
 from hicache_storage.tools.doctor.engine_command import object_of
+from hicache_storage.tools.doctor.finding import CheckTask, Note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,11 +37,11 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "open files": machine.check_open_files,
     "huge pages": machine.check_huge_pages,
     "clock": machine.check_clock,
-    "plugins": plugins.check_plugins,
-    "conformance suite": plugins.check_conformance,
+    "plugins": drivers.check_plugins,
+    "conformance suite": drivers.check_conformance,
     "vllm": vllm.check_vllm,
     "lmcache": lmcache.check_lmcache,
-    "registered": plugins.check_registered,
+    "registered": drivers.check_registered,
     "drivers": drivers.check_drivers,
     "options": round_trip.check_options,
     "directories": endpoints.check_directories,
@@ -63,3 +72,19 @@ def with_engines_driver(target: DoctorTarget) -> DoctorTarget:
     if not isinstance(driver, str):
         return target
     return replace(target, driver=driver, options=object_of(options, "driver_config"))
+
+
+def main() -> None:
+    """Run the checks of the task."""
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckTask)
+    # Unbuffered: a note must have left this process before a driver can crash it.
+    notes = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
+    for check in task.checks:
+        notes.write(msgspec.json.encode(Note(check)) + b"\n")
+        for finding in CHECKS[check](task.target):
+            notes.write(msgspec.json.encode(Note(check, finding)) + b"\n")
+        notes.write(msgspec.json.encode(Note(check, done=True)) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
-from hicache_storage.tools.doctor.child import CheckTask, Note
-from hicache_storage.tools.doctor.finding import Finding, fail
+from hicache_storage.tools.doctor.finding import CheckTask, Finding, Note, fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +39,12 @@ def examine(
 
     A driver's failure raises nothing.
     """
-    remaining = _planned(target) if checks is None else list(checks)
+    if checks is None:
+        # Here, so that `hicache --help` does not import all checks.
+        from hicache_storage.tools.doctor.plan import planned
+
+        checks = planned(target)
+    remaining = list(checks)
     limit = 2 * target.deadline_seconds + grace_seconds
     try:
         created = tempfile.TemporaryDirectory(prefix="hicache-doctor-", ignore_cleanup_errors=True)
@@ -66,12 +70,6 @@ def examine(
                     remaining = remaining[remaining.index(running) + 1 :]
 
 
-def _planned(target: DoctorTarget) -> list[str]:
-    from hicache_storage.tools.doctor.plan import planned
-
-    return planned(target)
-
-
 class _Child:
     """The process, and the pipe of its notes."""
 
@@ -83,7 +81,7 @@ class _Child:
         self._hung = False
         # `-P`: a file in the current directory must not be imported in place of a module of the
         # same name.
-        command = [sys.executable, "-P", "-m", "hicache_storage.tools.doctor.child", str(inner)]
+        command = [sys.executable, "-P", "-m", "hicache_storage.tools.doctor.plan", str(inner)]
         try:
             self._process = subprocess.Popen(
                 command,

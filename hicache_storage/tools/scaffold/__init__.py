@@ -1,6 +1,10 @@
 """A new driver's package, made of templates."""
 
-from hicache_storage.tools.scaffold.names import PackageNames, check_name
-from hicache_storage.tools.scaffold.package import make_package, package_files
+from hicache_storage.tools.scaffold.package import (
+    PackageNames,
+    check_name,
+    make_package,
+    package_files,
+)
 
 __all__ = ["PackageNames", "check_name", "make_package", "package_files"]
