@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from hicache_storage.pools.pages import check_pages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName
-from hicache_storage.transfer.pages import check_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

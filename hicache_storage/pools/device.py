@@ -74,10 +74,6 @@ class DevicePages:
         """A layer's share of all pages: one view (pages, rows per page, ...) for each part."""
         return self._views[layer]
 
-    def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
-        """A layer's share of one page: one view (rows per page, ...) for each part."""
-        return [part[first_slot // self.page_size] for part in self._views[layer]]
-
     def check_host_pool(self, pool: HostPoolBase) -> None:
         """Refuse a host pool whose pages are not made of the same rows.
 

@@ -154,10 +154,6 @@ class HostPoolBase(SlotAllocator):
         """A layer's share of all pages: one view (pages, rows per page, ...) for each part."""
         return self._layers[layer]
 
-    def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
-        """A layer's share of one page: one view (rows per page, ...) for each part, K before V."""
-        return [part[first_slot // self.page_size] for part in self._layers[layer]]
-
     def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         """Return the components of pages as writable views of the pool's memory.
 

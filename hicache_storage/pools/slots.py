@@ -6,11 +6,9 @@ import threading
 
 import torch
 
+from hicache_storage.pools.pages import check_pages, named, page_slots
 from hicache_storage.pools.shapes import check_size
-from hicache_storage.spec import SlotError
-
-NAMED_SLOTS = 8
-"""How many slots an error message names."""
+from hicache_storage.spec import InvalidTransferError, SlotError
 
 
 class SlotAllocator:
@@ -33,7 +31,6 @@ class SlotAllocator:
         self.size = size
         self.page_size = page_size
         self.page_num = size // page_size
-        self._offsets = torch.arange(page_size)
         self._lock = threading.Lock()
         self._queue: torch.Tensor
         self._head: int
@@ -80,7 +77,7 @@ class SlotAllocator:
             idle = pages[~self._in_use[pages]]
             if idle.numel() or twice.numel():
                 wrong = self._slots_of(idle if idle.numel() else twice)
-                raise SlotError(f"slots given back twice, or never handed out: {_named(wrong)}")
+                raise SlotError(f"slots given back twice, or never handed out: {named(wrong)}")
             self._in_use[pages] = False
             self._queue[self._places(self._head + self._free, pages.numel())] = pages
             self._free += pages.numel()
@@ -108,39 +105,15 @@ class SlotAllocator:
         return (torch.arange(count) + start) % self.page_num
 
     def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:
-        return (pages.unsqueeze(1) * self.page_size + self._offsets).view(-1)
+        return page_slots(pages, self.page_size)
 
     def _whole_pages(self, indices: torch.Tensor) -> torch.Tensor:
-        if indices.dtype != torch.int64:
-            raise SlotError(f"slots must be an int64 tensor, got {indices.dtype}")
-        slots = indices.to("cpu").reshape(-1)
-        outside = slots[(slots < 0) | (slots >= self.size)]
+        try:
+            pages = check_pages(indices, self.page_size)
+        except InvalidTransferError as error:
+            raise SlotError(str(error)) from None
+        outside = pages[(pages < 0) | (pages >= self.page_num)]
         if outside.numel():
-            raise SlotError(f"slots out of range [0, {self.size}): {_named(outside)}")
-        pages = slots[:: self.page_size] // self.page_size
-        if not torch.equal(self._slots_of(pages), slots):
-            stray = _named(_without_page(slots, self.page_size))
-            raise SlotError(
-                f"slots must be given back in whole pages of {self.page_size} consecutive ones, "
-                f"not {stray}"
-            )
+            slots = named(self._slots_of(outside))
+            raise SlotError(f"slots out of range [0, {self.size}): {slots}")
         return pages
-
-
-def _without_page(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The slots whose page is not there as a whole.
-
-    Where all are, those that do not stand in order.
-    """
-    pages = slots // page_size
-    partial = slots[torch.bincount(pages)[pages] % page_size != 0]
-    if partial.numel():
-        return partial
-    rows = slots.view(-1, page_size)
-    ordered = rows[:, :1] // page_size * page_size + torch.arange(page_size)
-    return rows[(rows != ordered).any(dim=1)].view(-1)
-
-
-def _named(slots: torch.Tensor) -> str:
-    text = ", ".join(str(int(slot)) for slot in slots[:NAMED_SLOTS])
-    return text if slots.numel() <= NAMED_SLOTS else f"{text}, ... ({slots.numel()} in all)"

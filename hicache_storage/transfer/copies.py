@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from hicache_storage.transfer.pages import DEVICE, HOST
 from hicache_storage.transfer.plan import How
 from hicache_storage.transfer.streams import RowSide
 
@@ -22,6 +21,9 @@ MAX_PIECES: Final = 1024
 
 A stream's queue has about as many places, and a call that finds none waits.
 """
+
+DEVICE, HOST = 0, 1
+"""Rows of page numbers."""
 
 
 class Run(NamedTuple):

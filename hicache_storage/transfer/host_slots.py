@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from hicache_storage.pools.pages import named, page_numbers, page_slots
 from hicache_storage.spec import SlotError
-from hicache_storage.transfer.pages import HOST, page_numbers
+from hicache_storage.transfer.copies import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -179,8 +180,7 @@ class HostSlots:
 
     def _refuse(self, why: str, pages: torch.Tensor) -> None:
         if pages.numel():
-            slots = cast("list[int]", (pages * self._page_size).tolist())
-            raise SlotError(f"slots {why}: {slots}")
+            raise SlotError(f"slots {why}: {named(page_slots(pages, self._page_size))}")
 
     def _count(self, pages: torch.Tensor, change: int) -> None:
         # Not `+= change`, which counts a page once that occurs twice in `pages`.
@@ -194,7 +194,6 @@ class HostSlots:
 
     def _release(self) -> None:
         """Forget the uses that are over, and give back what waited for them."""
-        import torch
 
         parked = self._parked.nonzero().view(-1)
         # All are asked before anything changes: a failed stream raises.
@@ -208,5 +207,4 @@ class HostSlots:
         idle = parked[~self._in_use(parked)]
         if idle.numel():
             self._parked[idle] = False
-            slots = idle.unsqueeze(1) * self._page_size + torch.arange(self._page_size)
-            self._pool.free(slots.view(-1))
+            self._pool.free(page_slots(idle, self._page_size))

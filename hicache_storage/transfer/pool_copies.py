@@ -6,10 +6,10 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
+from hicache_storage.pools.pages import page_numbers
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.copies import Lane
+from hicache_storage.transfer.copies import DEVICE, HOST, Lane
 from hicache_storage.transfer.host_slots import HostSlots, PageFences
-from hicache_storage.transfer.pages import DEVICE, HOST, page_numbers
 from hicache_storage.transfer.plan import describe, make_plan
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from hicache_storage.hybrid import build_dsa_hybrid_stack, build_mamba_hybrid_st
 from hicache_storage.pools import device_pool
 from hicache_storage.spec import PoolName
 from tests.support.commands import run_program
+from tests.support.pools import page_layer
 
 pytestmark = pytest.mark.merge
 
@@ -72,7 +73,7 @@ def pools_of(model):
         pools[name] = device_pool(geometry, size=size, page_size=page_size, device="cpu")
         for layer in range(pools[name].layer_num):
             for slot in range(0, pools[name].size, pools[name].page_size):
-                for part in pools[name].page_layer(slot, layer):
+                for part in page_layer(pools[name], slot, layer):
                     part.view(-1).view(torch.uint8).random_(0, 120)
     return pools
 
@@ -129,7 +130,7 @@ def parts_of(model):
     """Pool, layer and number of each tensor of a page."""
     for name, pool in pools_of(model).items():
         for layer in range(pool.layer_num):
-            yield from ((name, layer, part) for part in range(len(pool.page_layer(0, layer))))
+            yield from ((name, layer, part) for part in range(len(page_layer(pool, 0, layer))))
 
 
 def test_logits_depend_on_every_part_of_the_cache(example, model):
@@ -143,7 +144,7 @@ def test_logits_depend_on_every_part_of_the_cache(example, model):
         model.forward([example.model.Segment(sequence[:96], 0, rows, 1)], pools, lambda _: None)
         if damaged:
             name, layer, part = damaged
-            tensor = pools[name].page_layer(1 if name == PoolName.MAMBA else 32, layer)[part]
+            tensor = page_layer(pools[name], 1 if name == PoolName.MAMBA else 32, layer)[part]
             tensor.copy_(tensor.flatten().flip(0).view_as(tensor))
         return model.forward(
             [example.model.Segment(sequence[96:], 96, rows, 1)], pools, lambda _: None

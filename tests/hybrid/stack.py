@@ -19,7 +19,7 @@ from hicache_storage.hybrid import (
 )
 from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
 from hicache_storage.transfer import PageTransfers, PoolPair, StreamSimulator
-from tests.support.pools import pool_pair
+from tests.support.pools import page_layer, pool_pair
 
 PAGE = 4
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
@@ -119,7 +119,7 @@ class Stack:
                 slot = slots.view(len(ends), -1)[number, 0].item()
                 pool = getattr(self, where)[name]
                 for layer in range(pool.layer_num):
-                    for part, tensor in enumerate(pool.page_layer(slot, layer)):
+                    for part, tensor in enumerate(page_layer(pool, slot, layer)):
                         seed = random.Random(f"{key}/{name}/{layer}/{part}").getrandbits(32)
                         noise = torch.randint(
                             0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed)

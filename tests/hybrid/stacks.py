@@ -20,6 +20,7 @@ from hicache_storage.hybrid import (
     build_mamba_hybrid_stack,
 )
 from hicache_storage.spec import PoolName
+from tests.support.pools import page_layer
 
 PAGE = 4
 GRID = 8
@@ -140,7 +141,7 @@ class Session:
                 pages = list(enumerate(rows.view(-1, PAGE)[:, 0].tolist()))
             for number, slot in pages:
                 for layer in range(pool.layer_num):
-                    for part, tensor in enumerate(pool.page_layer(slot, layer)):
+                    for part, tensor in enumerate(page_layer(pool, slot, layer)):
                         seed = random.Random(
                             f"{self._seed}/{name}/{number}/{layer}/{part}"
                         ).getrandbits(32)

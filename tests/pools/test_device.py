@@ -19,7 +19,7 @@ from hicache_storage.pools import (
     MLAHostPool,
 )
 from hicache_storage.spec import InvalidPoolError, SlotError
-from tests.support.pools import make_pool
+from tests.support.pools import make_pool, page_layer
 
 MHA = {
     "size": 8,
@@ -79,7 +79,7 @@ def test_each_layer_has_tensors_of_its_own(device, host, arguments, tensors, pag
             for tensor in pool.layers[layer]
         )
         for part, page in zip(
-            pool.layer(layer), pool.page_layer(8 - pool.page_size, layer), strict=True
+            pool.layer(layer), page_layer(pool, 8 - pool.page_size, layer), strict=True
         ):
             assert page.data_ptr() == part[-1].data_ptr()
             assert page.shape == part[-1].shape

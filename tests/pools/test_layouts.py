@@ -22,7 +22,7 @@ from hicache_storage.pools import (
     MLAHostPool,
 )
 from hicache_storage.spec import HostPool, InvalidPoolError, InvalidTransferError
-from tests.support.pools import make_pool
+from tests.support.pools import make_pool, page_layer
 
 if TYPE_CHECKING:
     from hicache_storage.pools import HostPoolBase
@@ -127,7 +127,7 @@ class TestEveryLayout:
     def test_layers_of_a_page_are_its_bytes(self, pool: HostPoolBase) -> None:
         for number, slot in enumerate(pages(pool), 1):
             for layer in range(pool.layer_num):
-                for part in pool.page_layer(slot, layer):
+                for part in page_layer(pool, slot, layer):
                     part.view(torch.uint8).fill_(number)
         for number, slot in enumerate(pages(pool), 1):
             assert all(set(component) == {number} for component in page_bytes(pool, slot))

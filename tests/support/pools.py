@@ -41,3 +41,8 @@ def pool_pair(kind: str, device_size: int, host_size: int, **fields: object) -> 
         make_pool(device, size=device_size, device="cpu", **fields),
         make_pool(host, size=host_size, pin_memory=False, **fields),
     )
+
+
+def page_layer(pool: Any, first_slot: int, layer: int) -> list[Any]:
+    """A layer's share of one page: one view (rows per page, ...) for each part."""
+    return [part[first_slot // pool.page_size] for part in pool.layer(layer)]

@@ -15,10 +15,10 @@ from transfer_bench import KINDS, LAYERS, PAGES, POOLS, fill, moved, one_pool, r
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import CudaStream, StreamFailedError, copies
+from hicache_storage.transfer.copies import DEVICE, HOST
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import driver as driver_module
 from hicache_storage.transfer.cuda import kernel as kernel_module
-from hicache_storage.transfer.pages import DEVICE, HOST
 from hicache_storage.transfer.plan import WAYS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

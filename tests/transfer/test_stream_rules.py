@@ -11,7 +11,7 @@ import pytest
 from transfer_bench import LAYERS, POOLS, Bench, same
 
 from hicache_storage.transfer import Acknowledgement, LayerCounter
-from hicache_storage.transfer.pages import DEVICE, HOST
+from hicache_storage.transfer.copies import DEVICE, HOST
 from hicache_storage.transfer.plan import WAYS
 from hicache_storage.transfer.pool_copies import IN, OUT
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from hicache_storage.spec import InvalidTransferError
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     import torch
 
-DEVICE, HOST = 0, 1
-"""Rows of page numbers."""
 NAMED_SLOTS: Final = 8
 """How many slots an error message names."""
 
@@ -35,11 +33,7 @@ def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> torch.Tensor:
 
     ends: list[torch.Tensor] = []
     for indices in sides:
-        if indices.dtype != torch.int64:
-            raise InvalidTransferError(f"indices must be int64, got {indices.dtype}")
-        if indices.numel() % page_size:
-            raise _not_whole(indices.reshape(-1), page_size)
-        slots = indices.reshape(-1).cpu().contiguous()
+        slots = _on_host(indices, page_size)
         ends.append(slots.as_strided((2, slots.numel() // page_size), (page_size - 1, page_size)))
     found = torch.stack(ends)
     first = found.select(1, 0)
@@ -48,30 +42,36 @@ def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> torch.Tensor:
     shift = page_size.bit_length() - 1
     # A shift takes a quarter of a division's time.
     numbers = first >> shift if 1 << shift == page_size else first // page_size
-    offsets = _end_offsets(page_size)
-    if not offsets.add(numbers.unsqueeze(1), alpha=page_size).equal(found):
-        for slots in sides:
-            check_pages(slots, page_size)
+    if not _end_offsets(page_size).add(numbers.unsqueeze(1), alpha=page_size).equal(found):
+        for indices in sides:
+            check_pages(indices, page_size)
     return numbers
 
 
-def check_pages(indices: torch.Tensor, page_size: int) -> None:
-    """Look at each slot.
+def check_pages(indices: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The number of each page, after a look at every slot.
 
     Raises:
         InvalidTransferError: the indices are not int64, or not whole pages of consecutive slots.
     """
-    import torch
+    slots = _on_host(indices, page_size)
+    numbers = slots[::page_size] // page_size
+    expected = page_slots(numbers, page_size)
+    if not expected.equal(slots):
+        pages = slots.view(-1, page_size)
+        raise _not_whole(pages[(pages != expected.view_as(pages)).any(1)].view(-1), page_size)
+    return numbers
 
-    if indices.dtype != torch.int64:
-        raise InvalidTransferError(f"indices must be int64, got {indices.dtype}")
-    if indices.numel() % page_size:
-        raise _not_whole(indices, page_size)
-    pages = indices.reshape(-1, page_size)
-    first = pages[:, :1]
-    whole = first - first % page_size + torch.arange(page_size)
-    if not whole.equal(pages):
-        raise _not_whole(pages[(whole != pages).any(1)][0], page_size)
+
+def page_slots(numbers: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The slots of some pages."""
+    return (numbers.unsqueeze(1) * page_size + numbers.new_tensor(range(page_size))).view(-1)
+
+
+def named(slots: torch.Tensor) -> str:
+    """Some slots, the first of them by name."""
+    text = ", ".join(str(int(slot)) for slot in slots[:NAMED_SLOTS])
+    return text if slots.numel() <= NAMED_SLOTS else f"{text}, ... ({slots.numel()} in all)"
 
 
 @functools.cache
@@ -81,8 +81,18 @@ def _end_offsets(page_size: int) -> torch.Tensor:
     return torch.tensor([[0], [page_size - 1]])
 
 
+def _on_host(indices: torch.Tensor, page_size: int) -> torch.Tensor:
+    import torch
+
+    if indices.dtype != torch.int64:
+        raise InvalidTransferError(f"indices must be int64, got {indices.dtype}")
+    slots = indices.reshape(-1).cpu().contiguous()
+    if slots.numel() % page_size:
+        raise _not_whole(slots, page_size)
+    return slots
+
+
 def _not_whole(slots: torch.Tensor, page_size: int) -> InvalidTransferError:
-    named = ", ".join(str(slot) for slot in cast("list[object]", slots[:NAMED_SLOTS].tolist()))
     return InvalidTransferError(
-        f"indices must be whole pages of {page_size} consecutive slots, got {named}, ..."
+        f"indices must be whole pages of {page_size} consecutive slots, not {named(slots)}"
     )
