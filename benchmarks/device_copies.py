@@ -162,7 +162,7 @@ class Case:
 
     def ours(self, way: Way | None) -> tuple[PageTransfers, dict[str, Copy]]:
         """Our copies in both directions; checked."""
-        pair = PoolPair(self.device_pool, self.host_pool, range(self.layers))
+        pair = PoolPair(self.device_pool, self.host_pool)
         engine = PageTransfers(self.device, self.compute, {"kv": pair}, way=way)
         self._check(engine)
         last: list[Any] = []

@@ -60,7 +60,7 @@ def engine(layout: str, page_size: int, pages: int, way: Way | None) -> PageTran
     )
     device_pages = DevicePages([layer.unbind() for layer in layers], page_size)
     device = StubbedDevice()
-    pair = PoolPair(device_pages, host_pool, range(LAYERS))
+    pair = PoolPair(device_pages, host_pool)
     return PageTransfers(device, device.stream("compute"), {"kv": pair}, way=way)
 
 

@@ -106,8 +106,7 @@ class DevicePoolBase(DevicePages, SlotAllocator):
     reads it, so that code which overwrites a page first calls `before_overwrite` of the transfer
     engine.
 
-    Layers are counted in the pool: a `PoolPair` of `hicache_storage.transfer` has a hybrid model's
-    own numbers.
+    Layers are counted in the pool; `shape.layers` has a hybrid model's own numbers.
     """
 
     HOST_POOL: ClassVar[type[HostPoolBase]]

@@ -121,7 +121,7 @@ class PageTransfers:
         }
         self.host_slots = {name: pool.host_slots for name, pool in self.pools.items()}
         """Allocators of host pages, by pool."""
-        self.layer_num = 1 + max(pair.layers[-1] for pair in pools.values())
+        self.layer_num = 1 + max(pair.host_pool.shape.layers[-1] for pair in pools.values())
         """Layers of the model, as far as a pool has a share in them."""
         self._steps = {direction: self._order(direction, pools) for direction in (OUT, IN)}
         self._compute = compute
@@ -199,7 +199,7 @@ class PageTransfers:
         for name, pair in pools.items():
             for lane in self.pools[name].lanes[direction]:
                 for run in lane.runs:
-                    steps[pair.layers[run.layers.start]].append((name, lane, run))
+                    steps[pair.host_pool.shape.layers[run.layers.start]].append((name, lane, run))
         # A write-back has no events of layers.
         return steps if direction == IN else [step for step in steps if step]
 

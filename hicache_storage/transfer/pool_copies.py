@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from hicache_storage.pools.pages import page_numbers
-from hicache_storage.spec import InvalidPoolError, InvalidTransferError
+from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.copies import DEVICE, HOST, Lane
 from hicache_storage.transfer.host_slots import HostSlots, PageFences
 from hicache_storage.transfer.plan import describe, make_plan
@@ -33,16 +33,14 @@ NAMES: Final = ("device_indices", "host_indices")
 
 
 class PoolPair(NamedTuple):
-    """A device pool, the host pool that backs it up, and the model's layers that both hold."""
+    """A device pool, and the host pool that backs it up: of the model's layers in its shape.
+
+    In a hybrid model, attention and Mamba pools have some each.
+    """
 
     device_pool: DevicePages
     """A device pool, or other pages of the same layers, page size and rows as the host pool's."""
     host_pool: HostPoolBase
-    layers: Sequence[int]
-    """For each layer of the pools its number in the model, counted from the rank's first layer on.
-
-    In a hybrid model, attention and Mamba pools have some each.
-    """
 
 
 class Indices(NamedTuple):
@@ -72,13 +70,8 @@ class PoolCopies:
     ) -> None:
         import torch
 
-        device_pool, host_pool, layers = pair
+        device_pool, host_pool = pair
         device_pool.check_host_pool(host_pool)
-        if [*layers] != sorted({*layers}) or len(layers) != host_pool.layer_num or layers[0] < 0:
-            raise InvalidPoolError(
-                f"layers of pool {name!r} must be {host_pool.layer_num} ascending numbers from 0 "
-                f"on, got {[*layers]}"
-            )
         self._streams = streams
         self._pair = pair
         self.page_size = host_pool.page_size

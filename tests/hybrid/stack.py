@@ -25,11 +25,10 @@ PAGE = 4
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
 ATTENTION, MAMBA_LAYERS = [0, 2], [1, 3]
 KINDS = {
-    "mha": {"layers": range(2), "head_num": 1, "head_dim": 1, "dtype": torch.int64},
-    "mla": {"layers": range(2), "kv_lora_rank": 1, "dtype": torch.int64},
-    "indexer": {"layers": range(1), "index_head_dim": 4, "quant_block_size": 4},
+    "mha": {"head_num": 1, "head_dim": 1, "dtype": torch.int64},
+    "mla": {"kv_lora_rank": 1, "dtype": torch.int64},
+    "indexer": {"index_head_dim": 4, "quant_block_size": 4},
     "mamba": {
-        "layers": range(2),
         "temporal_shape": (1,),
         "conv_shapes": [(1,)],
         "temporal_dtype": torch.int64,
@@ -60,13 +59,14 @@ class Stack:
         rows, on_device = pages * page_size, device or (2 * pages * page_size, 2 * states)
         paged = {"page_size": page_size}
         pools = {
-            KV: ("mha" if states else "mla", on_device[0], rows, ATTENTION, paged),
-            INDEXER: ("indexer", on_device[0], rows, ATTENTION[:1], paged),
+            KV: ("mha" if states else "mla", on_device[0], rows, paged | {"layers": ATTENTION}),
+            INDEXER: ("indexer", on_device[0], rows, paged | {"layers": ATTENTION[:1]}),
         }
-        pools |= {MAMBA: ("mamba", on_device[1], states, MAMBA_LAYERS, {})} if states else {}
+        alone = {"layers": MAMBA_LAYERS}
+        pools |= {MAMBA: ("mamba", on_device[1], states, alone)} if states else {}
         pairs = {
-            name: PoolPair(*pool_pair(kind, mine, hosts, **KINDS[kind], **more), layers)
-            for name, (kind, mine, hosts, layers, more) in pools.items()
+            name: PoolPair(*pool_pair(kind, mine, hosts, **KINDS[kind], **more))
+            for name, (kind, mine, hosts, more) in pools.items()
         }
         self.transfers = PageTransfers(self.simulator, self.compute, pairs)
         self.device = {name: pair.device_pool for name, pair in pairs.items()}

@@ -47,8 +47,8 @@ class PoolKind:
         self.fields = fields
         self.page_size = fields.get("page_size", 1)
 
-    def pair(self, layout, where, pages=PAGES):
-        fields = dict(self.fields, size=pages * self.page_size, layers=range(LAYERS))
+    def pair(self, layout, where, pages=PAGES, layers=range(LAYERS)):
+        fields = dict(self.fields, size=pages * self.page_size, layers=layers)
         device = make_pool(self.device, **fields, device=where)
         return device, make_pool(self.host, **fields, layout=layout)
 
@@ -322,7 +322,7 @@ class Bench(Rig):
 
 def one_pool(device, compute, device_pool, host_pool, **options):
     """An engine for one pair of pools."""
-    pair = PoolPair(device_pool, host_pool, range(host_pool.layer_num))
+    pair = PoolPair(device_pool, host_pool)
     return PageTransfers(device, compute, {"pool": pair}, **options)
 
 

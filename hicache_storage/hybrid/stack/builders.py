@@ -317,7 +317,7 @@ def build_pools(
             layout=config.layout_of(name),
             pin_memory=config.pin_memory,
         )
-        pairs[name] = PoolPair(device_pools[name], host_pools[name], geometry.layers)
+        pairs[name] = PoolPair(device_pools[name], host_pools[name])
     transfers = PageTransfers(device, compute, pairs)
     group = HostPoolGroup(
         _make_entry(name, device_pools[name], host_pools[name], transfers) for name in config.pools
