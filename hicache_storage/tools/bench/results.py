@@ -54,7 +54,7 @@ class Measurement:
     """CPU time of a page in microseconds, one value a round; empty where it was not measured."""
     calls: int = 0
     p50_us: float = 0.0
-    """Percentiles of the duration of calls, in microseconds."""
+    """Percentiles of the duration of calls, in microseconds; 0 where they are not known."""
     p95_us: float = 0.0
     p99_us: float = 0.0
     max_us: float = 0.0
@@ -126,8 +126,8 @@ class Report:
     schema: int = SCHEMA
 
     def write(self, path: Path) -> None:
-        """Write the report as JSON."""
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+        """Write the report as JSON, a line for each measurement."""
+        path.write_bytes(msgspec.json.encode(self).replace(b'{"label"', b'\n{"label"') + b"\n")
 
     @classmethod
     def read(cls, path: Path) -> Report:
