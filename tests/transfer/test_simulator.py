@@ -22,15 +22,6 @@ def numbers(value, count=64):
     return torch.full((count,), value, dtype=torch.uint8)
 
 
-def test_a_stream_runs_in_order(simulator):
-    stream, memory = simulator.stream("a"), numbers(0)
-    for value in range(1, 30):
-        stream.copy(memory, numbers(value), f"write {value}")
-    stream.synchronize()
-    assert torch.equal(memory, numbers(29))
-    assert not simulator.races
-
-
 def test_streams_overtake_each_other():
     """Nothing orders two streams: by the seed, either is first, and the host sees both orders."""
     last, seen = set(), set()
@@ -47,13 +38,16 @@ def test_streams_overtake_each_other():
     assert len(seen) > 2
 
 
-def test_copies_take_effect_when_they_run(simulator):
+def test_copies_take_effect_when_they_run_and_in_order(simulator):
     stream, memory, source = simulator.stream("a"), numbers(0), numbers(1)
+    for value in range(30):
+        stream.copy(memory, numbers(value), f"write {value}")
     stream.copy(memory, source, "copy")
-    source.fill_(7)
+    source.fill_(77)
     assert not memory.any()
     stream.synchronize()
-    assert torch.equal(memory, numbers(7))
+    assert torch.equal(memory, numbers(77))
+    assert not simulator.races
 
 
 def test_an_event_is_behind_what_was_enqueued_before_it(simulator):
@@ -87,19 +81,45 @@ def test_a_wait_runs_what_it_is_behind_and_no_more(simulator):
     assert not simulator.races
 
 
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_missing_wait_is_found_and_no_other_is(simulator, wait):
-    compute, copies = simulator.stream("compute"), simulator.stream("copies")
-    page, host = numbers(0), numbers(0)
-    compute.copy(page, numbers(1), "kernel")
-    if wait:
-        copies.wait_event(compute.record())
-    copies.copy(host, page, "write-back")
-    race = (
+@pytest.mark.parametrize(
+    ("steps", "races"),
+    [
+        ("a writes 0:64; b reads 0:64", ["a writes, b reads"]),
+        ("a writes 0:64; b after a; b reads 0:64", []),
+        # Order is transitive, and a wait for one stream is none for another.
+        ("a writes 0:64; b after a; b writes 64:96; c after b; c writes 0:64", []),
+        ("a reads 0:64; b reads 0:64; c after a; c writes 0:64", ["b reads, c writes"]),
+        ("a writes 0:32; b writes 32:64; b writes 31:33", ["a writes, b writes"]),
+        # The host waits for nothing here, and what it does is before all that it enqueues.
+        ("host writes 0:64; a reads 0:64; host writes 0:64", ["a reads, host writes"]),
+    ],
+)
+def test_what_nothing_orders_is_a_race(simulator, steps, races):
+    streams, memory = {name: simulator.stream(name) for name in "abc"}, numbers(0, 96)
+    for step in steps.split("; "):
+        who, deed, what = step.split()
+        if deed == "after":
+            streams[who].wait_event(streams[what].record())
+            continue
+        part, name = memory[slice(*map(int, what.split(":")))], f"{who} {deed}"
+        if who == "host":
+            simulator.host(name, **{deed: [part]})
+        elif deed == "writes":
+            streams[who].copy(part, numbers(1, len(part)), name)
+        else:
+            streams[who].copy(numbers(0, len(part)), part, name)
+    assert [f"{race.first.what}, {race.second.what}" for race in simulator.races] == races
+
+
+def test_a_race_is_told_by_its_operations(simulator):
+    memory = numbers(0)
+    simulator.stream("compute").copy(memory, numbers(1), "kernel")
+    simulator.stream("copies").copy(numbers(0), memory, "write-back")
+    told = (
         "'write-back' (stream copies) reads memory that 'kernel' (stream compute) writes, and "
         "nothing orders it behind that"
     )
-    assert list(map(str, simulator.races)) == [race] * (not wait)
+    assert list(map(str, simulator.races)) == [told]
 
 
 def test_a_race_is_found_although_the_timing_was_good(simulator):
@@ -129,49 +149,6 @@ def test_the_host_orders_what_it_has_waited_for(simulator, learn):
     second.copy(memory, numbers(2), "second")
     simulator.host("too early", reads=[memory])
     assert [race.second.what for race in simulator.races] == ["too early"]
-
-
-def test_order_is_transitive(simulator):
-    one, two, three, memory, other = (
-        *(simulator.stream(name) for name in "abc"),
-        numbers(0),
-        numbers(0),
-    )
-    one.copy(memory, numbers(1), "first")
-    two.wait_event(one.record())
-    two.copy(other, numbers(2), "between")
-    three.wait_event(two.record())
-    three.copy(memory, numbers(3), "last")
-    assert not simulator.races
-
-
-def test_reads_do_not_conflict_and_writes_behind_them_do(simulator):
-    one, two, three, memory = *(simulator.stream(name) for name in "abc"), numbers(0)
-    one.copy(numbers(0), memory, "read 1")
-    two.copy(numbers(0), memory, "read 2")
-    assert not simulator.races
-    three.wait_event(one.record())
-    three.copy(memory, numbers(1), "write")
-    assert [(race.first.what, race.first_writes) for race in simulator.races] == [("read 2", False)]
-
-
-def test_neighbours_do_not_conflict(simulator):
-    one, two, memory = simulator.stream("a"), simulator.stream("b"), numbers(0)
-    one.copy(memory[:32], numbers(1, 32), "left")
-    two.copy(memory[32:], numbers(1, 32), "right")
-    assert not simulator.races
-    two.copy(memory[31:33], numbers(1, 2), "both")
-    assert [race.first.what for race in simulator.races] == ["left"]
-
-
-def test_host_accesses_are_judged(simulator):
-    stream, memory = simulator.stream("a"), numbers(0)
-    simulator.host("filled by hand", writes=[memory])
-    stream.copy(numbers(0), memory, "copy out")
-    assert not simulator.races
-    simulator.host("reused", writes=[memory])
-    assert [race.first.what for race in simulator.races] == ["copy out"]
-    stream.synchronize()
 
 
 def test_an_error_surfaces_where_it_is_waited_for(simulator):
