@@ -81,6 +81,17 @@ def test_eviction_is_tried_before_anything_is_cut(make_world):
     assert world.cache.match(LONG).host_length == 16
 
 
+def test_what_was_fetched_is_not_backed_up_again(world):
+    served(world, LONG)
+    forget(world)
+    fetch(world, LONG)
+    backed_up = world.controller.stats().pages_backed_up
+    lock = world.cache.lock(world.cache.match(LONG))
+    world.cache.unlock(lock)
+    world.settle()
+    assert world.controller.stats().pages_backed_up == backed_up
+
+
 def test_nothing_under_the_threshold_is_fetched(make_world):
     world = make_world(threshold=17)
     served(world, LONG)
