@@ -30,7 +30,7 @@ PACKAGE :=
 long: $(if $(PACKAGE),package-long,soak races servers quickstarts fuzz hostile test-long)
 
 package-long: $(VENV)/.installed
-	$(PYTEST_UNIT) -m "$(UNIT) and long" tests/$(PACKAGE)
+	$(PYTEST_UNIT) -m "$(PLAIN) and long" tests/$(PACKAGE)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -42,7 +42,8 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 # Four at a time on two cores, because they spend a third of it waiting; files marked `slow` first.
-UNIT := not gpu and not interop and not vllm and not fuzz and not docs and not hostile and not merge
+PLAIN := not gpu and not interop and not vllm and not fuzz and not docs and not hostile
+UNIT := $(PLAIN) and not merge
 # What CI has no time for; `make test-long` runs that alone.
 LONG := not long
 SLOWEST := --durations 20
@@ -50,7 +51,7 @@ PYTEST_UNIT := $(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $
 unit: $(VENV)/.installed
 	$(PYTEST_UNIT) -m "$(UNIT) and $(LONG)"
 
-# The programs of examples/, each from its first line to its last: `.ci/run` has the time, `make test` has not.
+# The suite on every driver with a planted fault, and the programs of examples/: `.ci/run` has the time, `make test` has not.
 test-merge: $(VENV)/.installed
 	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST) -m "merge and $(LONG)" tests/conformance tests/examples
 

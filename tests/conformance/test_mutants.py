@@ -15,7 +15,7 @@ import pytest
 from hicache_conformance.model.rules import rules
 
 # All samples run in the first test's fixture.
-pytestmark = [pytest.mark.slow(seconds=90), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.merge, pytest.mark.timeout(900)]
 
 sys.path.insert(0, str(Path(__file__).with_name("mutants")))
 
