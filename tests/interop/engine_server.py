@@ -303,8 +303,19 @@ class EngineServer(ServerProcess):
         )
 
     def detach(self) -> None:
-        """Go on without storage."""
-        self.call("DELETE", "/hicache/storage-backend")
+        """Go on without storage, as soon as nothing runs."""
+        self.wait_for(self._has_detached, "the scheduler is never idle")
+
+    def _has_detached(self) -> bool:
+        try:
+            self.call("DELETE", "/hicache/storage-backend")
+        except urllib.error.HTTPError as error:
+            # SGLang answers a request a moment before its scheduler is idle.
+            said = error.read().decode()
+            if "scheduler is not idle" not in said:
+                pytest.fail(f"{said}\n{self.text()[-6000:]}")
+            return False
+        return True
 
     def attach(self, configuration: dict[str, object]) -> str:
         """Begin to use a storage while the server runs; what SGLang says to it."""
