@@ -145,8 +145,9 @@ class PageTransfers:
         device pages overwritten after `before_overwrite`.
 
         Raises:
-            InvalidTransferError: the indices of a pool are not whole pages, as many each, or a host
-                page occurs twice, or there is no such pool; nothing is copied.
+            InvalidTransferError: the indices of a pool are not whole pages, by the first and the
+                last slot of each, or not as many on both sides, or a host page occurs twice, or
+                there is no such pool; nothing is copied.
         """
         return Acknowledgement(self._enqueue(OUT, pages))
 

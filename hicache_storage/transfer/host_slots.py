@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from hicache_storage.pools.pages import named, page_numbers, page_slots
+from hicache_storage.pools.pages import check_pages, named, page_slots
 from hicache_storage.spec import SlotError
 from hicache_storage.transfer.copies import HOST
 
@@ -174,7 +174,7 @@ class HostSlots:
             return self._pool.available_size()
 
     def _pages(self, indices: torch.Tensor) -> torch.Tensor:
-        pages = page_numbers([indices], self._page_size)[0]
+        pages = check_pages(indices, self._page_size)
         self._refuse("out of range", pages[(pages < 0) | (pages >= len(self._users))])
         return pages
 

@@ -75,6 +75,20 @@ def test_slots_out_of_range_are_refused(slots):
             call(torch.tensor([0]))
 
 
+def test_a_slot_of_another_page_within_one_in_use_is_refused():
+    """The page would wait for its copy as a whole, and the slot that was meant would be lost."""
+    host, copy = HostSlots(SlotAllocator(8, 4)), Use()
+    taken = host.alloc(4)
+    host.hold(taken, copy)
+    wrong = torch.tensor([0, 5, 2, 3])
+    for call in (host.free, lambda indices: host.hold(indices, copy)):
+        with pytest.raises(InvalidTransferError, match="whole pages of 4"):
+            call(wrong)
+    copy.over = True
+    assert host.free(taken) == 4
+    assert host.available_size() == 8
+
+
 def test_what_the_pool_refuses_changes_nothing():
     host = HostSlots(SlotAllocator(6, 2))
     taken = host.alloc(2)

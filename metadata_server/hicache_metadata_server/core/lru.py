@@ -285,7 +285,8 @@ def _digits(count: int) -> tuple[int, int]:
 class PrefixRefs:
     """Counts of the live pages that name a page as their prefix.
 
-    They are in the slot table for live prefixes, and by key for prefixes that are not live. A page may be committed before its prefix, so counts exist before the prefix does.
+    They are in the slot table for live prefixes, and by key for prefixes that are not live. A page
+    may be committed before its prefix, so counts exist before the prefix does.
     """
 
     __slots__ = ("_lru", "_table", "pending")
