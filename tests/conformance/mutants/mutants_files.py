@@ -764,17 +764,17 @@ def refuse(error):
 
 
 def counting_faults(right, store, transfers, *more):
-    """After five calls in a row during which the store failed, everything is refused a while."""
+    """After three calls in a row during which the store failed, everything is refused."""
     before = store.fault_count()
     answer = right(transfers, *more)
     with store.memo.setdefault("turn", threading.Lock()):
         row = store.memo["row"] = (store.memo.get("row", 0) + 1) * (store.fault_count() > before)
-        if row >= 5:
-            store.memo["until"] = time.monotonic() + 1.0
+        if row >= 3:
+            store.memo["until"] = time.monotonic() + 30.0
     return answer
 
 
-def refused_a_while(right, store, keys, *more, **named):
+def refused_for_30_s(right, store, keys, *more, **named):
     refused = time.monotonic() < store.memo.get("until", 0.0)
     return right([] if refused else keys, *more, **named)
 
@@ -831,7 +831,7 @@ unclear(
     "FT-4 OneFaultForAll test_one_fault_beside_calls_that_succeed",
     "exists finds 0 of 4 pages",
     set=counting_faults,
-    exists=refused_a_while,
+    exists=refused_for_30_s,
 )
 unclear(
     "FT-1 WaitsAsItIsTold test_unusual_deadlines_of_a_working_store",
