@@ -3,6 +3,7 @@ exception, no hang."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import shutil
@@ -227,6 +228,27 @@ def test_a_store_that_goes_on_is_read_again():
             assert sum(page is not None for page in rig.get(keys)) == len(living)
         cluster.stores[0].resume()
         eventually(lambda: None not in rig.get(keys))
+
+
+def test_the_master_drops_a_store_between_a_lookup_and_its_read():
+    """The other copies are read, at once: a lookup from before names the dropped store."""
+    with DevCluster(2, 32 << 20, client_ttl_seconds=2, lease_milliseconds=30_000) as cluster:
+        rig = Rig(cluster.options, replica_num=2)
+        keys = chain("two copies", 8)
+        eventually(lambda: all(rig.put(keys)))
+        names, connection = [rig.name(key) for key in keys], rig.connection
+        memory = ctypes.create_string_buffer(64)
+        with connection.looked_up(names):
+            ends = {end for some in connection.copies(names).values() for end in some}
+            cluster.stores[0].suspend()
+            eventually(lambda: all(len(some) == 1 for some in connection.copies(names).values()))
+            (dead,) = ends.difference(*connection.copies(names).values())
+            connection.stores.end(dead, connection.stores.begin(dead, 0), failed=True)
+            assert dead not in connection.places(names).values()
+            places, sizes = [[ctypes.addressof(memory)]] * len(names), [[64]] * len(names)
+            assert connection.read_ranges(names, places, sizes) == [64] * len(names)
+        cluster.stores[0].resume()
+        rig.storage.close()
 
 
 @pytest.mark.long

@@ -352,6 +352,10 @@ class Connection:
         places = {name: copies[0] for name, copies in self.copies(names).items() if copies}
         self._look_at = now + LOOK_SECONDS
         self._seen = lately | dict.fromkeys(places.values(), now)
+        if places and self.stores.any_out():
+            # A lookup from before the master dropped a store names that one: the read would hang,
+            # and be taken for one of a store that answers.
+            self._answered(lambda store: store.batch_get_session_start([*places]), len(places))
         return places
 
     def copies(self, names: Sequence[str]) -> dict[str, list[str]]:
