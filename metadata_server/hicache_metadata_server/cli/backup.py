@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from hicache_metadata_server.cli.fsck import audited, rewrite
 from hicache_metadata_server.cli.options import (
     FOUND_PROBLEMS,
+    audited,
     exit_on_error,
     fail,
     opened_store,
@@ -91,15 +91,11 @@ def _checked(copy: Path) -> tuple[list[str], int]:
     Returns:
         Its problems, and the number of its pages.
     """
-    from hicache_metadata_server.protocol import Delete, DeleteScope
-
     with opened_store(f"sqlite:///{copy}") as (service, store):
-        problems = audited(service)
+        problems, now = audited(service), time.time()
         for name, scope in service.scopes.items():
             keys = [key for key in scope.lru if not scope.table.checksums[scope.lru.slot(key)]]
-            # Unchecked, as there may be more keys than a request may have.
-            service.delete(
-                Delete(scopes=[DeleteScope(scope=name, keys=keys)]), time.time(), is_checked=True
-            )
-        rewrite(service, store)
+            service.find(name).delete(keys, (), now)
+        store.write(service.take_changes())
+        store.rewrite({scope.number: scope for scope in service.scopes.values()}, now)
         return problems, service.totals().live

@@ -129,6 +129,21 @@ def opened_store(
         store.close()
 
 
+def audited(service: MetadataService) -> list[str]:
+    """Return the problems of a service that was recovered from a store."""
+    from hicache_metadata_server.core.invariants import audit
+
+    return [
+        *service.recovery_problems,
+        *(
+            f"{name}: {problem}"
+            for name, scope in service.scopes.items()
+            for piece in audit(scope)
+            for problem in piece
+        ),
+    ]
+
+
 @contextmanager
 def exit_on_error() -> Generator[None]:
     """End the command with a message, instead of a traceback, on an expected error."""

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_backends.hf3fs.slots.io_requests import IO_BYTES
-from hicache_backends.hf3fs.slots.scopes import ESCAPE, ID_NAME, read_store_id
+from hicache_backends.hf3fs.slots.scopes import ESCAPE
 from hicache_backends.posix.files import read_into
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.namespace import (
@@ -20,8 +20,6 @@ from hicache_storage.objects.namespace import (
 
 if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeGeometry
-
-_FINGERPRINT_DIGITS: Final = 32
 
 
 class SlotVerdict(StrEnum):
@@ -35,16 +33,6 @@ class SlotVerdict(StrEnum):
     OTHER = "holds another page"
     DAMAGED = "holds bytes that are not those of its checksum"
     UNREADABLE = "cannot be read"
-
-    @property
-    def is_defect(self) -> bool:
-        """True if a reader would not take the slot for a hit."""
-        return self in DEFECTS
-
-    @property
-    def is_unreadable(self) -> bool:
-        """True if the file system did not return the bytes."""
-        return self is SlotVerdict.UNREADABLE
 
 
 DEFECTS: Final = frozenset(
@@ -66,38 +54,6 @@ class ExpectedPage(NamedTuple):
     key: str
     length: int
     checksum: int
-
-
-class SlotFileSet:
-    """The slot files of a directory, which is the `path` of drivers.
-
-    Raises:
-        OSError: the directory is not a store, or its file system is not mounted.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            self._id = read_store_id(path)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{path} is no directory of the 3FS driver, or not mounted: it has no {ID_NAME}",
-            ) from error
-
-    def file_of(self, scope: ScopeGeometry) -> CheckedFile | None:
-        """Return the file of a scope; None for a scope of another directory."""
-        _, _, namespace = scope.scope.partition(":")
-        name, _, store_id = namespace.rpartition("-")
-        _, _, fingerprint = name.rpartition("-")
-        if store_id != self._id or len(fingerprint) != _FINGERPRINT_DIGITS or not scope.slot_bytes:
-            return None
-        try:
-            return CheckedFile(
-                os.path.join(self._path, f"{namespace}.slots"), scope, bytes.fromhex(fingerprint)
-            )
-        except ValueError:
-            return None
 
 
 class CheckedFile:
