@@ -10,13 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, field, structs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from msgspec import Meta, Struct, field
 
 NO_SLOT: Final = -1
 """Value in a column of slots for a key without a slot."""
@@ -372,9 +369,6 @@ COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
     Delete: ("keys", "generations"),
 }
 """Columns of the scopes in requests that can be cut; the first has one value for each entry."""
-
-FROM_THE_END: Final = (Lookup, Touch)
-"""Requests whose keys count as used from the last to the first, and so do their chunks."""
 
 # Limits, errors, status, checks, drains, exports: about the server and for operators.
 
@@ -746,79 +740,3 @@ SGLANG_ROUTES: Final = {
     )
 }
 """By operation; paths contain a rank."""
-
-
-# Long requests, in chunks. A server does others in between, and a client has to stay within limits.
-
-_FLAT: Final = (SglangKeys, SglangReserve)
-"""Requests about one scope, with one column."""
-
-
-class Chunk(NamedTuple):
-    """A part of a long request that is a request itself."""
-
-    scope: int
-    """Index of its scope in the request."""
-    start: int
-    """Index of its first entry in that scope."""
-    request: Any
-
-
-def chunks_of(request: Any, max_entries: int) -> list[Chunk]:
-    """Cut a long request into chunks, in the order in which to do them.
-
-    A scope without entries gets one empty chunk, so that the response has an entry for it.
-    """
-    chunks = list(_cut(request, max_entries))
-    return chunks[::-1] if isinstance(request, (*FROM_THE_END, SglangKeys)) else chunks
-
-
-def join_responses(chunks: Sequence[Chunk], answers: Sequence[Any]) -> Any:
-    """Join the responses to all chunks into one response."""
-    # Chunks may have been done from the last to the first; entries are in the order of the request.
-    places = sorted(range(len(chunks)), key=lambda place: chunks[place][:2])
-    if isinstance(chunks[0].request, _FLAT):
-        return _join_dicts([answers[place] for place in places])
-    scopes = dict[int, list[Any]]()
-    for place in places:
-        scopes.setdefault(chunks[place].scope, []).append(answers[place].scopes[0])
-    return structs.replace(answers[0], scopes=[_merged(some) for some in scopes.values()])
-
-
-def _cut(request: Any, max_entries: int) -> Iterator[Chunk]:
-    if isinstance(request, _FLAT):
-        for start in range(0, len(request.keys), max_entries):
-            keys = request.keys[start : start + max_entries]
-            yield Chunk(0, start, structs.replace(request, keys=keys))
-        return
-    columns = COLUMNS[type(request)]
-    for number, part in enumerate(request.scopes):
-        for start in range(0, max(1, len(getattr(part, columns[0]))), max_entries):
-            cut = {name: getattr(part, name)[start : start + max_entries] for name in columns}
-            scopes = [structs.replace(part, **cut)]
-            yield Chunk(number, start, structs.replace(request, scopes=scopes))
-
-
-def _join_dicts(answers: Sequence[dict[str, list[Any]] | None]) -> dict[str, list[Any]] | None:
-    found = [answer for answer in answers if answer is not None]
-    if not found:
-        return None
-    return {name: [entry for answer in found for entry in answer[name]] for name in found[0]}
-
-
-def _merged(responses: Sequence[Struct]) -> Any:
-    """Merge the responses for one scope: columns are concatenated, counts are added."""
-    # By type, not by name: a new column or count needs no change here.
-    fields = {
-        name: [getattr(response, name) for response in responses]
-        for name in responses[0].__struct_fields__
-    }
-    return structs.replace(
-        responses[0],
-        **{
-            name: sum(values)
-            if isinstance(values[0], int)
-            else [entry for column in values for entry in column]
-            for name, values in fields.items()
-        },
-    )

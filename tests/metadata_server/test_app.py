@@ -6,34 +6,21 @@ import asyncio
 import contextlib
 import re
 import time
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.limits import CHUNK_ENTRIES, DEFAULTS
+from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.asgi import HEALTH, PAGES
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES
-from hicache_metadata_server.server import restored_service
-from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.storage.sqlite import open_store
-from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.http_calls import PAGE_FILES, SlowStore, of_keys, running
 
 ADDRESS = re.compile(rb"""\w+://[^\s"'<>)]+|(?<=["'(=])//\w[^\s"'<>)]*""")
 SVG = b"http://www.w3.org/2000/svg"
 """The name of a namespace, which nobody asks for."""
 SLOTS = 100_000
-
-
-@asynccontextmanager
-async def reopened(directory):
-    """A server on the store of that directory, as the one before has left it."""
-    store = open_store(f"sqlite:///{directory}/m.db")
-    async with running(store, restored_service(store, ServerSettings(), time.time())) as caller:
-        yield caller
 
 
 def keys(count, name="k"):
@@ -51,39 +38,7 @@ async def test_a_store_with_a_fault_of_its_own_is_an_answer():
         assert (await caller.initialize("0:kv")).status == 200
 
 
-@pytest.mark.parametrize("count", [600, 5000])
-async def test_long_requests_answer_as_short_ones_do(count):
-    async with running(SlowStore()) as caller:
-        sizes = [{"scope": f"{rank}:kv", "slots": 100_000} for rank in range(2)]
-        await caller.post("/v2/initialize", {"scopes": sizes})
-        some = keys(count)
-        both = [{"scope": "0:kv", "keys": some}, {"scope": "1:kv", "keys": some[:700]}]
-        given = (await caller.post("/v2/reserve", {"scopes": both})).json["scopes"]
-        leases = [part["leases"] for part in given]
-        assert list(map(len, leases)) == [count, len(some[:700])]
-        assert len({*leases[0], *leases[1]}) == count + len(some[:700])
-        parts = [
-            {"scope": f"{i}:kv", "leases": own, "lengths": [1] * len(own), "checksums": own}
-            for i, own in enumerate(leases)
-        ]
-        await caller.post("/v2/commit", {"scopes": parts})
-        found = (await caller.post("/v2/lookup", {"scopes": both})).json["scopes"]
-        assert [part["slots"] for part in found] == [part["slots"] for part in given]
-        assert [part["checksums"] for part in found] == leases
-        # As use goes from the last to the first, the head of the whole list is the latest.
-        assert list(caller.service.scopes["0:kv"].lru)[-1] == some[0]
-        old = await caller.post("/0/get_page_indices", {"keys": some})
-        assert old.json == {"indices": given[0]["slots"]}
-        gone = (await caller.post("/v2/delete", {"scopes": both})).json["scopes"]
-        assert [sum(part["done"]) for part in gone] == [count, len(some[:700])]
-        packed = msgspec.msgpack.encode({"scopes": both})
-        assert (await caller.send("POST", "/v2/touch", packed, content_type=MSGPACK)).status == 200
-        unknown = {"scopes": [*both, {"scope": "2:kv", "keys": ["a"]}]}
-        refused = await caller.post("/v2/touch", unknown)
-        assert (refused.status, refused.json["field"]) == (404, "scopes[2].scope")
-
-
-async def test_a_long_request_that_comes_again_is_done_once():
+async def test_a_request_that_comes_again_is_done_once():
     """Meanwhile, and later."""
     async with running(SlowStore()) as caller:
         await caller.initialize("0:kv", slots=SLOTS)
@@ -97,57 +52,17 @@ async def test_a_long_request_that_comes_again_is_done_once():
         assert (await caller.scopes())["0:kv"]["leased"] == 2000
 
 
-async def test_a_long_request_that_a_crash_cuts_short_is_finished_when_it_comes_again(
-    tmp_path, monkeypatch
-):
-    once = {"headers": {"Idempotency-Key": "once"}}
-    async with reopened(tmp_path) as caller:
+async def test_short_requests_are_served_between_long_ones():
+    async with running() as caller:
         await caller.initialize("0:kv", slots=SLOTS)
-        handlers, done = caller.app.server.handlers, []
-        run_chunk = handlers._run_chunk
+        order = []
 
-        def crash_in_the_third(*piece):
-            if len(done) == 2:
-                raise asyncio.CancelledError
-            done.append(run_chunk(*piece))
-            return done[-1]
+        async def ask(count):
+            await caller.post("/v2/lookup", of_keys("0:kv", keys(count)))
+            order.append(count)
 
-        monkeypatch.setattr(handlers, "_run_chunk", crash_in_the_third)
-        with pytest.raises(asyncio.CancelledError):
-            await caller.reserve("0:kv", keys(2000), **once)
-    before = [lease for piece in done for lease in piece.scopes[0].leases]
-    assert len(before) == 2 * CHUNK_ENTRIES
-    async with reopened(tmp_path) as caller:
-        assert (await caller.scopes())["0:kv"]["leased"] == len(before)
-        first = await caller.reserve("0:kv", keys(2000), **once)
-        [part] = first.json["scopes"]
-        assert set(part["states"]) == {"leased"}
-        assert part["leases"][: len(before)] == before
-        assert (await caller.scopes())["0:kv"]["leased"] == 2000
-        assert await caller.reserve("0:kv", keys(2000), **once) == first
-
-
-@pytest.mark.parametrize("store", [SlowStore, MemoryStore])
-async def test_others_are_served_while_a_long_request_is_done(store):
-    """Writers by a group of changes of their own, readers from memory."""
-    store = store()
-    async with running(store) as caller:
-        await caller.initialize("0:kv", slots=SLOTS)
-        await caller.store("0:kv", keys(16_000))
-        store.seconds, order = 0.002, []
-
-        async def ask(path, body):
-            await caller.post(path, body)
-            order.append(path)
-
-        new = of_keys("0:kv", keys(1, "new"))
-        long = ask("/0/delete_keys", {"keys": keys(16_000)})
-        await asyncio.gather(long, ask("/v2/reserve", new), ask("/v2/lookup", new))
-        assert order[-1] == "/0/delete_keys"
-    written = getattr(store, "written", [])[-20:]
-    assert all(
-        len(slots.states.states) < 2000 for group in written for slots in group.slots.values()
-    )
+        await asyncio.gather(*(ask(4000) for _ in range(6)), ask(1))
+        assert order.index(1) <= 1
 
 
 async def test_requests_that_arrive_together_share_a_transaction():

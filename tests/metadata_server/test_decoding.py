@@ -7,19 +7,12 @@ import asyncio
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.http import decoding
-from hicache_metadata_server.http.decoding import (
-    CONTENT_TYPES,
-    BodyDecoder,
-    exceeds_values,
-    max_values,
-)
+from hicache_metadata_server.http.decoding import CONTENT_TYPES, BodyDecoder
 from hicache_metadata_server.protocol import JSON, MSGPACK
 from tests.metadata_server.http_calls import running
 
@@ -80,36 +73,6 @@ def test_the_name_of_a_model_is_one_line(content_type, model):
     assert reader.decode(ENCODE[content_type](longest), content_type) == longest
 
 
-@pytest.mark.parametrize("content_type", CONTENT_TYPES)
-@pytest.mark.parametrize("entry", ["k", 7, [], {}, None, ["k", ""]])
-def test_what_holds_too_many_values_is_refused_before_any_is_made(monkeypatch, content_type, entry):
-    body = ENCODE[content_type]({"scopes": [{"scope": "0:kv", "keys": [entry] * 150_000}]})
-    reader = BodyDecoder(p.Lookup, CONTENT_TYPES)
-    monkeypatch.setattr(reader, "_decoders", {})
-    assert refused(body, content_type, reader) == (413, "body")
-
-
-def test_commas_in_keys_are_no_values():
-    keys = ["," * 500] * 2_000 + ['\\",' * 100] * 2_000
-    request = p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=keys)])
-    assert LOOKUP.decode(msgspec.json.encode(request), JSON) == request
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'"' * 300_000,
-        b'{"scopes":["' + b'\\",' * 100_000,
-        b'"\\' * 150_000,
-        b"," * 300_000,
-        b"[" * 300_000,
-    ],
-)
-def test_what_is_no_json_is_looked_at_once(body):
-    """A search that began anew at each quote would take minutes."""
-    assert refused(body, JSON)[0] in (400, 413, 422)
-
-
 COUNT, SCOPES = DEFAULTS.keys, DEFAULTS.scopes
 KEYS = ["," * 100 + str(i) for i in range(COUNT // SCOPES)]
 NUMBERS = [2**64 - 1] * (COUNT // SCOPES)
@@ -131,35 +94,6 @@ LARGEST = [
 def test_the_largest_requests_within_the_limits_are_read(largest, content_type):
     reader = BodyDecoder(type(largest), CONTENT_TYPES)
     assert reader.decode(ENCODE[content_type](largest), content_type) == largest
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text()
-    | st.binary(max_size=300),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=30,
-)
-
-
-def counted(value):
-    """Values of msgpack, those inside apart."""
-    match value:
-        case list():
-            return 1 + sum(map(counted, value))
-        case dict():
-            return 1 + sum(1 + counted(entry) for entry in value.values())
-    return 1
-
-
-@settings(max_examples=40)
-@given(VALUES, st.integers(0, 40))
-def test_values_of_msgpack_are_counted(value, most):
-    body = msgspec.msgpack.encode(value)
-    assert exceeds_values(body, MSGPACK, most) == (counted(value) > most)
 
 
 async def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch):
@@ -187,15 +121,6 @@ async def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch)
             (422, "scopes[0].keys[1]")
         }
         assert len(read_in) == len(set(read_in)) == 6, "two were read in one turn"
-
-
-async def test_what_is_refused_for_its_size_is_not_read_for_the_slow_log():
-    """Nor for anything else: it is as long to read there."""
-    async with running() as caller:
-        keys = ["k"] * (max_values(DEFAULTS) // 2 + 1)
-        assert (await caller.post("/v2/lookup", {"scopes": [], "keys": keys})).status == 413
-        [call] = (await caller.send("GET", "/v2/history")).json["slowest"]
-        assert (call["status"], call["entries"], call["scopes"]) == (413, 0, 0)
 
 
 def test_other_content_types_carry_nothing():

@@ -204,18 +204,6 @@ async def test_nothing_is_acknowledged_that_a_lost_scope_has_discarded(redis, cl
         assert [answer.status for answer in await asyncio.gather(*asking)] == [503] * 3
 
 
-async def test_a_long_request_ends_with_the_lease(redis):
-    async with two(redis) as (one, _):
-        await one.initialize("0:kv")
-        body = of_keys("0:kv", [f"{number:064}" for number in range(4000)])
-        asking = asyncio.create_task(one.post("/v2/lookup", body))
-        for _ in range(6):
-            await asyncio.sleep(0)
-        assert not asking.done()
-        one.app.server.handlers.owner.drop(["0:kv"])
-        assert (await asking).json["code"] == "moving"
-
-
 async def test_every_server_lists_all_scopes(redis):
     async with two(redis) as (one, other):
         await one.initialize("0:kv")

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
+from msgspec import structs
+
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import MetadataError, UnknownScopeError
 
@@ -20,6 +22,8 @@ A = TypeVar("A", bound=p.Answer)
 
 MAX_REINITIALIZATIONS: Final = 2
 """Of scopes that the server has lost, in one call."""
+_FROM_THE_END: Final = (p.Lookup, p.Touch)
+"""Requests whose keys count as used from the last to the first, and so do their chunks."""
 
 
 class MetadataClient(ABC):
@@ -158,8 +162,8 @@ class MetadataClient(ABC):
         """Give leases back, without waiting for the response: lost ones end by themselves."""
         request = p.Abort(scopes=[part for part in scopes if part.leases])
         if request.scopes:
-            for chunk in self._chunks(request):
-                self.send_later("/v2/abort", chunk.request)
+            for _, chunk in self._chunks(request):
+                self.send_later("/v2/abort", chunk)
 
     def touch(self, scopes: Sequence[p.LookupScope], call: Call) -> list[list[bool]]:
         """Mark pages as used. False for each key that is not live."""
@@ -220,20 +224,20 @@ class MetadataClient(ABC):
             The responses as if one request had been sent, and the responses.
         """
         chunks, done = self._chunks(request), list[A]()
-        for chunk in chunks:
-            scopes = [part.scope for part in chunk.request.scopes]
-            response = self._with_scopes(path, chunk.request, scopes, response_type, call)
-            _check_shape(chunk.request, response)
+        for _, chunk in chunks:
+            scopes = [part.scope for part in chunk.scopes]
+            response = self._with_scopes(path, chunk, scopes, response_type, call)
+            _check_shape(chunk, response)
             done.append(response)
-        return done[0] if len(done) == 1 else p.join_responses(chunks, done), done
+        return done[0] if len(done) == 1 else _joined(chunks, done), done
 
-    def _chunks(self, request: Any) -> list[p.Chunk]:
+    def _chunks(self, request: Any) -> list[tuple[int, Any]]:
         limits, columns, parts = self.about.limits, p.COLUMNS[type(request)], request.scopes
         entries = sum(len(getattr(part, columns[0])) for part in parts)
         most = _max_entries(parts, columns, limits)
         if len(parts) <= limits.scopes and entries <= most:
-            return [p.Chunk(0, 0, request)]
-        return p.chunks_of(request, most)
+            return [(0, request)]
+        return _cut(request, most)
 
     def _with_scopes(
         self,
@@ -350,3 +354,48 @@ def _max_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limit
     # An estimate from above: names of scopes and fields take less than 1 KiB for each scope.
     room = limits.body_bytes - 1024 * min(len(parts), limits.scopes)
     return max(1, min(limits.keys, room // (len(columns) * (longest + 8))))
+
+
+def _cut(request: Any, max_entries: int) -> list[tuple[int, Any]]:
+    """Cut a long request into requests about one scope each, in the order in which to send them.
+
+    A scope without entries gets one, so that the response has an entry for it.
+
+    Returns:
+        The requests, each with the index of its scope.
+    """
+    columns, chunks = p.COLUMNS[type(request)], list[tuple[int, Any]]()
+    for number, part in enumerate(request.scopes):
+        for start in range(0, max(1, len(getattr(part, columns[0]))), max_entries):
+            cut = {name: getattr(part, name)[start : start + max_entries] for name in columns}
+            chunks.append((number, structs.replace(request, scopes=[structs.replace(part, **cut)])))
+    return chunks[::-1] if isinstance(request, _FROM_THE_END) else chunks
+
+
+def _joined(chunks: Sequence[tuple[int, Any]], responses: Sequence[Any]) -> Any:
+    """Join the responses to all chunks into one response."""
+    answered = list(zip(chunks, responses, strict=True))
+    if isinstance(chunks[0][1], _FROM_THE_END):
+        answered.reverse()
+    scopes = dict[int, list[Any]]()
+    for (number, _), response in answered:
+        scopes.setdefault(number, []).append(response.scopes[0])
+    return structs.replace(responses[0], scopes=[_merged(some) for some in scopes.values()])
+
+
+def _merged(responses: Sequence[Any]) -> Any:
+    """Merge the responses for one scope: columns are concatenated, counts are added."""
+    # By type, not by name: a new column or count needs no change here.
+    fields = {
+        name: [getattr(response, name) for response in responses]
+        for name in responses[0].__struct_fields__
+    }
+    return structs.replace(
+        responses[0],
+        **{
+            name: sum(values)
+            if isinstance(values[0], int)
+            else [entry for column in values for entry in column]
+            for name, values in fields.items()
+        },
+    )

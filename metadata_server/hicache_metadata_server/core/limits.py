@@ -1,4 +1,4 @@
-"""Size of requests: limits, beyond the ranges of their fields, and which are done in chunks."""
+"""Size of requests: limits, beyond the ranges of their fields."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hicache_metadata_server.protocol import Limits, ScopeGeometry
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# A request is done at once, and nothing else meanwhile: these limits are some 20 ms of work.
 DEFAULTS: Final = Limits(
-    body_bytes=8 << 20,
-    keys=16_384,
+    body_bytes=1 << 20,
+    keys=4096,
     scopes=64,
     key_bytes=1024,
     lease_seconds=30,
@@ -34,12 +35,9 @@ OPTIONAL: Final = ("prefixes", "generations")
 OWNER_BYTES: Final = 1024
 TEXT_BYTES: Final = 4096
 """Length of a geometry or an identity."""
-
-CHUNK_ENTRIES: Final = 256
-"""Entries of a chunk, which takes about half a millisecond."""
-LONG_BODY: Final = 128 * CHUNK_ENTRIES
-"""Bytes of a body, of as many keys with prefixes as a chunk has; a longer one is long. It is decoded
-while no other long one is, and done in chunks."""
+LONG_BODY: Final = 32 << 10
+"""Bytes of a body, of some 256 keys with prefixes; a longer one has a turn of the event loop of its
+own."""
 
 Columns = p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete
 """Requests whose scopes have columns of entries."""
@@ -205,14 +203,3 @@ def request_size(request: object) -> RequestSize:
     entries = sum(len(getattr(part, first)) for part in parts) if first else 0
     names = [part if isinstance(part, str) else part.scope for part in parts]
     return RequestSize(entries, len(names), names[0] if names else "")
-
-
-def can_be_cut(request: object) -> bool:
-    """True if a request has more entries than a chunk, and may be done in several."""
-    # A pinning lookup is done at once: one pin covers all of its slots, and what an earlier chunk
-    # found could be evicted before the last chunk.
-    if isinstance(request, p.Lookup) and request.pin_seconds > 0:
-        return False
-    if not isinstance(request, (p.SglangKeys, p.SglangReserve, *p.COLUMNS)):
-        return False
-    return request_size(request).entries > CHUNK_ENTRIES

@@ -305,26 +305,11 @@ class MetadataService:
             self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
             self._dropped.append(number)
 
-    # Pages. The chunks of a request that was checked as a whole are not checked: one that is refused
-    # would leave the request half done.
+    # Pages.
 
-    def check(self, request: Columns) -> list[Scope]:
-        """Check that a request is within the limits and names existing scopes; returns these.
-
-        Raises:
-            RequestError: it exceeds a limit, a scope is unknown, or the server drains.
-        """
-        check_limits(request, self.limits)
-        scopes = self._all_known(request.scopes)
-        if isinstance(request, p.Reserve) and self.draining:
-            raise draining()
-        if isinstance(request, p.Commit):
-            check_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
-        return scopes
-
-    def lookup(self, request: p.Lookup, now: float, *, is_checked: bool = False) -> p.LookedUp:
+    def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
         """Look up the slots of pages, and pin them if requested."""
-        scopes = self._scopes(request, is_checked=is_checked)
+        scopes = self._scopes(request)
         found, slots_by_scope = list[p.FoundPages](), dict[int, list[int]]()
         seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
@@ -340,9 +325,9 @@ class MetadataService:
         scope = self.scopes[name]
         return scope.table.have_length(scope.lookup(keys), length)
 
-    def reserve(self, request: p.Reserve, now: float, *, is_checked: bool = False) -> p.Leases:
+    def reserve(self, request: p.Reserve, now: float) -> p.Leases:
         """Lease slots for keys that are neither live nor leased."""
-        scopes = self._scopes(request, is_checked=is_checked)
+        scopes = self._scopes(request)
         seconds, answers = lease_seconds(self.limits, request.lease_seconds), list[p.Leased]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
@@ -364,25 +349,25 @@ class MetadataService:
             )
         return p.Leases(scopes=answers, lease_seconds=seconds)
 
-    def commit(self, request: p.Commit, now: float, *, is_checked: bool = False) -> p.SettledLeases:
+    def commit(self, request: p.Commit, now: float) -> p.SettledLeases:
         """Make pages live."""
-        scopes = self._scopes(request, is_checked=is_checked)
+        scopes = self._scopes(request)
 
         def settle(part: p.CommitScope, scope: Scope) -> list[bool]:
             return scope.commit(part.leases, part.lengths, part.checksums, now)
 
         return self._settled(request.scopes, scopes, settle)
 
-    def abort(self, request: p.Abort, now: float, *, is_checked: bool = False) -> p.SettledLeases:
+    def abort(self, request: p.Abort, now: float) -> p.SettledLeases:
         """Give leases back."""
-        scopes = self._scopes(request, is_checked=is_checked)
+        scopes = self._scopes(request)
         return self._settled(
             request.scopes, scopes, lambda part, scope: scope.abort(part.leases, now)
         )
 
-    def renew(self, request: p.Renew, now: float, *, is_checked: bool = False) -> p.SettledLeases:
+    def renew(self, request: p.Renew, now: float) -> p.SettledLeases:
         """Renew leases from now on."""
-        scopes = self._scopes(request, is_checked=is_checked)
+        scopes = self._scopes(request)
         until = now + lease_seconds(self.limits, request.lease_seconds)
         return self._settled(
             request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until)
@@ -408,17 +393,17 @@ class MetadataService:
                 found[pin] = names[0]
         return found
 
-    def touch(self, request: p.Touch, now: float, *, is_checked: bool = False) -> p.Marked:
+    def touch(self, request: p.Touch, now: float) -> p.Marked:
         """Mark pages as used."""
-        scopes = self._scopes(request, is_checked=is_checked)
+        scopes = self._scopes(request)
         flags = list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             flags.append(p.Flags(done=[slot >= 0 for slot in scope.lru.used(part.keys)]))
         return p.Marked(scopes=flags)
 
-    def delete(self, request: p.Delete, now: float, *, is_checked: bool = False) -> p.Marked:
+    def delete(self, request: p.Delete, now: float) -> p.Marked:
         """Delete pages."""
-        scopes = self._scopes(request, is_checked=is_checked)
+        scopes = self._scopes(request)
         flags = list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
@@ -716,11 +701,21 @@ class MetadataService:
             raise unknown_scope(name, field)
         return scope
 
-    def _scopes(self, request: Columns, *, is_checked: bool) -> list[Scope]:
-        return self._all_known(request.scopes) if is_checked else self.check(request)
+    def _scopes(self, request: Columns) -> list[Scope]:
+        """Check a request before it changes anything; returns its scopes.
 
-    def _all_known(self, parts: Sequence[_Part]) -> list[Scope]:
-        return [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]
+        Raises:
+            RequestError: it exceeds a limit, a scope is unknown, or the server drains.
+        """
+        check_limits(request, self.limits)
+        scopes = [
+            self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(request.scopes)
+        ]
+        if isinstance(request, p.Reserve) and self.draining:
+            raise draining()
+        if isinstance(request, p.Commit):
+            check_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
+        return scopes
 
     def _settled(
         self,

@@ -24,14 +24,6 @@ class SglangService:
     def __init__(self, service: MetadataService) -> None:
         self._service = service
 
-    def check(self, rank: int, request: p.SglangKeys | p.SglangReserve) -> None:
-        """Check that a long request is within the limits as a whole, and names a known scope."""
-        measure = Measure(self._service.limits)
-        measure.keys([key if isinstance(key, str) else key[0] for key in request.keys], "keys")
-        if isinstance(request, p.SglangReserve):
-            measure.lengths([prefix for _, prefix in request.keys], "keys")
-        self._service.known(f"{rank}:{request.namespace}")
-
     def initialize(
         self, rank: int, request: p.SglangInitialize, now: float, caller: Caller = ANYBODY
     ) -> None:

@@ -82,7 +82,7 @@ class ProtocolApp:
         self._rates = server.security.rates
         self._audit = server.security.audit
         self._check_browser = server.security.check_browser
-        self._decoding = asyncio.Lock()
+        self._long = asyncio.Lock()
         self._max_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,20 +201,14 @@ class ProtocolApp:
         """Run a request, and wait for the commit of its changes."""
         request = None
         try:
-            arguments = (head.endpoint, body, head.content_type, head.idempotency_key, head.caller)
-            if len(body) <= LONG_BODY:
-                request = self._handlers.read(*arguments)
-            else:
-                # Decoding blocks the event loop. The lock and the `sleep(0)` let the loop serve
-                # short requests between two long bodies, however many arrive at once.
-                async with self._decoding:
-                    try:
-                        request = self._handlers.read(*arguments)
-                    finally:
-                        await asyncio.sleep(0)
+            if len(body) > LONG_BODY:
+                await self._own_turn()
+            request = self._handlers.read(
+                head.endpoint, body, head.content_type, head.idempotency_key, head.caller
+            )
             started = self._handlers.start(request)
             if started is None:
-                return request, await self._handlers.run_in_slices(request)
+                return request, await self._handlers.run_later(request)
             if started.changes and (committed := self._handlers.commit()) is not None:
                 await committed
         except RequestError as refused:
@@ -225,6 +219,14 @@ class ProtocolApp:
         except Exception:  # noqa: BLE001 - a bug must not close the connection, and its traceback belongs into the log
             return request, await self._internal_error(head)
         return request, started.response
+
+    async def _own_turn(self) -> None:
+        """Wait for a turn of the event loop that no other long request has.
+
+        Each blocks the loop: it serves short ones in between, however many long ones arrive at once.
+        """
+        async with self._long:
+            await asyncio.sleep(0)
 
     async def _internal_error(self, head: RequestHead) -> Response:
         _log.exception("request_failed", route=head.endpoint.name)

@@ -1,8 +1,8 @@
 """Request handlers: decode requests, check their tenants, and run them.
 
-A handler runs in the event loop, without a thread and without an await, for as long as the request
-is short. Long requests and fsck run in slices. A request that changes something is answered when
-its changes are committed.
+A handler runs in the event loop, without a thread and without an await: no request is long that is
+within the limits. fsck runs in slices. A request that changes something is answered when its
+changes are committed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord, check_idempotency_key, digest_of
 from hicache_metadata_server.core.errors import RequestError, invalid
-from hicache_metadata_server.core.limits import CHUNK_ENTRIES, LONG_BODY, can_be_cut
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
 from hicache_metadata_server.http.routes import Endpoint, SglangEndpoints, native_endpoints
@@ -55,8 +54,6 @@ class DecodedRequest(NamedTuple):
     endpoint: Endpoint
     message: Any
     content_type: str
-    is_long: bool = False
-    """Runs in chunks, so that other requests are served in between."""
     idempotency_key: str = ""
     digest: bytes = b""
     """Of route, content type and body; empty without an idempotency key."""
@@ -81,8 +78,7 @@ class Handlers:
         self.service = service
         self.clock = clock
         self.group_commit: GroupCommit | None = None
-        self._long = asyncio.Lock()
-        self._sglang = SglangEndpoints(SglangService(service), service.limits)
+        self._sglang = SglangEndpoints(SglangService(service))
         self.endpoints = native_endpoints(service)
         """By path. Paths of the SGLang protocol contain a rank, so they are added when first used."""
 
@@ -124,9 +120,8 @@ class Handlers:
         message = endpoint.body.decode(body, content_type)
         if not caller.sees_all:
             self._check_tenant(endpoint, message, caller)
-        long = len(body) > LONG_BODY and endpoint.do_chunk is not None and can_be_cut(message)
         if not idempotency_key or not endpoint.route.changes:
-            return DecodedRequest(endpoint, message, content_type, long, caller=caller)
+            return DecodedRequest(endpoint, message, content_type, caller=caller)
         check_idempotency_key(idempotency_key)
         # Keys are per tenant: with a shared namespace, a tenant could read another one's answer by
         # guessing its key. A header cannot contain a carriage return, so the prefix is unambiguous.
@@ -136,7 +131,6 @@ class Handlers:
             endpoint,
             message,
             content_type,
-            long,
             idempotency_key,
             digest_of(endpoint.name, content_type, body),
             caller,
@@ -148,17 +142,17 @@ class Handlers:
         return names(request.message)[0] if names is not None else ()
 
     def start(self, request: DecodedRequest) -> Result | None:
-        """Run a request at once; None if it has to run in slices (`run_in_slices`).
+        """Run a request at once; None if it takes longer (`run_later`).
 
         Raises:
             RequestError: the request was refused, and changed nothing.
         """
         endpoint, message = request.endpoint, request.message
-        if (kept := self._find_answer(request, request.idempotency_key)) is not None:
+        if (kept := self._find_answer(request)) is not None:
             # The first request may still be in the current commit group: its answer, repeated
             # before the commit, would promise changes that a crash can lose.
             return Result(kept, True)
-        if request.is_long or isinstance(message, p.Fsck):
+        if isinstance(message, p.Fsck):
             return None
         changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
         try:
@@ -171,25 +165,20 @@ class Handlers:
             # A refused confirm of the SGLang protocol has confirmed the other pages, so there may
             # be changes to commit even so.
             return Result(refusal(refused, request.content_type), changes)
-        self._keep_answer(request, request.idempotency_key, response)
+        self._keep_answer(request, response)
         return Result(response, changes)
 
-    async def run_in_slices(self, request: DecodedRequest) -> Response:
-        """Run a request cooperatively: other requests are served between its slices.
+    async def run_later(self, request: DecodedRequest) -> Response:
+        """Run a request that `start` has left: fsck, between whose slices others are served.
 
         Raises:
             RequestError: the request was refused.
-            StoreError: its changes could not be committed.
         """
-        if isinstance(request.message, p.Fsck):
-            return self._response(await self._fsck(request), request.content_type)
-        try:
-            return await self._run_long(request)
-        finally:
-            # Also after an error: the chunks before it have changed the service already, and the
-            # error tells the client about the others only.
-            if request.endpoint.changes:
-                await self._wait_for_commit()
+        checked: p.FsckReport | None = None
+        slices = request.endpoint.do(request.message, self.clock(), request.caller)
+        for checked in slices:  # noqa: B007 - the last one is the result
+            await asyncio.sleep(0)
+        return self._response(checked, request.content_type)
 
     def commit(self) -> asyncio.Future[None] | None:
         """Commit all changes so far with the next group; None if they are durable already.
@@ -241,85 +230,23 @@ class Handlers:
             )
             raise RequestError(403, "forbidden", message, "Authorization")
 
-    async def _run_long(self, request: DecodedRequest) -> Response:
-        check = request.endpoint.check
-        assert check is not None, "requests that run in chunks are checked as a whole"
-        # One long request at a time: with several in progress, a short request would wait for a
-        # chunk of each of them.
-        async with self._long:
-            # Again, under the lock: a retry of the same request may have run while this one waited.
-            if (kept := self._find_answer(request, request.idempotency_key)) is not None:
-                return kept
-            check(request.message)
-            response = self._response(await self._run_chunks(request), request.content_type)
-            self._keep_answer(request, request.idempotency_key, response)
-        return response
-
-    async def _fsck(self, request: DecodedRequest) -> p.FsckReport:
-        """Check the invariants in slices."""
-        checked: p.FsckReport | None = None
-        slices = request.endpoint.do(request.message, self.clock(), request.caller)
-        for checked in slices:  # noqa: B007 - the last one is the result
-            await asyncio.sleep(0)
-        assert checked is not None, "fsck yields at least the result"
-        return checked
-
-    async def _run_chunks(self, request: DecodedRequest) -> Any:
-        """Run each chunk, commit its changes, and yield to other requests.
-
-        Committing each chunk keeps commit groups short, which bounds the latency of the short
-        requests that share a group.
-        """
-        pieces, answers = p.chunks_of(request.message, CHUNK_ENTRIES), list[Any]()
-        for number, piece in enumerate(pieces):
-            # A header cannot contain a line feed, so no client can send the key of a chunk.
-            answers.append(
-                self._run_chunk(request, piece.request, f"{number}\n{request.idempotency_key}")
-            )
-            if request.endpoint.changes:
-                await self._wait_for_commit()
-            await asyncio.sleep(0)
-        return p.join_responses(pieces, answers)
-
-    def _run_chunk(self, request: DecodedRequest, piece: Any, idempotency_key: str) -> Any:
-        """Run one chunk, or return its kept answer.
-
-        Chunks have answers of their own, so that a request that a crash interrupted, and that is
-        sent again, does not repeat the chunks that were committed.
-        """
-        do = request.endpoint.do_chunk
-        assert do is not None, "requests that run in chunks are checked as a whole"
-        if (kept := self._find_answer(request, idempotency_key)) is not None:
-            return msgspec.msgpack.decode(kept.body, type=request.endpoint.route.answer)
-        answer = do(piece, self.clock())
-        if request.digest:
-            self._keep_answer(request, idempotency_key, self._response(answer, p.MSGPACK))
-        return answer
-
-    async def _wait_for_commit(self) -> None:
-        written = self.commit()
-        if written is not None:
-            await written
-
     def _response(self, answer: Any, content_type: str) -> Response:
         if answer is None:
             return Response(204, content_type, b"")
         return Response(200, content_type, _ENCODERS[content_type].encode(answer))
 
-    def _find_answer(self, request: DecodedRequest, idempotency_key: str) -> Response | None:
+    def _find_answer(self, request: DecodedRequest) -> Response | None:
         if not request.digest:
             return None
-        kept = self.service.answers.find(idempotency_key, request.digest, self.clock())
+        kept = self.service.answers.find(request.idempotency_key, request.digest, self.clock())
         return Response(kept.status, kept.content_type, kept.body) if kept is not None else None
 
-    def _keep_answer(
-        self, request: DecodedRequest, idempotency_key: str, response: Response
-    ) -> None:
+    def _keep_answer(self, request: DecodedRequest, response: Response) -> None:
         if request.digest:
             until = self.clock() + self.service.answers.seconds
             self.service.answers.add(
                 AnswerRecord(
-                    idempotency_key,
+                    request.idempotency_key,
                     until,
                     request.digest,
                     response.content_type,

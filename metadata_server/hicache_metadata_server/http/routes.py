@@ -39,10 +39,6 @@ class Endpoint:
     do: Operation
     takes_caller: bool = False
     """`do` is called with the caller, too."""
-    do_chunk: Operation | None = None
-    """For chunks of a request that was checked as a whole; without it, a request is never cut."""
-    check: Callable[[Any], object] | None = None
-    """Checks a request as a whole, before it is cut."""
     changes: bool = False
     names: ScopeNames | None = None
     """None for a route that names no scope."""
@@ -62,7 +58,7 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
     def fsck(request: p.Fsck, now: float, caller: Caller) -> Iterator[p.FsckReport | None]:
         return service.fsck(request, caller)
 
-    def row(path: str, do: Operation, *, cut: bool = False, **more: Any) -> Endpoint:
+    def row(path: str, do: Operation, **more: Any) -> Endpoint:
         route = p.ROUTES[path]
         kind = route.request
         # A route that accepts a key changes something; some change something without one.
@@ -70,10 +66,8 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         return Endpoint(
             name=path,
             route=route,
-            body=BodyDecoder(kind, CONTENT_TYPES, service.limits) if kind else None,
+            body=BodyDecoder(kind, CONTENT_TYPES) if kind else None,
             do=do,
-            do_chunk=partial(do, is_checked=True) if cut else None,
-            check=service.check if cut else None,
             names=_names_in(kind) if kind else None,
             **fields,
         )
@@ -82,19 +76,19 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         row("/v2", about),
         row("/v2/initialize", service.initialize, takes_caller=True),
         row("/v2/describe", service.describe, changes=True),
-        row("/v2/lookup", service.lookup, cut=True),
-        row("/v2/reserve", service.reserve, cut=True),
-        row("/v2/commit", service.commit, cut=True),
-        row("/v2/abort", service.abort, cut=True),
-        row("/v2/renew", service.renew, cut=True),
+        row("/v2/lookup", service.lookup),
+        row("/v2/reserve", service.reserve),
+        row("/v2/commit", service.commit),
+        row("/v2/abort", service.abort),
+        row("/v2/renew", service.renew),
         row("/v2/unpin", service.unpin, takes_caller=True, changes=True),
-        row("/v2/touch", service.touch, cut=True),
-        row("/v2/delete", service.delete, cut=True),
+        row("/v2/touch", service.touch),
+        row("/v2/delete", service.delete),
         row("/v2/clear", service.clear, audited=True),
         row("/v2/drop", service.drop, changes=True, audited=True),
         row("/v2/scopes", list_scopes, takes_caller=True),
         row("/v2/inspect", service.inspect),
-        # The function is a generator: `Handlers.run_in_slices` runs it.
+        # The function is a generator, whose slices `Handlers.run_later` runs.
         row("/v2/fsck", fsck, takes_caller=True),
         row("/v2/drain", service.drain),
     )
@@ -104,10 +98,10 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
 class SglangEndpoints:
     """Routes of SGLang's protocol, whose paths contain a rank."""
 
-    def __init__(self, sglang: SglangService, limits: p.Limits) -> None:
+    def __init__(self, sglang: SglangService) -> None:
         self._sglang = sglang
         self._decoders = {
-            operation: BodyDecoder(route.request, (p.JSON,), limits)
+            operation: BodyDecoder(route.request, (p.JSON,))
             for operation, route in p.SGLANG_ROUTES.items()
             if route.request
         }
@@ -116,31 +110,28 @@ class SglangEndpoints:
         """Routes of one rank, by operation."""
         sglang = self._sglang
 
-        def row(operation: str, run: Operation, *, cut: bool = False, **more: Any) -> Endpoint:
-            do, route = partial(run, rank), p.SGLANG_ROUTES[operation]
+        def row(operation: str, run: Operation, **more: Any) -> Endpoint:
+            route = p.SGLANG_ROUTES[operation]
             return Endpoint(
                 name=route.path,
                 route=route,
                 body=self._decoders[operation],
-                do=do,
-                do_chunk=do if cut else None,
-                check=partial(sglang.check, rank) if cut else None,
+                do=partial(run, rank),
                 names=partial(_name_of_rank, rank),
                 **more,
             )
 
         return {
             "initialize": row("initialize", sglang.initialize, takes_caller=True, changes=True),
-            "exists": row("exists", sglang.exists, cut=True),
-            "get_page_indices": row("get_page_indices", sglang.get_page_indices, cut=True),
+            "exists": row("exists", sglang.exists),
+            "get_page_indices": row("get_page_indices", sglang.get_page_indices),
             "reserve_and_allocate_page_indices": row(
                 "reserve_and_allocate_page_indices",
                 sglang.reserve_and_allocate_page_indices,
-                cut=True,
                 changes=True,
             ),
             "confirm_write": row("confirm_write", sglang.confirm_write, changes=True),
-            "delete_keys": row("delete_keys", sglang.delete_keys, cut=True, changes=True),
+            "delete_keys": row("delete_keys", sglang.delete_keys, changes=True),
             "clear": row("clear", sglang.clear, changes=True, audited=True),
         }
 

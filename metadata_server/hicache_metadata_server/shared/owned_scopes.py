@@ -14,7 +14,6 @@ from hicache_metadata_server.core.errors import (
     FencedError,
     StoreError,
     moved,
-    moving,
     unknown_scope,
 )
 from hicache_metadata_server.core.tenants import Caller, may_use
@@ -68,7 +67,7 @@ class OwnerHandlers(Handlers):
             return None
         return super().start(request)
 
-    async def run_in_slices(self, request: DecodedRequest) -> Response:
+    async def run_later(self, request: DecodedRequest) -> Response:
         """Find the owner of the scopes, or create them; then run the request as any other."""
         names = self.names(request)
         if request.endpoint.name == LISTING:
@@ -181,16 +180,15 @@ class OwnerHandlers(Handlers):
     async def _committed(self, request: DecodedRequest) -> Response:
         started = Handlers.start(self, request)
         if started is None:
-            return await super().run_in_slices(request)
+            return await super().run_later(request)
         if started.changes:
             await self._wait_for_commit()
         return started.response
 
-    def _run_chunk(self, request: DecodedRequest, piece: Any, idempotency_key: str) -> Any:
-        # Between two chunks the lease may have ended, or the scope was given back.
-        if not self.owner.serves(self.names(request)):
-            raise moving()
-        return super()._run_chunk(request, piece, idempotency_key)
+    async def _wait_for_commit(self) -> None:
+        written = self.commit()
+        if written is not None:
+            await written
 
     def _refuse_waiting(self, scopes: Sequence[str]) -> None:
         if self.group_commit is not None:
@@ -229,7 +227,7 @@ class OwnerHandlers(Handlers):
                 started = super().start(request)
             finally:
                 self.owner.attach()
-        assert started is not None, "a request that creates scopes is short"
+        assert started is not None, "a request that creates scopes is no fsck"
         if started.changes:
             await self._wait_for_commit()
         return started.response
