@@ -1,11 +1,10 @@
-"""Metadata servers for the tests, ours and SGLang's own, each a process of its own; and SGLang's
+"""Metadata servers for the tests, each a process of its own; and SGLang's
 driver, pointed at one of them."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from hicache_metadata_server.cli.admin_client import AdminClient
@@ -25,34 +24,11 @@ SERVE = (
     f"--port {{port}} "
     "--log-level warning --quarantine-seconds 0.05 --lease-seconds 2 --store sqlite:///"
 )
-SGLANG_SERVE = (
-    f"{sys.executable} -m sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server --host "
-    f"127.0.0.1 --port {{port}} "
-    "--save-interval 1 --persistence-path "
-)
 
 
 def started(store: Path | str = "{tmp}/m.db") -> Served:
     """Our server on a store of its own, or on this one."""
     return Served(command=f"{SERVE}{store}")
-
-
-def sglang_started(file: Path) -> Served:
-    """SGLang's own server, which saves what it has to a file each second."""
-    return Served(command=f"{SGLANG_SERVE}{file}")
-
-
-def wait_until_saved(file: Path, live: dict[str, int]) -> None:
-    """Until SGLang's server has saved so many keys in each of these scopes."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while True:
-        saved = json.loads(file.read_text()) if file.exists() else {}
-        if {name: len(rank["key_to_index"]) for name, rank in saved.items()} == live:
-            return
-        assert time.monotonic() < deadline, (
-            f"SGLang's server has not saved {live}: {file.read_text()[:500]}"
-        )
-        time.sleep(0.1)
 
 
 def live(url: str) -> dict[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import contextmanager
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -28,7 +27,6 @@ from hicache_metadata_server.cli.options import (
     fail,
     named_scopes,
     open_client,
-    opened_store,
 )
 from hicache_metadata_server.cli.token import app as token_app
 
@@ -179,41 +177,6 @@ def inspect(
             typer.echo(msgspec.json.encode(line).decode())
 
 
-@app.command("import")
-def import_file(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="Persistence file of SGLang's metadata server."),
-    ],
-    store: Annotated[
-        str,
-        typer.Option(
-            metavar="URL",
-            help="sqlite:///FILE that no server has open, created if missing.",
-        ),
-    ],
-    tenant: Annotated[str, typer.Option(help="Tenant of the scopes; none by default.")] = "",
-) -> None:
-    """Import the persistence file of SGLang's metadata server.
-
-    Entries that contradict each other are dropped and counted.
-    """
-    from hicache_metadata_server.core.sglang_import import read_persistence_file
-
-    with exit_on_error():
-        # Parsed before the store is opened: a file that is not valid must not create a store.
-        found = read_persistence_file(file.read_bytes())
-        _import(store, found, tenant)
-    for scope in found:
-        reasons = "".join(
-            f"; {count:,} dropped: {reason}" for reason, count in sorted(scope.dropped.items())
-        )
-        lost = f"; {scope.lost:,} lost slots are free again" if scope.lost else ""
-        typer.echo(
-            f"{scope.name}: {len(scope.pages):,} pages in {scope.slots:,} slots{reasons}{lost}"
-        )
-
-
 @app.command()
 def drain(
     off: Annotated[
@@ -262,14 +225,6 @@ def _wait_until_ready(remote: AdminClient, until: float) -> None:
     # Refused connections are expected until the server listens.
     while time.monotonic() < until and remote.problem():
         time.sleep(POLL_SECONDS)
-
-
-def _import(store: str, scopes: Any, tenant: str) -> None:
-    from hicache_metadata_server.core.sglang_import import import_scopes
-
-    with opened_store(store, create=True) as (service, opened):
-        import_scopes(service, scopes, time.time(), tenant)
-        opened.write(service.take_changes())
 
 
 @contextmanager

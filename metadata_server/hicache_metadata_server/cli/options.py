@@ -102,14 +102,11 @@ def open_client(
 
 
 @contextmanager
-def opened_store(
-    url: str, *, create: bool = False
-) -> Generator[tuple[MetadataService, SqliteStore]]:
+def opened_store(url: str) -> Generator[tuple[MetadataService, SqliteStore]]:
     """Return the service that a SQLite store recovers to, and the store.
 
     Args:
         url: address of a store that no server has open.
-        create: a store that does not exist is created.
     """
     from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.core.service import MetadataService
@@ -117,7 +114,7 @@ def opened_store(
     from hicache_metadata_server.storage.sqlite import SqliteStore
 
     file = sqlite_file(url)
-    if not create and not Path(file).is_file():
+    if not Path(file).is_file():
         # A mistyped path would be an empty store.
         raise StoreError(f"there is no store {file}")
     store, now = SqliteStore(file), time.time()

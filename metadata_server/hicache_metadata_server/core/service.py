@@ -627,7 +627,7 @@ class MetadataService:
             if scope is not None and not may_use(caller, scope.tenant):
                 raise others_scope(name, fields.format(number))
 
-    # Shared with `core.sglang` and `core.sglang_import`.
+    # Shared with `core.sglang`.
 
     def find(self, name: str) -> Scope:
         """Find a scope for a change by SGLang's protocol."""
@@ -645,10 +645,6 @@ class MetadataService:
         """Reserve by SGLang's protocol, with leases of the default length."""
         first = self._leases.take(len(keys))
         return scope.reserve(keys, prefixes, "", first, now, now + self.limits.lease_seconds)
-
-    def take_leases(self, count: int) -> int:
-        """Allocate lease numbers for imported pages, and return the first."""
-        return self._leases.take(count)
 
     def check_room(self, new: Sequence[p.ScopeGeometry], caller: Caller, field: str) -> None:
         """Check that a caller may create these scopes, none of which exists.
