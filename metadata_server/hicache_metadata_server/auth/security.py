@@ -6,7 +6,7 @@ import ipaddress
 import math
 import socket
 import time
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from hicache_metadata_server.core.scope import Scope
+    from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.core.tenants import Caller, Quotas, Tenants
-    from hicache_metadata_server.protocol import ScopeGeometry
     from hicache_metadata_server.settings import ServerSettings
 
 MIN_CHARACTERS: Final = 16
@@ -45,26 +44,11 @@ COMPLETIONS: Final = frozenset(("commit", "abort", "renew", "unpin", "confirm_wr
 keep their slots leased."""
 
 
-class TenantScopes(Protocol):
-    """The part of a service that access control needs."""
-
-    tenants: Tenants
-
-    @property
-    def scopes(self) -> Mapping[str, Scope]:
-        """The scopes that are served, by name."""
-        ...
-
-    def held_by(self, tenant: str) -> Iterable[ScopeGeometry]:
-        """Return the geometry of each scope of a tenant."""
-        ...
-
-
 class Security:
     """Access control of one server; by default everything is permitted."""
 
     def __init__(
-        self, service: TenantScopes, tokens: Tokens | None = None, audit: AuditLog | None = None
+        self, service: MetadataService, tokens: Tokens | None = None, audit: AuditLog | None = None
     ) -> None:
         self._service = service
         self.tokens = tokens or Tokens()
@@ -76,7 +60,7 @@ class Security:
         self._is_forced = False
 
     @classmethod
-    def of(cls, settings: ServerSettings, service: TenantScopes) -> Self:
+    def of(cls, settings: ServerSettings, service: MetadataService) -> Self:
         """Build access control from settings, and read all files.
 
         Raises:

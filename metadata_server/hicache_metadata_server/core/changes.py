@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from hicache_metadata_server.core.codec import SlotChanges
-from hicache_metadata_server.core.errors import invalid, key_reused
+from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.protocol import (
     IDEMPOTENCY_HEADER,
     ScopeGeometry,
@@ -215,7 +215,8 @@ class IdempotencyCache:
         if record is None or record.until <= now:
             return None
         if record.digest != digest:
-            raise key_reused()
+            message = "this idempotency key belongs to another request"
+            raise RequestError(422, "key_reused", message, IDEMPOTENCY_HEADER)
         return record
 
     def add(self, record: AnswerRecord) -> None:

@@ -17,11 +17,8 @@ from hicache_metadata_server.core.changes import (
 )
 from hicache_metadata_server.core.codec import changes_of
 from hicache_metadata_server.core.errors import (
-    draining,
-    in_use,
+    RequestError,
     invalid,
-    mismatch,
-    others_scope,
     too_large,
     unknown_scope,
 )
@@ -173,15 +170,11 @@ class MetadataService:
                 else wanted.get(part.scope)
             )
             created.append(known is None)
-            for name in ("slots", "slot_bytes", "geometry", "identity"):
-                if known is not None and getattr(known, name) != getattr(part, name):
-                    raise mismatch(
-                        part.scope,
-                        name,
-                        getattr(known, name),
-                        getattr(part, name),
-                        f"scopes[{i}].{name}",
-                    )
+            for name in ("slots", "slot_bytes", "geometry", "identity") if known else ():
+                has, wants = getattr(known, name), getattr(part, name)
+                if has != wants:
+                    message = f"scope {part.scope!r} has {name} {has!r}, not {wants!r}"
+                    raise RequestError(409, "mismatch", message, f"scopes[{i}].{name}")
             wanted.setdefault(part.scope, part)
         return wanted, created, earlier
 
@@ -285,9 +278,12 @@ class MetadataService:
         for i, scope in enumerate(scopes):
             scope.settle(now)
             if used := len(scope.lru) + len(scope.leases) + scope.quarantined:
-                raise in_use(
-                    scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]"
+                message = (
+                    f"scope {scope.geometry.scope!r} has {used} slots that are live, leased or "
+                    f"quarantined: clear it, and try again after the quarantine"
                 )
+                seconds = math.ceil(self.limits.quarantine_seconds)
+                raise RequestError(409, "in_use", message, f"scopes[{i}]", retry_seconds=seconds)
         self.remove(request.scopes)
         return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
 
@@ -625,7 +621,8 @@ class MetadataService:
         for number, name in enumerate(names):
             scope = self.scopes.get(name)
             if scope is not None and not may_use(caller, scope.tenant):
-                raise others_scope(name, fields.format(number))
+                message = f"scope {name!r} is another tenant's"
+                raise RequestError(403, "forbidden", message, fields.format(number))
 
     # Shared with `core.sglang`.
 
@@ -708,7 +705,8 @@ class MetadataService:
             self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(request.scopes)
         ]
         if isinstance(request, p.Reserve) and self.draining:
-            raise draining()
+            message = "this server gives no new leases while it drains"
+            raise RequestError(503, "draining", message)
         if isinstance(request, p.Commit):
             check_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
         return scopes

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import other_size, stale
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import Measure, check_slots
 from hicache_metadata_server.core.slot_table import LEASED
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
@@ -35,7 +35,8 @@ class SglangService:
             self._service.check_room([geometry], caller, "namespace")
             self._service.add_scope(geometry, caller.tenant)
         elif known.geometry.slots != request.num_pages:
-            raise other_size(name, known.geometry.slots, request.num_pages)
+            message = f"scope {name!r} has {known.geometry.slots} pages, not {request.num_pages}"
+            raise RequestError(409, "mismatch", message, "num_pages")
 
     def exists(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
         """Tell for each key if it is live, and mark live ones as used."""
@@ -94,7 +95,8 @@ class SglangService:
             if not done:
                 refused = refused or f"pages_to_release[{i}]"
         if refused:
-            raise stale(refused)
+            message = "that slot is not reserved for that key; all else was done"
+            raise RequestError(409, "stale", message, refused)
 
     def delete_keys(self, rank: int, request: p.SglangKeys, now: float) -> None:
         """Delete keys."""
