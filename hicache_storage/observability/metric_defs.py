@@ -312,11 +312,6 @@ REQUEST_SECONDS: Final = Metric(
     "seconds",
     REQUEST_BOUNDS_SECONDS,
 )
-SLOW_REQUESTS: Final = _counter(
-    "hicache_metadata_slow_requests_total",
-    "Requests that took longer than the setting slow_seconds; none where that is 0.",
-    "route",
-)
 SLOTS: Final = _gauge(
     "hicache_metadata_slots",
     "Slots by state: free, leased, live or quarantined.",
@@ -505,7 +500,6 @@ CACHE: Final = (
 SERVER: Final = (
     REQUESTS,
     REQUEST_SECONDS,
-    SLOW_REQUESTS,
     SLOTS,
     SCOPE_EVICTED_PAGES,
     LOOKED_UP_KEYS,

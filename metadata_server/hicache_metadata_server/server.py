@@ -165,9 +165,7 @@ def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
         tls=security.tls is not None,
         recovery_seconds=round(time.perf_counter() - begin, 3),
     )
-    return create_app(
-        service, store, security=security, clock=clock, slow_seconds=settings.slow_seconds
-    ), security
+    return create_app(service, store, security=security, clock=clock), security
 
 
 def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
@@ -200,7 +198,6 @@ def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
         url,
         replicas=settings.store_replicas,
         security=security,
-        slow_seconds=settings.slow_seconds,
     )
     return app, security
 

@@ -81,8 +81,6 @@ class ServerSettings(BaseSettings):
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "json"
     """Format of the log on standard error: `json`, one object a line, or `console`. Requests are
     not logged one by one."""
-    slow_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Duration from which a request is logged with its arguments; 0 logs none."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:

@@ -136,7 +136,7 @@ async def test_a_server_exports_what_is_defined(tmp_path):
     security.watched.append(WatchedFiles("tokens", [tmp_path], lambda: None))
     root, acme = ({"authorization": f"Bearer {token}"} for token in ("root", "acme"))
 
-    async with running(store, service, security=security, slow_seconds=1e-9) as caller:
+    async with running(store, service, security=security) as caller:
         await caller.post(
             "/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}, headers=acme
         )

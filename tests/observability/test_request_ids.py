@@ -249,39 +249,6 @@ def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
     assert named[-1][1] != "chat-7"
 
 
-def test_slow_requests_are_logged_with_what_they_asked_for():
-    command = f"env HICACHE_METADATA_SLOW_SECONDS=0.0000001 {SERVE}"
-    with Served(command=command) as place:
-        ask(place.url, "POST", "/v2/initialize", SCOPE)
-        keys = {"scopes": [{"scope": "0:kv", "keys": ["a", "b", "c"]}]}
-        ask(place.url, "POST", "/v2/lookup", keys, X_Request_Id='x\x85{"level":"error"}')
-        ask(place.url, "POST", "/7/exists", {"keys": ["a", "b"]}, X_Request_Id="old")
-        _, _, text = ask(place.url, "GET", "/metrics")
-        log = stopped(place)
-    lines = [json.loads(line) for line in log.splitlines()]
-    slow = {line["route"]: line for line in lines if line["event"] == "slow_request"}
-    looked = slow["/v2/lookup"]
-    assert (looked["scopes"], looked["entries"], looked["status"], looked["level"]) == (
-        1,
-        3,
-        200,
-        "warning",
-    )
-    assert looked["request_id"] == "x___level_:_error__"
-    assert looked["logger"] == "hicache_metadata_server.http.runtime"
-    assert looked["seconds"] > 0
-    assert (slow["/{rank}/exists"]["entries"], slow["/{rank}/exists"]["request_id"]) == (2, "old")
-    assert b'hicache_metadata_slow_requests_total{route="/v2/lookup"} 1.0' in text
-
-
-def test_nothing_is_logged_of_a_request_that_is_not_slow():
-    with Served(command=f"env HICACHE_METADATA_SLOW_SECONDS=60 {SERVE}") as place:
-        ask(place.url, "POST", "/v2/initialize", SCOPE)
-        events = [json.loads(line)["event"] for line in stopped(place).splitlines()]
-    assert "slow_request" not in events
-    assert "started" in events
-
-
 def test_a_fault_of_the_server_is_logged_with_the_id():
     """Also in lines that know nothing of requests."""
     command = f"""{sys.executable} -c "

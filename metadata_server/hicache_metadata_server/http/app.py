@@ -40,7 +40,6 @@ def create_app(
     security: Security | None = None,
     clock: Callable[[], float] | None = None,
     handlers: Handlers | None = None,
-    slow_seconds: float = 0.0,
 ) -> ProtocolApp:
     """Application of one service, which was restored from its store.
 
@@ -50,7 +49,6 @@ def create_app(
         tokens: a short form of `security` with nothing but these tokens.
         clock: seconds since 1970.
         handlers: replaces `Handlers` for a shared store.
-        slow_seconds: slower requests are logged; 0 for none.
     """
     server = ServerRuntime(
         service,
@@ -58,7 +56,6 @@ def create_app(
         security or Security(service, tokens),
         clock or SteadyClock(),
         handlers,
-        slow_seconds,
     )
     assets = Assets()
     app = Starlette(

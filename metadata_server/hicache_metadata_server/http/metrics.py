@@ -77,12 +77,6 @@ class Metrics:
             buckets=v.REQUEST_SECONDS.buckets,
             registry=self._registry,
         )
-        self._slow = Counter(
-            v.SLOW_REQUESTS.family,
-            v.SLOW_REQUESTS.help,
-            v.SLOW_REQUESTS.labels,
-            registry=self._registry,
-        )
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._handlers = handlers
         self._service = handlers.service
@@ -104,10 +98,6 @@ class Metrics:
             self._children[route, status] = child
         child[0].inc()
         child[1].observe(seconds)
-
-    def count_slow(self, route: str) -> None:
-        """Count a request slower than the setting `slow_seconds`."""
-        self._slow.labels(route).inc()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

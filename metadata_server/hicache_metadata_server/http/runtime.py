@@ -36,17 +36,12 @@ _log = structlog.get_logger()
 
 
 class RequestLog:
-    """What requests cost: metrics, the slowest of the last hour, log of slow ones, traces.
+    """What requests cost: metrics, the slowest of the last hour, traces."""
 
-    Args:
-        slow_seconds: requests that take this long are logged and counted; 0 for none.
-    """
-
-    def __init__(self, metrics: Metrics, recorder: HistoryRecorder, slow_seconds: float) -> None:
+    def __init__(self, metrics: Metrics, recorder: HistoryRecorder) -> None:
         self._metrics = metrics
         self._recorder = recorder
         self._slowest = recorder.slow_log
-        self._slow_seconds = slow_seconds or float("inf")
 
     def record(
         self,
@@ -64,27 +59,15 @@ class RequestLog:
             message: the decoded body; None for a route without one, and if it cannot be decoded.
         """
         self._metrics.observe(route, status, seconds)
-        is_slow = seconds >= self._slow_seconds
-        is_among_slowest = seconds > self._slowest.floor
+        is_slow = seconds > self._slowest.floor
         # Entries are counted here and not before: most requests are neither slow nor traced.
-        if not (is_slow or is_among_slowest or span is not None):
+        if not (is_slow or span is not None):
             return
         size = request_size(message)
-        if is_among_slowest:
+        if is_slow:
             self._recorder.add(route, status, seconds, request_id, size)
         if span is not None:
             span.end(status, size.scopes, size.entries)
-        if is_slow:
-            self._metrics.count_slow(route)
-            _log.warning(
-                "slow_request",
-                route=route,
-                status=status,
-                scopes=size.scopes,
-                entries=size.entries,
-                seconds=round(seconds, 6),
-                request_id=request_id,
-            )
 
 
 class ServerRuntime:
@@ -97,7 +80,6 @@ class ServerRuntime:
         security: Security,
         clock: Callable[[], float],
         handlers: Handlers | None = None,
-        slow_seconds: float = 0.0,
     ) -> None:
         self.service = service
         self.store = store
@@ -108,7 +90,7 @@ class ServerRuntime:
         self.recorder = HistoryRecorder(service, self.metrics, clock)
         self._stopping = False
         self._next_second = 0.0
-        self.request_log = RequestLog(self.metrics, self.recorder, slow_seconds)
+        self.request_log = RequestLog(self.metrics, self.recorder)
 
     @contextlib.asynccontextmanager
     async def running(self, app: Starlette | None = None) -> AsyncGenerator[None]:

@@ -284,7 +284,6 @@ def owner_app(
     replicas: int = 0,
     lease_seconds: float = LEASE_SECONDS,
     security: Security | None = None,
-    slow_seconds: float = 0.0,
 ) -> ProtocolApp:
     """Application of one server among several.
 
@@ -295,7 +294,6 @@ def owner_app(
         replicas: number of replicas that have a change before it is acknowledged.
         lease_seconds: time after which the others take the scopes of a silent server.
         security: access control.
-        slow_seconds: slower requests are logged; 0 for none.
 
     Raises:
         ValueError: the address is not valid.
@@ -317,5 +315,4 @@ def owner_app(
         security=security,
         clock=clock,
         handlers=OwnerHandlers(service, clock, owner),
-        slow_seconds=slow_seconds,
     )
