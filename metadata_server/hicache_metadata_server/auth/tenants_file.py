@@ -6,78 +6,20 @@ import difflib
 import os
 import re
 import tomllib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+import msgspec
 
 from hicache_metadata_server.auth.token_file import WRITABLE_BY_OTHERS
 from hicache_metadata_server.core.tenants import NAME, Quota, Quotas
+from hicache_storage.spec.config import parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
-    from pydantic_core import ErrorDetails
-
-
-class TenantQuota(BaseModel):
-    """Limits of one tenant; None for no limit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    max_scopes: Annotated[int, Field(ge=0)] | None = None
-    max_slots: Annotated[int, Field(ge=0)] | None = None
-    max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
-    """Slots times slot bytes, in all of its scopes; such as `"2TiB"`."""
-    requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    burst: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Requests at once after a pause; by default as many as in a second."""
-
-    @model_validator(mode="after")
-    def _check_burst(self) -> TenantQuota:
-        if self.burst is not None and self.requests_per_second is None:
-            raise ValueError("burst needs requests_per_second")
-        return self
-
-    @property
-    def quota(self) -> Quota:
-        """The same limits as the service uses them."""
-        return Quota(
-            self.max_scopes,
-            self.max_slots,
-            self.max_bytes,
-            self.requests_per_second,
-            self.burst or 0.0,
-        )
-
-
-class TenantsFile(BaseModel):
-    """Content of a tenants file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    default: TenantQuota = TenantQuota()
-    """Limits of tenants without an entry."""
-    tenants: dict[str, TenantQuota] = {}
-
-    @model_validator(mode="after")
-    def _check_names(self) -> TenantsFile:
-        for name in self.tenants:
-            # No token can have a tenant of another form: such a quota would limit nobody.
-            if not re.fullmatch(NAME, name):
-                raise ValueError(f"a tenant is called {NAME}, not {name!r}")
-        return self
-
-
-def _describe(error: ErrorDetails) -> str:
-    """Message for one invalid field; for an unknown one, with the nearest known key."""
-    where = ".".join(map(str, error["loc"])) or "the file"
-    if error["type"] != "extra_forbidden":
-        return f"{where}: {error['msg']}"
-    known = TenantsFile.model_fields if len(error["loc"]) == 1 else TenantQuota.model_fields
-    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-    return f"{where}: there is no such key; " + (
-        f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-    )
+TABLES: Final = ("default", "tenants")
+LIMITS: Final = tuple(field.encode_name for field in msgspec.structs.fields(Quota))
 
 
 def read_tenants_file(path: Path) -> Quotas:
@@ -92,9 +34,42 @@ def read_tenants_file(path: Path) -> Quotas:
         if os.fstat(file.fileno()).st_mode & WRITABLE_BY_OTHERS:
             raise ValueError(f"{path} may be changed by others than its owner: chmod go-w {path}")
         try:
-            found = TenantsFile.model_validate(tomllib.load(file))
-        except ValidationError as error:
-            raise ValueError(f"{path}: {'; '.join(map(_describe, error.errors()))}") from error
+            found = tomllib.load(file)
         except (tomllib.TOMLDecodeError, UnicodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
-    return Quotas({name: one.quota for name, one in found.tenants.items()}, found.default.quota)
+    try:
+        _check_keys(found, TABLES, "")
+        tenants = msgspec.convert(found.get("tenants", {}), dict[str, Any])
+        for name in tenants:
+            # No token can have a tenant of another form: such a quota would limit nobody.
+            if not re.fullmatch(NAME, name):
+                raise ValueError(f"a tenant is called {NAME}, not {name!r}")
+        return Quotas(
+            {name: _quota(one, f"tenants.{name}") for name, one in tenants.items()},
+            _quota(found.get("default", {}), "default"),
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _quota(table: Any, where: str) -> Quota:
+    if isinstance(table, dict):
+        _check_keys(cast("dict[str, Any]", table), LIMITS, f"{where}.")
+        if isinstance(size := table.get("max_bytes"), str):
+            try:
+                table = {**table, "max_bytes": parse_bytes(size)}
+            except ValueError as error:
+                raise ValueError(f"{where}.max_bytes: {error}") from error
+    try:
+        return msgspec.convert(table, Quota)
+    except msgspec.ValidationError as error:
+        message, _, field = str(error).partition(" - at `$")
+        raise ValueError(f"{where}{field.rstrip('`')}: {message}") from error
+
+
+def _check_keys(table: Collection[str], known: Collection[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise ValueError(f"{where}{key}: there is no such key; {hint}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+
+from msgspec import Meta, Struct, field
 
 from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.protocol import Token
+from hicache_metadata_server.protocol import Natural, Token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from hicache_metadata_server.protocol import ScopeGeometry
 
@@ -65,17 +68,24 @@ class TenantUsage(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """Limits of one tenant; None for no limit."""
+class Quota(Struct, frozen=True):
+    """Limits of one tenant, as its file names them; None for no limit."""
 
-    scopes: int | None = None
-    slots: int | None = None
-    bytes: int | None = None
-    requests_per_second: float | None = None
+    scopes: Natural | None = field(default=None, name="max_scopes")
+    slots: Natural | None = field(default=None, name="max_slots")
+    bytes: Natural | None = field(default=None, name="max_bytes")
+    """Slots times slot bytes, in all of its scopes."""
+    requests_per_second: Annotated[float, Meta(gt=0)] | None = None
     """Rate at each server process."""
-    burst: float = 0.0
-    """Requests that may arrive together after a pause."""
+    burst: Annotated[float, Meta(ge=1)] | None = None
+    """Requests at once after a pause; by default as many as in a second."""
+
+    def __post_init__(self) -> None:
+        if self.burst is not None and self.requests_per_second is None:
+            raise ValueError("burst needs requests_per_second")
+        for name in ("requests_per_second", "burst"):
+            if not math.isfinite(getattr(self, name) or 0.0):
+                raise ValueError(f"{name} is no number")
 
     def beyond(self, held: TenantUsage, new: Sequence[ScopeGeometry]) -> str:
         """Explain why new scopes would exceed this quota; "" if they would not.
@@ -96,11 +106,10 @@ class Quota:
 NO_QUOTA: Final = Quota()
 
 
-@dataclass(frozen=True, slots=True)
-class Quotas:
+class Quotas(Struct, frozen=True):
     """Quotas of all tenants."""
 
-    by_tenant: Mapping[str, Quota] = field(default_factory=dict[str, Quota])
+    by_tenant: dict[str, Quota] = field(default_factory=dict[str, Quota])
     default: Quota = NO_QUOTA
     """Quota of a tenant that is not named. Callers without tenant have no quota."""
 
@@ -127,18 +136,6 @@ class Tenants:
         if quota is NO_QUOTA or not new:
             return
         usage = TenantUsage.of(held)
-        if quota.beyond(usage, new):
-            raise beyond_quota(tenant, quota, usage, new, field)
-
-
-def beyond_quota(
-    tenant: str,
-    quota: Quota,
-    held: TenantUsage,
-    new: Sequence[ScopeGeometry],
-    field: str = "scopes",
-) -> RequestError:
-    """Error of a tenant whose quota new scopes would exceed."""
-    return RequestError(
-        403, QUOTA, f"tenant {tenant!r} is at its quota: {quota.beyond(held, new)}", field
-    )
+        if why := quota.beyond(usage, new):
+            message = f"tenant {tenant!r} is at its quota: {why}"
+            raise RequestError(403, QUOTA, message, field)
