@@ -250,26 +250,26 @@ def _config(
 
 
 def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
-    server = _Server(app, settings, tls)
+    server = Server(app, settings, tls)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
         sys.exit(NOT_STARTED)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's server, which hands over before it closes connections, and closes silent ones."""
 
     def __init__(
         self, app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None = None
     ) -> None:
-        self._connections = Connections(max_connections())
-        super().__init__(_config(app, settings, tls, self._connections))
+        self.connections = Connections(max_connections())
+        super().__init__(_config(app, settings, tls, self.connections))
         self._app = app
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._sweeping = asyncio.create_task(self._connections.sweep())
+        self._sweeping = asyncio.create_task(self.connections.sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Meanwhile requests are answered: the clients learn where to go.
@@ -277,7 +277,7 @@ class _Server(uvicorn.Server):
             async with asyncio.timeout(HAND_OVER_SECONDS):
                 await self._app.hand_over()
         self._sweeping.cancel()
-        self._connections.is_stopping = True
+        self.connections.is_stopping = True
         await super().shutdown(sockets)
 
 

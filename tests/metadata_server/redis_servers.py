@@ -125,9 +125,9 @@ class RedisServer:
         """Be a replica of another, and wait until it has what that one has."""
         with self.client() as client:
             client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
-            eventually(lambda: self._follows(client, primary), "the replica does not follow")
+            eventually(lambda: self.follows(client, primary), "the replica does not follow")
 
-    def _follows(self, client: redis.Redis, primary: RedisServer) -> bool:
+    def follows(self, client: redis.Redis, primary: RedisServer) -> bool:
         """Both say so."""
         if client.info("replication").get("master_link_status") != "up":
             return False
@@ -269,7 +269,7 @@ class RedisCluster:
                 name = one.execute_command("CLUSTER MYID").decode()
                 client.execute_command("CLUSTER REPLICATE", name)
                 eventually(
-                    lambda node=node, replica=replica, client=client: replica._follows(client, node)
+                    lambda node=node, replica=replica, client=client: replica.follows(client, node)
                 )
 
     def wait(self) -> None:

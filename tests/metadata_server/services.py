@@ -28,7 +28,7 @@ def opened(directory, now=NOW, **options):
 
 def killed(store):
     """Leave a store as kill -9 does, whose lock the kernel releases."""
-    os.close(store._lock)
+    os.close(store.lock)
 
 
 def compact_all(store, service):

@@ -30,42 +30,15 @@ def address(file):
     return f"sqlite:///{file}"
 
 
-class Engine:
-    """Random requests to a service."""
-
-    def __init__(self, service, chance, scopes=("0:kv", "1:kv"), slots=60, keys=80):
-        self.service, self.chance, self.keys, self.now = service, chance, keys, NOW
-        self.names = scopes
-        wanted = [
-            p.ScopeGeometry(scope=name, slots=slots, slot_bytes=100, geometry="g", identity="i")
-            for name in scopes
-        ]
-        service.initialize(p.Initialize(scopes=wanted), self.now)
-
-    def step(self):
-        chance, name = self.chance, self.chance.choice(self.names)
-        keys = [f"k{chance.randrange(self.keys)}" for _ in range(chance.randint(1, 6))]
-        match chance.choice(("store",) * 5 + ("hold", "delete", "touch", "wait", "clear")):
-            case "store":
-                self.store(name, keys)
-            case "hold":
-                self.reserve(name, keys)
-            case "delete":
-                services.delete(self.service, keys, name, self.now)
-            case "touch":
-                services.pin(self.service, keys, name, self.now, seconds=3)
-            case "wait":
-                self.now += chance.choice((0.5, 6, 31))
-                self.service.settle(self.now, 1000)
-            case "clear" if chance.random() < 0.2:
-                services.clear(self.service, name, self.now)
-
-    def reserve(self, name, keys):
-        return services.reserve(self.service, keys, name, self.now, ["", *keys[:-1]]).leases
-
-    def store(self, name, keys):
-        held = [lease for lease in self.reserve(name, keys) if lease]
-        services.commit(self.service, held, name, self.now)
+def filled(chance, now, *, slots, size, steps):
+    """A service after random requests, the last of them at this time."""
+    service = MetadataService()
+    services.initialize(service, "0:kv", "1:kv", slots=slots, now=now - steps)
+    for number in range(steps):
+        at, scope = now - steps + number, chance.choice(("0:kv", "1:kv"))
+        services.random_changes(chance, service, scope, at, size=size, batch=6)
+        service.settle(at, 10**6)
+    return service
 
 
 def live(service):
@@ -88,18 +61,17 @@ def write(file, service):
 @pytest.fixture
 def stored(tmp_path):
     """A store with pages of every kind, some of them without a checksum."""
-    engine = Engine(MetadataService(), random.Random(11), slots=200, keys=150)
-    engine.now = time.time()
-    for _ in range(150):
-        engine.step()
-    sglang, plain = SglangService(engine.service), ["plain1", "plain2"]
+    now = time.time()
+    service = filled(random.Random(11), now, slots=200, size=100, steps=150)
+    sglang, plain = SglangService(service), ["plain1", "plain2"]
     asked = p.SglangReserve(keys=[(key, "") for key in plain])
-    given = sglang.reserve_and_allocate_page_indices(0, asked, engine.now)["indices"]
+    given = sglang.reserve_and_allocate_page_indices(0, asked, now)["indices"]
     pairs = [(key, slot) for key, (_, slot) in zip(plain, given, strict=True)]
-    sglang.confirm_write(0, p.SglangConfirm(written_keys_to_confirm=pairs), engine.now)
-    engine.reserve("0:kv", ["held"])
-    write(tmp_path / "m.db", engine.service)
-    return engine.service
+    sglang.confirm_write(0, p.SglangConfirm(written_keys_to_confirm=pairs), now)
+    services.reserve(service, ["held"], now=now)
+    services.pin(service, plain, now=now)
+    write(tmp_path / "m.db", service)
+    return service
 
 
 def backed_up(directory, *options):

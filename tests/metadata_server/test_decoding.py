@@ -47,32 +47,6 @@ def test_a_wrong_entry_of_many_is_named_and_each_is_converted_twice_at_most(
     assert sum(converted) < 2.1 * 30_000
 
 
-@pytest.mark.parametrize("content_type", CONTENT_TYPES)
-@pytest.mark.parametrize(
-    "model",
-    # Text that a terminal obeys, hides or turns around, too.
-    [
-        "",
-        "m" * 513,
-        "a\nb",
-        "line\n",
-        "\x1b[31mred",
-        "nul\0",
-        "\x9b1m",
-        "\u200b",
-        "\u202eb",
-        None,
-        7,
-    ],
-)
-def test_the_name_of_a_model_is_one_line(content_type, model):
-    reader = BodyDecoder(p.Describe, CONTENT_TYPES)
-    body = ENCODE[content_type]({"scope": "0:kv", "model": model})
-    assert refused(body, content_type, reader) == (422, "model")
-    longest = p.Describe(scope="0:kv", model="м" * 512)
-    assert reader.decode(ENCODE[content_type](longest), content_type) == longest
-
-
 COUNT, SCOPES = DEFAULTS.keys, DEFAULTS.scopes
 KEYS = ["," * 100 + str(i) for i in range(COUNT // SCOPES)]
 NUMBERS = [2**64 - 1] * (COUNT // SCOPES)

@@ -139,7 +139,7 @@ async def test_the_name_of_its_model_goes_with_it(serving):
     async with serving() as caller:
         await caller.initialize("0:named", slots=8)
         assert await model_of(caller) == ""
-        for model in ("org/первая", 'the "last" \\ one', 'the "last" \\ one'):
+        for model in ("м" * 512, "org/первая", 'the "last" \\ one', 'the "last" \\ one'):
             assert (await describe(caller, model)).status == 204
         assert (await describe(caller, "a\nb")).json["field"] == "model"
         assert await model_of(caller) == 'the "last" \\ one'

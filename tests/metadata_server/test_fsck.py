@@ -7,19 +7,15 @@ import sqlite3
 import time
 from contextlib import closing
 
-import pytest
-
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import opened_store
 from hicache_metadata_server.core.codec import BLOCK, SlotColumns
-from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.storage.sqlite import SCOPE_BITS
 from tests.metadata_server import servers
-from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served
-from tests.metadata_server.services import compact_all, opened
-from tests.metadata_server.test_backup import Engine, address, live, write
+from tests.metadata_server.services import NOW, compact_all, opened
+from tests.metadata_server.test_backup import address, filled, live, write
 from tests.support.commands import run_metadata
 
 SERVE = f"{servers.SERVE} --store STORE --quarantine-seconds 0.05"
@@ -46,21 +42,6 @@ def test_of_a_server_that_runs(tmp_path):
         assert (status, "another server has this store" in told) == (2, True)
     assert fsck("--store", store) == (0, "30 slots checked, no problems")
     assert "checked as a whole" in fsck("0:kv", "--store", store)[1]
-
-
-@pytest.fixture(params=["one Redis", pytest.param("a cluster", marks=pytest.mark.fuzz)])
-def shared_url(request, tmp_path):
-    with redis_server(tmp_path) if request.param == "one Redis" else redis_cluster(tmp_path) as one:
-        yield one.url
-
-
-def test_of_servers_on_one_redis(shared_url):
-    """Each scope is checked by its owner, whichever server is asked."""
-    command = f"{SERVE.replace('STORE', shared_url)} --durability none"
-    with served(command) as (_, client), served(command) as (other, _):
-        client.call("/v2/initialize", GEOMETRIES, p.Initialized)
-        assert fsck("--url", other.url) == (0, "30 slots checked, no problems")
-        assert fsck("--store", shared_url) == (0, "30 slots checked, no problems")
 
 
 # A store that contradicts itself.
@@ -104,11 +85,9 @@ def spoil(file):
 
 
 def test_a_store_that_contradicts_itself_is_mended_by_a_start(tmp_path):
-    engine = Engine(MetadataService(), random.Random(4), slots=100, keys=30)
-    for _ in range(60):
-        engine.step()
-    write(tmp_path / "m.db", engine.service)
-    before = live(engine.service)
+    service = filled(random.Random(4), NOW, slots=100, size=20, steps=60)
+    write(tmp_path / "m.db", service)
+    before = live(service)
     spoil(tmp_path / "m.db")
     store = address(tmp_path / "m.db")
     status, told = fsck("--store", store)

@@ -39,12 +39,12 @@ def connection(port):
 async def test_a_stopping_server_ends_connections_that_it_has_accepted_late():
     """After the response that they wait for."""
     app = create_app(MetadataService(), MemoryStore())
-    stopping = server._Server(app, ServerSettings(host="127.0.0.1", port=0))
-    running = asyncio.create_task(stopping._serve())
+    stopping = server.Server(app, ServerSettings(host="127.0.0.1", port=0))
+    running = asyncio.create_task(stopping.serve())
     while not stopping.started:
         await asyncio.sleep(0.01)
     # As it is once uvicorn has ended the connections that it had.
-    stopping._connections.is_stopping = True
+    stopping.connections.is_stopping = True
     port = stopping.servers[0].sockets[0].getsockname()[1]
     async with asyncio.timeout(60):
         for request, answer in ((b"", b""), (message("/healthz", b"", "GET"), b"HTTP/1.1 200")):

@@ -6,27 +6,13 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
-import pytest
 import structlog
 
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import scope_owner
 from tests.metadata_server.http_calls import eventually, of_keys, running_shared
-from tests.metadata_server.redis_servers import redis_server
 
 LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("redis")) as one:
-        yield one
-
-
-@pytest.fixture
-def client(redis):
-    with redis.client() as one:
-        yield one
 
 
 def server(redis, name):

@@ -25,7 +25,6 @@ from hicache_metadata_server.shared.scope_log import (
     take,
 )
 from hicache_metadata_server.storage import compaction
-from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.services import (
     NOW,
     check_restored,
@@ -43,18 +42,9 @@ from tests.metadata_server.services import (
 from tests.metadata_server.test_stores import STRANGE
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("redis")) as one:
-        yield one
-
-
 @pytest.fixture(autouse=True)
-def client(redis):
-    """Of a Redis that is empty at first."""
-    with redis.client() as one:
-        one.flushall()
-        yield one
+def _empty(client):
+    client.flushall()
 
 
 class Owner:

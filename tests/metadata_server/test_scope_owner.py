@@ -41,7 +41,6 @@ from hicache_metadata_server.shared.ownership import (
 )
 from hicache_metadata_server.shared.scope_log import ScopeLogStore
 from hicache_metadata_server.shared.scope_owner import ScopeOwner
-from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.services import commit, reserve
 
 pytestmark = pytest.mark.slow(seconds=20)
@@ -79,8 +78,8 @@ class Server:
         self.service = MetadataService(
             DEFAULTS, durability=p.StoreDurability.PROCESS, shares_store=True
         )
-        self.store = ScopeLogStore(RedisConnection(world.redis.url), self.wall)
-        self.connection = RedisConnection(world.redis.url)
+        self.connection, self.written = (RedisConnection(world.redis.url) for _ in range(2))
+        self.store = ScopeLogStore(self.written, self.wall)
         self._run, self.connection.run = self.connection.run, self._slowly
         self._command, self.connection.command = self.connection.command, self._checked
         self.owner = ScopeOwner(
@@ -163,19 +162,7 @@ class Server:
 
     def close(self):
         self.world.do(self.connection.close())
-        self.world.do(self.store._connection.close())
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("redis")) as one:
-        yield one
-
-
-@pytest.fixture
-def client(redis):
-    with redis.client() as one:
-        yield one
+        self.world.do(self.written.close())
 
 
 @pytest.fixture

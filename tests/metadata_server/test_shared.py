@@ -18,12 +18,6 @@ from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.support.commands import run_metadata
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("shared")) as server:
-        yield server
-
-
 @pytest.fixture
 def empty(redis):
     redis.client().flushall()

@@ -105,6 +105,9 @@ def test_status_lists_the_servers(tmp_path):
             return servers == {other: {"url": other, "state": state, "scopes": 0, "log_bytes": 0}}
 
         eventually(lambda: listed("serving"))
+        # The owner of each scope checks it, whoever is asked.
+        checked = run_metadata("fsck", "--url", other)
+        assert f"{SLOTS:,} slots checked, no problems" in checked.output
         done = run_metadata("status", "--url", one)
         assert f"{one}  serving, 1 scopes, logs of" in done.output
         assert f"{other}  serving, 0 scopes, logs of 0 bytes" in done.output

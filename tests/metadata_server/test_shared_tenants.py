@@ -13,19 +13,12 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.tenants import Quota, Quotas, TenantUsage
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import eventually, running_shared
-from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.test_refusals import bearer, guarded, refused_tokens
 from tests.metadata_server.test_tenants import SLOT_BYTES, SLOTS, geometry
 
 QUOTAS = Quotas({"acme": Quota(scopes=30, slots=2000, bytes=1_000_000)})
 NO_QUOTAS = Quotas()
 QUOTA = QUOTAS.of("acme")
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("redis")) as redis:
-        yield redis
 
 
 @pytest.fixture

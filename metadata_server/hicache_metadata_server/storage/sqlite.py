@@ -129,8 +129,9 @@ class SqliteStore(MetadataStore):
         """Bytes written since the last checkpoint."""
         _check_directory(file)
         with contextlib.ExitStack() as undo:
-            self._lock = _locked(file)
-            undo.callback(os.close, self._lock)
+            self.lock = _locked(file)
+            """Descriptor of the file, whose lock ends with it."""
+            undo.callback(os.close, self.lock)
             try:
                 self._database = _open(file, durability)
             except (sqlite3.Error, StoreError) as error:
@@ -241,7 +242,7 @@ class SqliteStore(MetadataStore):
             self._executor.shutdown()
             self._database.close()
         finally:
-            os.close(self._lock)
+            os.close(self.lock)
 
     # Implementation.
 
@@ -298,7 +299,7 @@ class SqliteStore(MetadataStore):
 
         Writers may hold leases that the original has given since the copy was made.
         """
-        inode = _inode(self._lock)
+        inode = _inode(self.lock)
         if counters.get(INODE) == inode:
             return
         until = counters.get(CLOSED_UNTIL, 0)

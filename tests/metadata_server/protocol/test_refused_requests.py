@@ -106,6 +106,14 @@ NATIVE = [
             ({"identity": "x" * 5000}, "identity"),
         )
     ],
+    # Text that a terminal obeys, hides or turns around, too.
+    *[
+        ("describe", {"scope": S, "model": model}, "model")
+        for model in (
+            *("", "m" * 513, "a\nb", "line\n", "\x1b[31mred", "nul\0", "\x9b1m", "\u200b"),
+            *("\u202eb", None, 7),
+        )
+    ],
     ("inspect", {"scope": S, "slots": [8]}, "slots[0]"),
     ("drain", {}, "enabled"),
 ]
