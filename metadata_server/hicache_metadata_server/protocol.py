@@ -309,6 +309,9 @@ class Unpin(Request, frozen=True, kw_only=True):
     """`POST /v2/unpin`: release pins before their end. Unknown ones are ignored."""
 
     pins: list[Positive]
+    # Servers that share a scope's store send the request to its owner.
+    scope: ScopeName | None = None
+    """A scope of the lookup that has pinned; without it, only this server is asked."""
 
 
 class Touch(Request, frozen=True, kw_only=True):

@@ -122,11 +122,12 @@ async def test_a_server_that_drains_hands_its_scopes_over(redis):
 
         await eventually(moved)
         assert await live_at(other, "0:kv", ["a"]) == ["a"]
-        answer = await one.post("/v2/unpin", {"pins": [pin]})
+        unpin = {"pins": [pin], "scope": "0:kv"}
+        answer = await one.post("/v2/unpin", unpin)
         assert answer.headers["location"] == "http://two/v2/unpin"
         asked = {"scope": "0:kv", "keys": ["a"]}
         assert (await other.post("/v2/inspect", asked)).json["slots"][0]["pins"] == 1
-        assert (await other.post("/v2/unpin", {"pins": [pin]})).status == 204
+        assert (await other.post("/v2/unpin", unpin)).status == 204
         assert (await other.post("/v2/inspect", asked)).json["slots"][0]["pins"] == 0
         assert await other.reserve("0:kv", ["b"], headers=once) == first
         assert (await other.reserve("0:kv", ["b"])).json["scopes"][0]["states"] == ["busy"]

@@ -66,9 +66,10 @@ async def test_another_tenant_s_pins_stay(server):
     async with server() as first, server() as second:
         _, pin = await prepared(first, bearer("write-acme"))
         looked = {"scope": SCOPE, "slots": [0]}
-        for token, pins in (("read-other", 1), ("read-acme", 0)):
-            let_go = await second.post("/v2/unpin", {"pins": [pin]}, headers=bearer(token))
-            assert let_go.status == 204
+        unpin = {"pins": [pin], "scope": SCOPE}
+        for token, status, pins in (("read-other", 403, 1), ("read-acme", 204, 0)):
+            let_go = await second.post("/v2/unpin", unpin, headers=bearer(token))
+            assert let_go.status == status
             told = await second.post("/v2/inspect", looked, headers=bearer("admin-"))
             assert told.json["slots"][0]["pins"] == pins, token
 

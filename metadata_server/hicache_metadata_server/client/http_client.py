@@ -295,6 +295,6 @@ def _span(spans: Spans, path: str) -> Generator[None]:
 
 def _scope_of(request: p.Request | None) -> str:
     """The first scope that a request names; empty for none."""
-    named = getattr(request, "scopes", None) or [getattr(request, "scope", "")]
+    named = getattr(request, "scopes", None) or [getattr(request, "scope", None) or ""]
     first: str = getattr(named[0], "scope", named[0])
     return first

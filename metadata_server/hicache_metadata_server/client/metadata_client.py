@@ -113,7 +113,12 @@ class MetadataClient(ABC):
         found, done = self._send_split("/v2/lookup", request, p.LookedUp, call)
         for columns, part in zip(found.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
-        return Located(found.scopes, [response.pin for response in done if response.pin])
+        pins = [
+            p.Unpin(pins=[response.pin], scope=chunk.scopes[0].scope)
+            for chunk, response in done
+            if response.pin
+        ]
+        return Located(found.scopes, pins)
 
     def present_in_memory(
         self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
@@ -129,10 +134,10 @@ class MetadataClient(ABC):
         """
         return None
 
-    def unpin(self, pins: Sequence[int]) -> None:
+    def unpin(self, pins: Sequence[p.Unpin]) -> None:
         """Release pins before their end, without waiting for the response."""
-        if pins:
-            self.send_later("/v2/unpin", p.Unpin(pins=list(pins)))
+        for pin in pins:
+            self.send_later("/v2/unpin", pin)
 
     def reserve(
         self, scopes: Sequence[p.ReserveScope], call: Call, *, owner: str, lease_seconds: float
@@ -143,7 +148,7 @@ class MetadataClient(ABC):
         for columns, part in zip(leased.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
         return p.Leases(
-            scopes=leased.scopes, lease_seconds=min(response.lease_seconds for response in done)
+            scopes=leased.scopes, lease_seconds=min(response.lease_seconds for _, response in done)
         )
 
     def commit(self, scopes: Sequence[p.CommitScope], call: Call) -> list[list[bool]]:
@@ -217,19 +222,21 @@ class MetadataClient(ABC):
 
     def _send_split(
         self, path: str, request: Any, response_type: type[A], call: Call
-    ) -> tuple[A, list[A]]:
+    ) -> tuple[A, list[tuple[Any, A]]]:
         """Send a request in chunks that are within the limits.
 
         Returns:
-            The responses as if one request had been sent, and the responses.
+            The response as if one request had been sent, and the chunks with their responses.
         """
-        chunks, done = self._chunks(request), list[A]()
+        chunks, done = self._chunks(request), list[tuple[Any, A]]()
         for _, chunk in chunks:
             scopes = [part.scope for part in chunk.scopes]
             response = self._with_scopes(path, chunk, scopes, response_type, call)
             _check_shape(chunk, response)
-            done.append(response)
-        return done[0] if len(done) == 1 else _joined(chunks, done), done
+            done.append((chunk, response))
+        if len(done) == 1:
+            return done[0][1], done
+        return _joined(chunks, [response for _, response in done]), done
 
     def _chunks(self, request: Any) -> list[tuple[int, Any]]:
         limits, columns, parts = self.about.limits, p.COLUMNS[type(request)], request.scopes
@@ -313,10 +320,10 @@ class _Declared(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Result of `lookup`: the found pages of each scope, and their pins."""
+    """Result of `lookup`: the found pages of each scope, and what releases their pins."""
 
     scopes: list[p.FoundPages]
-    pins: list[int]
+    pins: list[p.Unpin]
 
 
 def _check_shape(request: Any, response: Any) -> None:

@@ -100,8 +100,6 @@ class MetadataService:
         self._leases = IdAllocator()
         # Servers that share a store hand pins over with their scopes, so no two may draw one number.
         self._pin_numbers = IdAllocator(1 + secrets.randbelow(1 << 52) if shares_store else 1)
-        self.first_pin = self._pin_numbers.ceiling
-        """Number from which this process counts pins."""
         self._pins = PinTable()
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
@@ -109,8 +107,6 @@ class MetadataService:
         self._dropped: list[int] = []
         self._gone = set[int]()
         """Numbers of all scopes that were dropped by this process."""
-        self._released: dict[int, str] = {}
-        """Names of scopes that other servers own by now, by their number here."""
         self._last_number = 0
         """Number of the newest scope."""
         self._started: float | None = None
@@ -215,7 +211,6 @@ class MetadataService:
         """Forget a scope, with its answers and unwritten changes: another server owns it."""
         number = self._forget(name)
         del self._by_number[number]
-        self._released[number] = name
         self._pins.release(number)
         self.answers.release(name)
 
@@ -378,16 +373,6 @@ class MetadataService:
                 record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)
             ]
         self._release_pins(self._pins.remove(pins), now)
-
-    def pins_elsewhere(self, request: p.Unpin) -> dict[int, str]:
-        """Pins that do not exist here, with their scope if this server has released it."""
-        known = {record.pin: record for record in self._pins.find(request.pins)}
-        found = dict.fromkeys([pin for pin in request.pins if pin not in known], "")
-        for pin, record in known.items():
-            names = [self._released[one] for one in record.slots if one in self._released]
-            if names:
-                found[pin] = names[0]
-        return found
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
         """Mark pages as used."""

@@ -153,7 +153,7 @@ def _names_in_list(message: Any) -> tuple[Sequence[str], str]:
 
 
 def _name_of_one(message: Any) -> tuple[Sequence[str], str]:
-    return (message.scope,), "scope"
+    return (message.scope,) if message.scope else (), "scope"
 
 
 def _name_of_rank(rank: int, message: Any) -> tuple[Sequence[str], str]:

@@ -35,8 +35,7 @@ CREATING: Final = ("/v2/initialize", "/{rank}/initialize")
 """Routes that create scopes."""
 LISTING: Final = "/v2/scopes"
 DROPPING: Final = "/v2/drop"
-UNPINNING: Final = "/v2/unpin"
-WITH_MAP: Final = (LISTING, DROPPING, UNPINNING)
+WITH_MAP: Final = (LISTING, DROPPING)
 """Routes that use the map of all scopes."""
 
 _log = structlog.get_logger()
@@ -72,14 +71,6 @@ class OwnerHandlers(Handlers):
         names = self.names(request)
         if request.endpoint.name == LISTING:
             return self._response(await self._listed(request.caller), request.content_type)
-        if request.endpoint.name == UNPINNING:
-            elsewhere = self.service.pins_elsewhere(request.message)
-            answer = await self._run(request)
-            # What is left may be another server's; what was released here is unknown there.
-            for pin, scope in elsewhere.items():
-                if url := self.owner.keeper_of(pin, scope):
-                    raise moved(url + UNPINNING)
-            return answer
         if not names or self.owner.serves(names):
             return await self._run(request)
         if self._problem and self.owner.has_lost_lease:

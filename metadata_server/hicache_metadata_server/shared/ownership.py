@@ -70,8 +70,6 @@ class ServerRecord(msgspec.Struct, frozen=True, array_like=True):
     scopes: int = 0
     """Number of scopes that it owns."""
     draining: bool = False
-    first_pin: int = 0
-    """Number from which it counts pins."""
     process: str = ""
     """`this_process`; empty for unknown."""
 

@@ -246,7 +246,6 @@ class ScopeOwner:
                 self._lease_seconds,
                 len(self._service.scopes),
                 self._service.draining,
-                self._service.first_pin,
                 self._process,
             )
             sent = self._clock()
@@ -431,19 +430,6 @@ class ScopeOwner:
         """Number of scopes that no server owns, as far as this server knows."""
         owned = self._service.scopes
         return sum(name not in owned and not self._owner_of(name) for name in self.entries)
-
-    def keeper_of(self, pin: int, scope: str) -> str:
-        """Address of another server that may have a pin; "" for none.
-
-        Args:
-            pin: its number.
-            scope: a scope of the pin that this server has given back; "" for none.
-        """
-        # Each server counts from a random number of its own.
-        first = {name: one.first_pin for name, one in self._alive().items() if one.first_pin <= pin}
-        giver = max(first, key=lambda name: first[name], default="")
-        keeper = self._owner_of(scope) if scope in self.entries else giver
-        return "" if keeper in ("", self.incarnation.id) else self.servers[keeper].url
 
     def others(self) -> dict[str, ServerRecord]:
         """Servers that may be alive, but for this one."""

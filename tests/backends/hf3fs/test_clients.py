@@ -113,7 +113,8 @@ def test_reserve_counts_what_it_evicts(client):
 def test_pins_are_let_go(client):
     store(client, ["a"])
     located = lookup(client, ["a"], pin_seconds=5.0)
-    assert len(located.pins) == 1
+    [unpin] = located.pins
+    assert unpin.scope == SCOPE
     client.unpin(located.pins)
 
 
@@ -185,7 +186,9 @@ def test_requests_are_split_and_responses_merged(tmp_path):
     )
     # The last keys are sent first, so that the head of a chain ends as the latest used.
     assert sent[0].scopes[-1].keys[-1] == "2-2"
-    assert found.pins == list(range(1, len(sent) + 1))
+    assert found.pins == [
+        p.Unpin(pins=[number], scope=piece.scopes[0].scope) for number, piece in enumerate(sent, 1)
+    ]
     assert [part.slots for part in found.scopes] == [
         [int(key.split("-")[1]) for key in part.keys] for part in request.scopes
     ]
