@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeStatus
     from hicache_metadata_server.storage.store import MetadataStore
 
-RESULTS: Final = ("hit", "miss")
+SCOPE_METRICS: Final = (
+    *(v.SCOPE_INFO, v.SCOPE_OWNER, v.SLOTS, v.LOOKED_UP_KEYS),
+    *(v.SCOPE_EVICTED_PAGES, v.EXPIRED_LEASES, v.SCOPE_LOG_BYTES),
+)
 SECONDS: Final = 600
 MINUTES: Final = 1440
 """Samples kept of each resolution."""
@@ -133,40 +136,26 @@ class Metrics:
         yield from self._security.families()
 
     def _scope_families(self) -> Iterator[Metric]:
-        slots, evicted = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
-        asked, expired = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
-        info, owners = scalars(v.SCOPE_INFO), scalars(v.SCOPE_OWNER)
-        logs = defaultdict[str, int](int)
+        families = {metric: scalars(metric) for metric in SCOPE_METRICS}
+        values = defaultdict[tuple[v.Metric, tuple[str, ...]], int](int)
         for status in self._service.list_scopes().scopes:
             scope = self._label(status)
-            if status.model and scope != v.OTHER_SCOPES:
-                info.add_metric([scope, status.model], 1)
-            if status.owner:
-                logs[scope] += status.log_bytes
-                if scope != v.OTHER_SCOPES:
-                    owners.add_metric([scope, status.owner], 1)
+            if scope != v.OTHER_SCOPES:
+                values[v.SCOPE_INFO, (scope, status.model)] = 1
+                values[v.SCOPE_OWNER, (scope, status.owner)] = 1
             for state in SlotState:
-                slots[scope, state] += getattr(status, state)
-            for result, keys in zip(RESULTS, (status.hits, status.misses), strict=True):
-                asked[scope, result] += keys
-            evicted[scope] += status.evicted
-            expired[scope] += status.expired_leases
-        yield info
-        yield owners
-        for metric, by_labels in ((v.SLOTS, slots), (v.LOOKED_UP_KEYS, asked)):
-            family = scalars(metric)
-            for labels, value in by_labels.items():
-                family.add_metric(labels, value)
-            yield family
-        for metric, by_scope in (
-            (v.SCOPE_EVICTED_PAGES, evicted),
-            (v.EXPIRED_LEASES, expired),
-            (v.SCOPE_LOG_BYTES, logs),
-        ):
-            family = scalars(metric)
-            for scope, value in by_scope.items():
-                family.add_metric([scope], value)
-            yield family
+                values[v.SLOTS, (scope, state)] += getattr(status, state)
+            values[v.LOOKED_UP_KEYS, (scope, "hit")] += status.hits
+            values[v.LOOKED_UP_KEYS, (scope, "miss")] += status.misses
+            values[v.SCOPE_EVICTED_PAGES, (scope,)] += status.evicted
+            values[v.EXPIRED_LEASES, (scope,)] += status.expired_leases
+            if status.owner:
+                values[v.SCOPE_LOG_BYTES, (scope,)] += status.log_bytes
+        for (metric, labels), value in values.items():
+            # No model, or no owner: no series.
+            if all(labels):
+                families[metric].add_metric(labels, value)
+        yield from families.values()
 
     def _label(self, status: ScopeStatus) -> str:
         # Clients name scopes: without a bound, they could make Prometheus keep any number of series.
