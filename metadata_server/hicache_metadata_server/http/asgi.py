@@ -76,7 +76,7 @@ class ProtocolApp:
         # Bound once: each attribute saves two lookups in every request.
         self._handlers = server.handlers
         self._known = server.handlers.endpoints
-        self._request_log = server.request_log
+        self._record = server.record
         self._spans = tracing.spans()
         self._tokens = server.security.tokens
         self._rates = server.security.rates
@@ -112,7 +112,7 @@ class ProtocolApp:
             return
         if response.status in UNAUTHORIZED or (head is not None and head.endpoint.audited):
             self._write_audit(path, headers, head, request, response, peer_of(scope["client"]))
-        self._request_log.record(
+        self._record(
             head.endpoint.name if head is not None else OTHER,
             response.status,
             time.perf_counter() - begin,

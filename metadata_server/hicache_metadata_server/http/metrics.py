@@ -137,7 +137,7 @@ class Metrics:
 
     def _scope_families(self) -> Iterator[Metric]:
         families = {metric: scalars(metric) for metric in SCOPE_METRICS}
-        values = defaultdict[tuple[v.Metric, tuple[str, ...]], int](int)
+        values = defaultdict[tuple[Any, tuple[str, ...]], int](int)
         for status in self._service.list_scopes().scopes:
             scope = self._label(status)
             if scope != v.OTHER_SCOPES:

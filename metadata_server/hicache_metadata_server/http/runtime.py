@@ -35,41 +35,6 @@ TICK_SLOTS: Final = 1024
 _log = structlog.get_logger()
 
 
-class RequestLog:
-    """What requests cost: metrics, the slowest of the last hour, traces."""
-
-    def __init__(self, metrics: Metrics, recorder: HistoryRecorder) -> None:
-        self._metrics = metrics
-        self._recorder = recorder
-        self._slowest = recorder.slow_log
-
-    def record(
-        self,
-        route: str,
-        status: int,
-        seconds: float,
-        request_id: str,
-        message: object,
-        span: ServerSpan | None,
-    ) -> None:
-        """Record a request that is answered.
-
-        Args:
-            seconds: from the last byte of its body.
-            message: the decoded body; None for a route without one, and if it cannot be decoded.
-        """
-        self._metrics.observe(route, status, seconds)
-        is_slow = seconds > self._slowest.floor
-        # Entries are counted here and not before: most requests are neither slow nor traced.
-        if not (is_slow or span is not None):
-            return
-        size = request_size(message)
-        if is_slow:
-            self._recorder.add(route, status, seconds, request_id, size)
-        if span is not None:
-            span.end(status, size.scopes, size.entries)
-
-
 class ServerRuntime:
     """A service with its store, metrics, handlers and logs."""
 
@@ -90,7 +55,33 @@ class ServerRuntime:
         self.recorder = HistoryRecorder(service, self.metrics, clock)
         self._stopping = False
         self._next_second = 0.0
-        self.request_log = RequestLog(self.metrics, self.recorder)
+        self._slowest = self.recorder.slow_log
+
+    def record(
+        self,
+        route: str,
+        status: int,
+        seconds: float,
+        request_id: str,
+        message: object,
+        span: ServerSpan | None,
+    ) -> None:
+        """Record a request that is answered.
+
+        Args:
+            seconds: from the last byte of its body.
+            message: the decoded body; None for a route without one, and if it cannot be decoded.
+        """
+        self.metrics.observe(route, status, seconds)
+        is_slow = seconds > self._slowest.floor
+        # Entries are counted here and not before: most requests are neither slow nor traced.
+        if not (is_slow or span is not None):
+            return
+        size = request_size(message)
+        if is_slow:
+            self.recorder.add(route, status, seconds, request_id, size)
+        if span is not None:
+            span.end(status, size.scopes, size.entries)
 
     @contextlib.asynccontextmanager
     async def running(self, app: Starlette | None = None) -> AsyncGenerator[None]:
