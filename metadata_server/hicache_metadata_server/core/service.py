@@ -686,9 +686,8 @@ class MetadataService:
             RequestError: it exceeds a limit, a scope is unknown, or the server drains.
         """
         check_limits(request, self.limits)
-        scopes = [
-            self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(request.scopes)
-        ]
+        parts: Sequence[_Part] = request.scopes
+        scopes = [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]
         if isinstance(request, p.Reserve) and self.draining:
             message = "this server gives no new leases while it drains"
             raise RequestError(503, "draining", message)
