@@ -54,10 +54,11 @@ def read_tenants_file(path: Path) -> Quotas:
 
 def _quota(table: Any, where: str) -> Quota:
     if isinstance(table, dict):
-        _check_keys(cast("dict[str, Any]", table), LIMITS, f"{where}.")
-        if isinstance(size := table.get("max_bytes"), str):
+        limits = cast("dict[str, Any]", table)
+        _check_keys(limits, LIMITS, f"{where}.")
+        if isinstance(size := limits.get("max_bytes"), str):
             try:
-                table = {**table, "max_bytes": parse_bytes(size)}
+                table = {**limits, "max_bytes": parse_bytes(size)}
             except ValueError as error:
                 raise ValueError(f"{where}.max_bytes: {error}") from error
     try:
