@@ -285,6 +285,14 @@ def test_an_old_lease_is_stale_for_good(tmp_path, monkeypatch, store, loss):
         loss(directory, before)
 
 
+def test_numbers_go_on_where_the_clock_was_set_back(on_disk, monkeypatch):
+    on_disk.initialize()
+    before = on_disk.reserve("a")
+    monkeypatch.setattr(time, "time_ns", lambda: 10**9)
+    on_disk.start()
+    assert on_disk.reserve("b").leases > before.leases
+
+
 def test_generations_grow_where_a_slot_is_ahead_of_the_leases():
     """A store may come from a server whose clock was ahead."""
     scope = Scope(p.ScopeGeometry(scope="0:kv", slots=8), 0.0)
