@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import structlog
 
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.http import runtime
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.server import restored_service
@@ -160,6 +161,26 @@ async def test_a_start_on_a_full_disk_serves_what_is_there(tmp_path):
             disk.empty()
             await becomes(caller, 200)
             assert (await caller.store("0:kv", keys(10, "new"))).status == 200
+
+
+async def test_no_block_is_compacted_with_changes_that_the_log_lacks(tmp_path, monkeypatch):
+    """Its leases would be in a store whose counters do not know of them."""
+    monkeypatch.setattr(sqlite, "MAX_LOG_BYTES", 1)
+    async with on_disk(tmp_path) as caller:
+        await caller.initialize("0:kv", slots=SLOTS)
+        assert (await caller.reserve("0:kv", keys(100))).status == 200
+        store, compacted = caller.app.server.store, []
+
+        def fail(changes):
+            raise StoreError("the disk is full")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(store, "write", fail)
+            broken.setattr(store, "compact", lambda batch, now: compacted.append(batch))
+            assert await is_refused(caller, "a")
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert compacted == []
 
 
 @both
