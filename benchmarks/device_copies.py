@@ -198,7 +198,7 @@ class Case:
 
     def pinned(self) -> dict[str, Copy]:
         """One copy of as many bytes in either direction."""
-        host = host_tensor((self.bytes,), torch.uint8, populate=True)
+        host = host_tensor((self.bytes,), torch.uint8).zero_()
         device = torch.zeros(self.bytes, dtype=torch.uint8, device=self.place)
         stream = self.device.stream("pinned")
         return {

@@ -40,6 +40,7 @@ from hicache_storage.pools import (
     MambaGeometry,
     MambaHostPool,
     MHAHostPool,
+    byte_view,
 )
 
 if TYPE_CHECKING:
@@ -106,9 +107,10 @@ class Model:
         for transfer in transfers:
             pool = self.pools[transfer.name]
             for index, key in enumerate(transfer.keys or ()):
-                pool.set_from_flat_data_page(
-                    index * pool.page_size, expected_page(pool, transfer.name, key)
-                )
+                data, start = memoryview(expected_page(pool, transfer.name, key)), 0
+                for buffer in pool.page_buffers([index * pool.page_size])[0]:
+                    buffer[:] = data[start : start + len(buffer)]
+                    start += len(buffer)
                 total += pool.geometry.page_bytes
         return total
 
@@ -118,9 +120,8 @@ class Model:
         keys = next(transfer.keys or () for transfer in transfers if transfer.name == name)
         return sum(
             ok
-            and not same_bytes(
-                pool.get_data_page(index * pool.page_size), expected_page(pool, name, key)
-            )
+            and b"".join(pool.page_buffers([index * pool.page_size])[0])
+            != expected_page(pool, name, key)
             for index, (key, ok) in enumerate(zip(keys, delivered, strict=True))
         )
 
@@ -131,7 +132,7 @@ class Model:
                 buffer.view(torch.uint8).fill_(0xEE)
 
 
-def expected_page(pool: HostPoolBase, name: str, key: str) -> torch.Tensor:
+def expected_page(pool: HostPoolBase, name: str, key: str) -> bytes:
     """The page that belongs to a key: every 8 bytes of it differ from those of every other page."""
     seed = xxhash.xxh3_64_intdigest(f"{name}/{key}".encode()) >> 1
     words = (
@@ -139,12 +140,7 @@ def expected_page(pool: HostPoolBase, name: str, key: str) -> torch.Tensor:
         .mul_(0x9E3779B97F4A7C1)
         .add_(seed)
     )
-    return words.view(pool.flat_dtype)
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equality of bits: NaN equals NaN here, and -0.0 differs from 0.0."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return bytes(byte_view(words))
 
 
 def chain(conversation: str, pages: int) -> list[str]:

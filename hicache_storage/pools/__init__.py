@@ -67,35 +67,16 @@ __all__ = [
     "page_access",
 ]
 
-_HOMES = {
-    "AttentionGeometry": "shapes",
-    "DevicePages": "device",
-    "DevicePoolBase": "device",
-    "HostPoolBase": "host",
-    "IndexerDevicePool": "device",
-    "IndexerGeometry": "shapes",
-    "IndexerHostPool": "host",
-    "MHADevicePool": "device",
-    "MHAHostPool": "host",
-    "MLADevicePool": "device",
-    "MLAGeometry": "shapes",
-    "MLAHostPool": "host",
-    "MambaDevicePool": "device",
-    "MambaGeometry": "shapes",
-    "MambaHostPool": "host",
-    "PoolGeometry": "shapes",
-    "SlotAllocator": "slots",
-    "byte_view": "memory",
-    "device_pool": "device",
-    "host_pool": "host",
-    "host_tensor": "memory",
-}
+_MODULES = ("shapes", "memory", "slots", "host", "device")
+"""Modules of the names that are imported when they are first used."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module in _MODULES if name in __all__ else ():
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), name, None)
+        if found is not None:
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -45,3 +46,50 @@ class PageAccess(ABC):
         delivered: Sequence[bool],
     ) -> None:
         """Bring verified pages from `targets` into the pool. Only of a pool that `stages`."""
+
+
+class StagedAccess(PageAccess):
+    """Pages that are read into buffers, and copied into the pool from there."""
+
+    stages: ClassVar[bool] = True
+
+    SPARE_BYTES: ClassVar[int]
+    """Limit of the memory that the buffers keep between calls."""
+
+    def __init__(self, geometry: PageGeometry) -> None:
+        self.geometry = geometry
+        # Shared by all threads; appending to a deque and popping from it are atomic.
+        self._spare = deque[list[memoryview]](
+            maxlen=max(1, self.SPARE_BYTES // geometry.page_bytes)
+        )
+
+    def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
+        return [self._buffers() for _ in first_slots]
+
+    def deliver(
+        self,
+        first_slots: Sequence[int],
+        targets: Sequence[list[memoryview]],
+        delivered: Sequence[bool],
+    ) -> None:
+        # The buffers of a page that was not delivered are not reused: a hung read may still write
+        # into them.
+        complete = [page for page, is_there in zip(targets, delivered, strict=True) if is_there]
+        slots = [slot for slot, is_there in zip(first_slots, delivered, strict=True) if is_there]
+        if slots:
+            self._copy_in(slots, complete)
+            self._spare.extend(complete)
+
+    def _buffers(self) -> list[memoryview]:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self._new_buffers()
+
+    @abstractmethod
+    def _new_buffers(self) -> list[memoryview]:
+        """Memory for the components of a page."""
+
+    @abstractmethod
+    def _copy_in(self, first_slots: Sequence[int], pages: Sequence[list[memoryview]]) -> None:
+        """Copy pages from their buffers into the pool."""

@@ -1,10 +1,8 @@
-"""Host pools: memory in one of several layouts, and pages as buffers, pointers or tensors."""
+"""Host pools: memory in one of several layouts, and pages as buffers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from hicache_storage.pools.memory import byte_view, host_tensor
 from hicache_storage.pools.shapes import (
@@ -16,10 +14,12 @@ from hicache_storage.pools.shapes import (
     check_size,
 )
 from hicache_storage.pools.slots import SlotAllocator
-from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PageGeometry
+from hicache_storage.spec import InvalidPoolError, PageGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from hicache_storage.pools.shapes import Part, PoolGeometry
 
@@ -40,8 +40,6 @@ class HostPoolBase(SlotAllocator):
     geometry: PageGeometry
     """Layout, element type and component lengths of a page."""
     layer_num: int
-    size_per_token: int
-    """Bytes per slot, all layers together."""
     buffers: tuple[torch.Tensor, ...]
     """Every tensor of the pool, contiguous and on the CPU.
 
@@ -49,8 +47,6 @@ class HostPoolBase(SlotAllocator):
     """
     parts: Sequence[torch.Tensor]
     """What a layer consists of, as in the device pool: K and V, for one. Views of `buffers`."""
-    flat_dtype: torch.dtype
-    """Element type of flat pages."""
 
     def __init__(
         self,
@@ -82,10 +78,9 @@ class HostPoolBase(SlotAllocator):
         self.shape = shape
         self.layout = layout
         self.layer_num = shape.layer_num
-        self.flat_dtype = shape.flat_dtype
         parts, order = [*shape.parts(page_size)], shape.ORDERS[layout]
         # Rows and pages that are beside each other are one axis, of slots.
-        self._has_slot_axis = "pr" in order
+        has_slot_axis = "pr" in order
         # One tensor where that is possible, as in SGLang: its halves are K and V.
         halves = len(parts) > 1 and shape.is_layer_major and parts[0] == parts[1]
         whole = [
@@ -98,7 +93,7 @@ class HostPoolBase(SlotAllocator):
         ]
         axis = order.index("p")
         self.buffers = tuple(
-            tensor.flatten(axis + halves, axis + halves + 1) if self._has_slot_axis else tensor
+            tensor.flatten(axis + halves, axis + halves + 1) if has_slot_axis else tensor
             for tensor in whole
         )
         self.parts = self.buffers[0].unbind() if halves else self.buffers
@@ -110,18 +105,12 @@ class HostPoolBase(SlotAllocator):
             if tensor.numel()
         ]
         self._layers = list(zip(*(view.unbind() for view in views), strict=True))
-        self._page_axis = axis + halves
-        self._rows_per_page = parts[0].rows if self._has_slot_axis else 1
         columns = self._columns(shape)
         slot_bytes = [column.numel() * column.element_size() // size for column in columns]
         # Made once: a view takes longer than its slices, which every call takes of it.
         self._views = [
             (byte_view(column), length, length * page_size)
             for column, length in zip(columns, slot_bytes, strict=True)
-        ]
-        # Components and not buffers: K and V of one tensor are two of them.
-        self._pointers = [
-            (column.data_ptr(), length) for column, length in zip(columns, slot_bytes, strict=True)
         ]
         head_num, head_rows = getattr(shape, "head_num", 0), shape.head_rows(layout, page_size)
         self.geometry = PageGeometry(
@@ -133,7 +122,6 @@ class HostPoolBase(SlotAllocator):
             head_num,
             (head_rows,) * len(slot_bytes) if head_num else (),
         )
-        self.size_per_token = self.geometry.page_bytes // page_size
         super().__init__(size, page_size)
 
     def _columns(self, shape: PoolGeometry) -> list[torch.Tensor]:
@@ -167,100 +155,6 @@ class HostPoolBase(SlotAllocator):
         ]
         return list(map(list, zip(*columns, strict=True)))
 
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and lengths of the components of pages, in bytes.
-
-        Page after page of those in `indices`.
-
-        Args:
-            indices: int64, `page_size` slots for each page; the first of each says which page it
-                is.
-
-        Raises:
-            InvalidTransferError: `indices` is not whole pages of this pool.
-        """
-        if indices.numel() % self.page_size:
-            raise InvalidTransferError(
-                f"indices must be whole pages of {self.page_size} slots, got {indices.numel()}"
-            )
-        first_slots = cast("list[int]", indices.reshape(-1)[:: self.page_size].tolist())
-        for slot in first_slots:
-            self._check_first_slot(slot)
-        pointers = [
-            address + slot * slot_bytes
-            for slot in first_slots
-            for address, slot_bytes in self._pointers
-        ]
-        return pointers, list(self.geometry.component_bytes) * len(first_slots)
-
-    def get_data_page(self, first_slot: int, flat: bool = True) -> torch.Tensor:
-        """Copy of a page as a flat tensor, or, with `flat=False`, a view of it in the pool.
-
-        The view has the buffer's axes, with the page's share of the slot or page axis. A pool of
-        several buffers has no such view and answers with the flat copy.
-
-        Raises:
-            InvalidTransferError: no page begins at `first_slot`.
-        """
-        parts = self._parts(first_slot)
-        # Only a single buffer has a view with a page of its own; several element types cannot be
-        # concatenated but as bytes.
-        if len(parts) == 1:
-            return (
-                parts[0].clone(memory_format=torch.contiguous_format).view(-1) if flat else parts[0]
-            )
-        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).view(
-            self.flat_dtype
-        )
-
-    def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """A new flat page of zeros.
-
-        It has the length and element type that `set_from_flat_data_page` takes.
-        """
-        return torch.zeros(self.geometry.page_bytes, dtype=torch.uint8).view(self.flat_dtype)
-
-    def set_from_flat_data_page(self, first_slot: int, data_page: torch.Tensor) -> None:
-        """Copy a flat page, as `get_data_page` of the same layout gives it, into the pool.
-
-        Raises:
-            InvalidTransferError: no page begins at `first_slot`, or `data_page` has another length
-                or element type.
-        """
-        parts = self._parts(first_slot)
-        if (
-            data_page.dtype != self.flat_dtype
-            or data_page.numel() * data_page.element_size() != self.geometry.page_bytes
-        ):
-            raise InvalidTransferError(
-                f"data_page must have {self.geometry.page_bytes} bytes of {self.flat_dtype}, "
-                f"got {data_page.numel()} elements of {data_page.dtype}"
-            )
-        data = data_page.contiguous().view(-1).view(torch.uint8)
-        start = 0
-        for part in parts:
-            end = start + part.numel() * part.element_size()
-            share = data[start:end]
-            if share.storage_offset() % part.element_size():
-                # It begins where its element type cannot; a copy of it begins at 0.
-                share = share.clone()
-            part.copy_(share.view(part.dtype).view(part.shape))
-            start = end
-
-    def _parts(self, first_slot: int) -> list[torch.Tensor]:
-        self._check_first_slot(first_slot)
-        start = first_slot // self.page_size * self._rows_per_page
-        return [
-            buffer.narrow(self._page_axis, start, self._rows_per_page) for buffer in self.buffers
-        ]
-
-    def _check_first_slot(self, slot: int) -> None:
-        if slot % self.page_size or not 0 <= slot < self.size:
-            raise InvalidTransferError(
-                f"no page begins at slot {slot}: pages begin at multiples of {self.page_size} in "
-                f"[0, {self.size})"
-            )
-
 
 class MHAHostPool(HostPoolBase):
     """K and V of every layer.
@@ -276,7 +170,7 @@ class MHAHostPool(HostPoolBase):
     | `page_head` | (N, H, P, L, D) | the same |
 
     and are the halves of one tensor (2, ...). Where the heads of V are longer or shorter than those
-    of K, they are two tensors. A flat page is all of K, then all of V.
+    of K, they are two tensors.
     """
 
     KIND = AttentionGeometry
@@ -322,9 +216,7 @@ class MambaHostPool(HostPoolBase):
     | `layer_first` | (L, S, *state) | temporal of layer 0, 1, ..., then the first window of layer 0, 1, ..., and so on |
     | `page_first`, `page_first_direct` | (S, L, 1, *state) | temporal, first window, second window, ... |
 
-    A model without a temporal state has one with a 0 in its shape; it is no component. A flat page
-    is the bytes (uint8) of the temporal state and the windows one after the other; they are the
-    same in all layouts.
+    A model without a temporal state has one with a 0 in its shape; it is no component.
     """
 
     KIND = MambaGeometry

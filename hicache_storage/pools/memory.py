@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hicache_storage.pools.cuda_runtime import forget_error
 from hicache_storage.spec import InvalidPoolError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ all cores busy.
 
 
 def host_tensor(
-    shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False
+    shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True
 ) -> torch.Tensor:
     """Allocate a contiguous CPU tensor in a memory mapping of its own.
 
@@ -43,7 +42,6 @@ def host_tensor(
         pin_memory: lock the memory for CUDA copies, in the context of the current device; all
             devices can use it then, and a forked child has no part in it. Has no effect where CUDA
             is not available.
-        populate: touch all memory now, so that no transfer pays for it (0.6 to 1.6 s/GiB).
 
     Raises:
         InvalidPoolError: there is not that much memory, or CUDA refuses to lock it.
@@ -52,7 +50,7 @@ def host_tensor(
     # `mmap` refuses a length of 0.
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
-    mapping = _map(size, populate=populate)
+    mapping = _map(size)
     # The array, not the mapping, is what the tensor keeps: at its end it calls finalizers before it
     # lets go of the mapping, whereas an mmap object unmaps first.
     owner = _array_type(size).from_buffer(mapping)
@@ -144,7 +142,7 @@ def _array_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
     return ctypes.c_ubyte * size
 
 
-def _map(size: int, *, populate: bool) -> mmap.mmap:
+def _map(size: int) -> mmap.mmap:
     # Private, unlike the default of `mmap`: a forked child must not write into its parent's pool.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
@@ -157,8 +155,6 @@ def _map(size: int, *, populate: bool) -> mmap.mmap:
     # EINVAL.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    if populate:
-        torch.frombuffer(mapping, dtype=torch.uint8).zero_()
     return mapping
 
 
@@ -166,13 +162,23 @@ def _lock_pages(owner: ctypes.Array[ctypes.c_ubyte], address: int, size: int) ->
     runtime = cast("Any", torch.cuda.cudart())  # type: ignore[no-untyped-call] # torch does not annotate it
     error = runtime.cudaHostRegister(address, size, 0)
     if int(error):
-        forget_error()
+        take_error()
         raise InvalidPoolError(
             f"CUDA cannot lock {size} bytes of host memory ({error}); pass a smaller size, or "
             "pin_memory=False"
         )
     # At exit the CUDA context may go first, and the kernel releases the memory anyway.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
+
+
+def take_error() -> None:
+    """Take back the error of a call that CUDA has just refused.
+
+    The runtime keeps it for this thread, and torch would raise it after the next kernel that it
+    launches: after this one.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _writable_mappings() -> list[tuple[int, int]]:

@@ -87,11 +87,6 @@ class PoolGeometry(ABC):
     def element_type(self) -> str:
         """Name of the element type or types, part of the namespace."""
 
-    @property
-    def flat_dtype(self) -> torch.dtype:
-        """Element type of flat pages."""
-        return torch.uint8
-
     def head_rows(self, layout: str, page_size: int) -> int:
         """Return the rows of KV heads in each component of a page; 0 for a pool without heads."""
         return 0
@@ -139,10 +134,6 @@ class AttentionGeometry(PoolGeometry):
     def element_type(self) -> str:
         return type_name(self.dtype)
 
-    @property
-    def flat_dtype(self) -> torch.dtype:
-        return self.dtype
-
     def head_rows(self, layout: str, page_size: int) -> int:
         return layout_rows(layout, page_size, self.layer_num)
 
@@ -183,10 +174,6 @@ class MLAGeometry(PoolGeometry):
     @property
     def element_type(self) -> str:
         return type_name(self.dtype)
-
-    @property
-    def flat_dtype(self) -> torch.dtype:
-        return self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,20 +6,16 @@ depend on the number of heads that a rank holds, and with it on the TP size.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hicache_storage.pools.access import PageAccess
+from hicache_storage.pools.access import PageAccess, StagedAccess
 from hicache_storage.spec import InvalidPoolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.spec import PageGeometry
-
-SPARE_BYTES = 64 << 20
-"""Limit of the memory that the buffers of a shard keep between calls."""
 
 
 def layout_rows(layout: str, page_size: int, layer_num: int) -> int:
@@ -80,31 +76,22 @@ def head_shards(access: PageAccess, count: int, where: str) -> list[PageAccess]:
         component_bytes=tuple(length // count for length in lengths),
         head_num=heads // count,
     )
-    kind = ContiguousShard if max(rows) == 1 else GatheredShard
     # One shard is the whole page, in any layout.
-    return (
-        [ContiguousShard(access, shard, 0)]
-        if count == 1
-        else [kind(access, shard, number) for number in range(count)]
-    )
+    if count == 1:
+        return [access]
+    kind = ContiguousShard if max(rows) == 1 else GatheredShard
+    return [kind(access, shard, number) for number in range(count)]
 
 
-class _HeadShard(PageAccess):
-    def __init__(self, pages: PageAccess, geometry: PageGeometry, number: int) -> None:
-        self.geometry = geometry
-        self._pages = pages
-        self._number = number
-
-
-class ContiguousShard(_HeadShard):
+class ContiguousShard(PageAccess):
     """Lends a shard that is one run of bytes in each component."""
 
     def __init__(self, pages: PageAccess, geometry: PageGeometry, number: int) -> None:
-        super().__init__(pages, geometry, number)
+        self.geometry = geometry
+        self._pages = pages
         self._runs = [
             slice(number * length, (number + 1) * length) for length in geometry.component_bytes
         ]
-        self._whole = geometry.component_bytes == pages.geometry.component_bytes
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return self._cut(self._pages.sources(first_slots))
@@ -113,61 +100,42 @@ class ContiguousShard(_HeadShard):
         return self._cut(self._pages.targets(first_slots))
 
     def _cut(self, pages: list[list[memoryview]]) -> list[list[memoryview]]:
-        if self._whole:
-            return pages
         runs = self._runs
         return [[view[run] for view, run in zip(page, runs, strict=True)] for page in pages]
 
 
-class GatheredShard(_HeadShard):
+class GatheredShard(StagedAccess):
     """Copies a shard out of the rows of a page, and back into them."""
 
-    stages: ClassVar[bool] = True
+    SPARE_BYTES: ClassVar[int] = 64 << 20
 
     def __init__(self, pages: PageAccess, geometry: PageGeometry, number: int) -> None:
-        super().__init__(pages, geometry, number)
-        # Shared by all threads; appending to a deque and popping from it are atomic.
-        self._spare = deque[list[memoryview]](maxlen=max(1, SPARE_BYTES // geometry.page_bytes))
+        super().__init__(geometry)
+        self._pages = pages
+        self._number = number
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        shards = list[list[memoryview]]()
-        for page in self._pages.sources(first_slots):
-            buffers = self._new_buffers()
-            self._copy(page, buffers, gathers=True)
-            shards.append(buffers)
+        pages = self._pages.sources(first_slots)
+        shards = [self._new_buffers() for _ in pages]
+        self._copy(pages, shards, gathers=True)
         return shards
 
-    def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        return [self._buffers() for _ in first_slots]
-
-    def deliver(
-        self,
-        first_slots: Sequence[int],
-        targets: Sequence[list[memoryview]],
-        delivered: Sequence[bool],
-    ) -> None:
-        pages = self._pages.targets(first_slots)
-        for page, buffers, complete in zip(pages, targets, delivered, strict=True):
-            # The buffers of a page that was not delivered are not reused: a hung read may still
-            # write into them.
-            if complete:
-                self._copy(page, buffers, gathers=False)
-                self._spare.append(buffers)
+    def _copy_in(self, first_slots: Sequence[int], pages: Sequence[list[memoryview]]) -> None:
+        self._copy(self._pages.targets(first_slots), pages, gathers=False)
 
     def _copy(
-        self, page: Sequence[memoryview], buffers: Sequence[memoryview], *, gathers: bool
+        self,
+        pages: Sequence[list[memoryview]],
+        shards: Sequence[list[memoryview]],
+        *,
+        gathers: bool,
     ) -> None:
         # Imported here: a pool that lends its pages needs no torch.
         from hicache_storage.pools.memory import copy_columns
 
-        for whole, part, rows in zip(page, buffers, self.geometry.head_rows, strict=True):
-            copy_columns(whole, part, rows, self._number, gathers=gathers)
-
-    def _buffers(self) -> list[memoryview]:
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return self._new_buffers()
+        for page, shard in zip(pages, shards, strict=True):
+            for whole, part, rows in zip(page, shard, self.geometry.head_rows, strict=True):
+                copy_columns(whole, part, rows, self._number, gathers=gathers)
 
     def _new_buffers(self) -> list[memoryview]:
         from hicache_storage.pools.memory import byte_view, empty_bytes

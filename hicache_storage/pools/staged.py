@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from hicache_storage.pools.access import PageAccess
+from hicache_storage.pools.access import StagedAccess
 from hicache_storage.pools.engine import check_components
 from hicache_storage.pools.memory import byte_view, host_tensor
 from hicache_storage.spec import InvalidPoolError, PageGeometry
@@ -18,11 +17,8 @@ if TYPE_CHECKING:
 
     from hicache_storage.pools.engine import EnginePool
 
-SPARE_BYTES = 256 << 20
-"""Most memory that a pool's staging buffers keep between calls."""
 
-
-class StagedPages(PageAccess):
+class StagedPages(StagedAccess):
     """Moves flat pages through buffers of its own; for pools of any layout on any device.
 
     A page has one component: the bytes of its flat tensor.
@@ -32,7 +28,7 @@ class StagedPages(PageAccess):
             other.
     """
 
-    stages: ClassVar[bool] = True
+    SPARE_BYTES: ClassVar[int] = 256 << 20
 
     def __init__(self, pool: EnginePool, geometry: PageGeometry, where: str) -> None:
         self._pool = pool
@@ -41,10 +37,9 @@ class StagedPages(PageAccess):
             model = pool.get_dummy_flat_data_page()
             self._dtype = model.dtype
             self._device = model.device
-            self.geometry = replace(
-                geometry, component_bytes=(model.numel() * model.element_size(),)
-            )
-            check_components(self.geometry.component_bytes, where)
+            components = (model.numel() * model.element_size(),)
+            check_components(components, where)
+            super().__init__(replace(geometry, component_bytes=components))
             # One page is copied as a trial: a pool that has the methods and cannot serve is refused
             # here.
             self._read_first_page()
@@ -54,39 +49,20 @@ class StagedPages(PageAccess):
             raise InvalidPoolError(
                 f"{where} can neither lend its pages nor copy them: {error!r}"
             ) from error
-        # Shared by all threads; appending to a deque and popping from it are atomic.
-        self._spare = deque[memoryview](maxlen=max(1, SPARE_BYTES // self.geometry.page_bytes))
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return [[self._page_bytes(slot)] for slot in first_slots]
 
-    def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        return [[self._buffer()] for _ in first_slots]
+    def _new_buffers(self) -> list[memoryview]:
+        return [byte_view(host_tensor((self.geometry.page_bytes,), torch.uint8, pin_memory=False))]
 
-    def deliver(
-        self,
-        first_slots: Sequence[int],
-        targets: Sequence[list[memoryview]],
-        delivered: Sequence[bool],
-    ) -> None:
-        for slot, (buffer,), complete in zip(first_slots, targets, delivered, strict=True):
-            # The buffer of a page that was not delivered is not reused: a hung read may still write
-            # into it.
-            if complete:
-                page = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
-                self._pool.set_from_flat_data_page(slot, page.to(self._device))
-                self._spare.append(buffer)
-        if self._device.type != "cpu" and any(delivered):
+    def _copy_in(self, first_slots: Sequence[int], pages: Sequence[list[memoryview]]) -> None:
+        for slot, (buffer,) in zip(first_slots, pages, strict=True):
+            page = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
+            self._pool.set_from_flat_data_page(slot, page.to(self._device))
+        if self._device.type != "cpu":
             # The caller may hand the pages to another stream as soon as this returns.
             torch.accelerator.current_stream(self._device).synchronize()
-
-    def _buffer(self) -> memoryview:
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return byte_view(
-                host_tensor((self.geometry.page_bytes,), torch.uint8, pin_memory=False)
-            )
 
     def _page_bytes(self, slot: int) -> memoryview:
         view = byte_view(self._pool.get_data_page(slot, flat=True).detach().to("cpu").contiguous())

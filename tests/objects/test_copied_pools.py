@@ -46,14 +46,16 @@ def test_a_page_that_is_missing_takes_no_memory(both, monkeypatch):
     """GET-6: a buffer was mapped for each page of a call before anybody knew whether it was there,
     10 s for 70,000."""
     storage, flat, _lending = both
-    made, make = [], StagedPages._buffer
-    monkeypatch.setattr(StagedPages, "_buffer", lambda access: (made.append(1), make(access))[1])
+    asked, targets = [], StagedPages.targets
+    monkeypatch.setattr(
+        StagedPages, "targets", lambda access, slots: asked.extend(slots) or targets(access, slots)
+    )
     page = flat.get_data_page(P).clone()
     keys = ["none", "b", "nowhere", "a", "nothing"]
     assert storage.batch_get_v2([transfer("kv", keys, [1, 2, 3, 4, 5])]) == {
         "kv": [False, True, False, True, False]
     }
-    assert len(made) == 2
+    assert len(asked) == 2
     assert torch.equal(flat.get_data_page(2 * P), page)
 
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hicache_storage.pools import MambaGeometry, MambaHostPool, SlotAllocator
-from hicache_storage.spec import HiCacheError, InvalidPoolError, SlotError
+from hicache_storage.pools import SlotAllocator
+from hicache_storage.spec import InvalidPoolError, SlotError
 
 
 def slots(*numbers: int) -> torch.Tensor:
@@ -148,32 +148,6 @@ class TestSlotAllocator:
         rest = allocator.alloc(2)
         assert rest is not None
         assert rest.tolist() == [2, 3]
-
-    def test_a_mamba_state_cannot_be_freed_twice(self) -> None:
-        pool = MambaHostPool(
-            MambaGeometry(
-                layers=range(1),
-                temporal_shape=(2,),
-                conv_shapes=[(2,)],
-                temporal_dtype=torch.float32,
-                conv_dtype=torch.float16,
-            ),
-            size=4,
-        )
-        taken = pool.alloc(1)
-        assert taken is not None
-        pool.free(taken)
-        with pytest.raises(SlotError, match="given back twice"):
-            pool.free(taken)
-        everything = pool.alloc(4)
-        assert everything is not None
-        assert sorted(everything.tolist()) == [0, 1, 2, 3]
-        assert pool.alloc(1) is None
-
-    def test_the_error_is_in_the_tree(self) -> None:
-        assert issubclass(SlotError, HiCacheError)
-        assert issubclass(SlotError, ValueError)
-        assert SlotError.code == "slot"
 
     @pytest.mark.parametrize(("size", "page_size"), [(0, 1), (4, 0), (5, 2)])
     def test_bad_sizes_are_refused(self, size: int, page_size: int) -> None:
