@@ -118,7 +118,7 @@ part() {
 }
 
 part copies "torch pytest cuda.core cuda.bindings" --confcutdir tests/transfer \
-  tests/transfer/test_cuda.py tests/transfer/test_stream_rules.py tests/transfer/test_hybrid.py \
+  tests/transfer/test_cuda.py tests/transfer/test_stream_rules.py tests/transfer/test_engine.py \
   tests/pools/test_memory.py tests/pools/test_adapter.py || failed=1
 part stack "torch pytest pluggy msgspec xxhash cuda.core cuda.bindings" tests/hybrid/test_stack.py || failed=1
 part example "torch pytest pluggy msgspec xxhash hypothesis cuda.core cuda.bindings" \

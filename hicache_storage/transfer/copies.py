@@ -33,8 +33,8 @@ class Run(NamedTuple):
     layers: range
     parts: range
     """Theirs, among those of all layers."""
-    starts: torch.Tensor
-    """Addresses of page 0, in two rows as page numbers, for each part of the first layer."""
+    starts: list[torch.Tensor]
+    """For each side addresses of page 0, a row with those of each part of the first layer."""
     piece_bytes: int
     room: int
     """Pages that fit into a staging buffer."""
@@ -98,9 +98,9 @@ class Lane:
             self._turn = 0
         self.runs = [self._run(layers) for layers in runs]
         views = group.device[0], group.host[0]
-        pitches = [view.stride(0) * view.element_size() for view in views]
-        self._pitches = torch.tensor(pitches).view(2, 1, 1)
-        self._pages, self._sent = torch.empty(2, 0, 1), 0
+        self._pitches = [view.stride(0) * view.element_size() for view in views]
+        self._count = self._sent = 0
+        self._numbers = torch.empty(2, 0, 1)
 
     def begin(self, pages: torch.Tensor) -> None:
         """Take the pages of the next transfer.
@@ -108,62 +108,63 @@ class Lane:
         Args:
             pages: their numbers in two rows, `DEVICE` and `HOST`: int64 on the CPU, and uploaded.
         """
-        self._pages = pages.unsqueeze(2)
-        self._sent = min(pages.shape[1], self._max_pages)
+        self._count = pages.shape[1]
+        self._sent = min(self._count, self._max_pages)
+        self._numbers = pages.narrow(1, 0, self._sent).unsqueeze(2)
         if self._is_staged:
-            self._before_staging()
+            self.before_staging()
 
     def enqueue(self, run: Run) -> None:
         """Enqueue the copies of some layers."""
-        import torch
-
-        count = self._pages.shape[1]
-        if self._sent:
-            sent = self._pages.narrow(1, 0, self._sent)
-            on_device, on_host = torch.addcmul(run.starts, sent, self._pitches)
-            if self._is_staged:
-                self._stage(on_host, run)
-            else:
-                self._send(self._stream, on_device, on_host, run)
-        if self._sent < count:
-            rest = range(self._sent, count)
+        if self._is_staged:
+            self._stage(run)
+        elif self._sent:
+            on_device, on_host = (self._addresses(side, run) for side in (DEVICE, HOST))
+            self._send(self._stream, on_device, on_host, run)
+        if self._sent < self._count:
+            rest = range(self._sent, self._count)
             self._stream.copy_rows(self._rows, run.parts, rest, run.what)
 
-    def _stage(self, on_host: torch.Tensor, run: Run) -> None:
-        fill, drain = self._to_from(self._pass_by_dma, self._pass_by_kernel)
+    def _stage(self, run: Run) -> None:
+        on_host = self._addresses(HOST, run)
+        fill, drain = self._to_from(self._send_staged, self._move_staged)
         for start in range(0, self._sent, run.room):
             pages = range(start, min(start + run.room, self._sent))
             self._turn ^= 1
-            self._before_fill()
+            self.before_fill()
             try:
                 fill(self.filler, on_host, pages, run)
             finally:
                 # Also behind a copy that was refused half-way: what was enqueued uses the pages.
-                self._hand_over()
+                self.hand_over()
             drain(self._stream, on_host, pages, run)
             self._drained[self._turn] = self._stream.record()
 
-    def _pass_by_kernel(
-        self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run
-    ) -> None:
-        rows, _ = run.buffers[self._turn]
+    def _move_staged(self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run) -> None:
         # The kernels of a staging buffer know the parts of its run alone.
-        stream.copy_rows(rows, range(len(run.parts)), pages, run.what)
+        stream.copy_rows(run.buffers[self._turn][0], range(len(run.parts)), pages, run.what)
 
-    def _pass_by_dma(self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run) -> None:
-        _, staged = run.buffers[self._turn]
-        self._send(stream, staged, on_host.narrow(0, pages.start, len(pages)), run)
+    def _send_staged(self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run) -> None:
+        on_host = on_host.narrow(0, pages.start, len(pages))
+        self._send(stream, run.buffers[self._turn][1], on_host, run)
 
     # Methods of their own, so that tests can leave out one wait alone.
 
-    def _before_staging(self) -> None:
-        self.filler.wait_event(self._stream.record())
+    def before_staging(self) -> None:
+        """Let staging wait for what the direction's stream holds."""
+        self.filler.follow(self._stream)
 
-    def _before_fill(self) -> None:
+    def before_fill(self) -> None:
+        """Let filling wait until the buffer has been drained."""
         self.filler.wait_event(self._drained[self._turn])
 
-    def _hand_over(self) -> None:
-        self._stream.wait_event(self.filler.record())
+    def hand_over(self) -> None:
+        """Let draining wait for filling."""
+        self._stream.follow(self.filler)
+
+    def _addresses(self, side: int, run: Run) -> torch.Tensor:
+        """Addresses of pieces: (pages, parts of a layer)."""
+        return run.starts[side].add(self._numbers[side], alpha=self._pitches[side])
 
     def _send(
         self, stream: Stream, on_device: torch.Tensor, on_host: torch.Tensor, run: Run
@@ -188,7 +189,8 @@ class Lane:
             [*each[parts.start : parts.stop]] for each in (group.device, group.host)
         )
         starts = [
-            [view.data_ptr() for view in each[: group.parts]] for each in (on_device, on_host)
+            torch.tensor([view.data_ptr() for view in each[: group.parts]])
+            for each in (on_device, on_host)
         ]
         block = group.layer_bytes * len(layers)
         room = len(self.memory[0]) // (group.parts * block) if self.memory else 0
@@ -203,7 +205,7 @@ class Lane:
             firsts = torch.tensor([region.data_ptr() for region in regions])
             buffers.append((rows, firsts + torch.arange(0, room * block, block).unsqueeze(1)))
         what = f"{direction} of {named}"
-        return Run(what, layers, parts, torch.tensor(starts).unsqueeze(1), block, room, buffers)
+        return Run(what, layers, parts, starts, block, room, buffers)
 
 
 def growing(layers: int) -> list[range]:

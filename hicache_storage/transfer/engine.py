@@ -33,18 +33,18 @@ class Acknowledgement:
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
+        self.events = events
         self._is_done = False
 
     def done(self) -> bool:
         """Return True if the copy has ended; does not block."""
         # A query is a call of CUDA; what has ended is not asked about again.
-        self._is_done = self._is_done or self._events[-1].query()
+        self._is_done = self._is_done or self.events[-1].query()
         return self._is_done
 
     def synchronize(self) -> None:
         """Block the calling thread until the copy has ended."""
-        self._events[-1].synchronize()
+        self.events[-1].synchronize()
 
 
 class LayerCounter(Acknowledgement):
@@ -63,7 +63,7 @@ class LayerCounter(Acknowledgement):
         Raises:
             InvalidTransferError: a CUDA graph is being captured on the stream.
         """
-        stream.wait_event(self._events[layer])
+        stream.wait_event(self.events[layer])
 
 
 class PageTransfers:
@@ -204,10 +204,12 @@ class PageTransfers:
         # A write-back has no events of layers.
         return steps if direction == IN else [step for step in steps if step]
 
-    def _behind_compute(self, direction: str) -> None:
-        # Behind all kernels launched so far: nothing tells which of them use these pages (rule
-        # ST-1).
-        self.streams[direction].wait_event(self._compute.record())
+    def behind_compute(self, direction: str) -> None:
+        """Let the copies of a direction wait for all kernels launched so far.
+
+        Nothing tells which of them use the copies' pages (rule ST-1).
+        """
+        self.streams[direction].follow(self._compute)
 
     def _enqueue(self, direction: str, indices: Mapping[str, Indices]) -> list[Event]:
         """Enqueue all copies; the event behind them, or behind those of each layer of a load."""
@@ -221,7 +223,7 @@ class PageTransfers:
         events: list[Event] = []
         with self.device.current():
             try:
-                self._behind_compute(direction)
+                self.behind_compute(direction)
                 for name, pool in pools.items():
                     pool.begin(direction, pages[name])
                 for steps in self._steps[direction]:

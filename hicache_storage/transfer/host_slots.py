@@ -41,7 +41,7 @@ class PageFences:
         import torch
 
         # Of each page the number of its copy, counted from 1 on.
-        self._last = torch.zeros(2, pages, dtype=torch.int64)
+        self.last = torch.zeros(2, pages, dtype=torch.int64)
         self._events = deque["Event"](maxlen=KEPT_EVENTS)
         self._count = 0
         self._ended = 0
@@ -52,12 +52,12 @@ class PageFences:
         # The former number may be overwritten: that copy is on the same stream and ends before.
         self._events.append(until)
         self._count += 1
-        self._last.scatter_(1, pages, self._count)
+        self.last.scatter_(1, pages, self._count)
 
     def wait(self, stream: Stream, pages: torch.Tensor) -> None:
         """Let another stream wait for the copies that use some pages."""
         # `gather`, `scatter_`: the fastest of torch's ways to find and mark numbered places.
-        number = int(self._last.gather(1, pages).max())
+        number = int(self.last.gather(1, pages).max())
         if number:
             stream.wait_event(self._event(number))
 
@@ -72,7 +72,7 @@ class PageFences:
 
     def in_use(self, pages: torch.Tensor) -> torch.Tensor:
         """By page of the host, whether a copy uses it that is not known to have ended."""
-        return self._last[HOST].take(pages) > self._ended
+        return self.last[HOST].take(pages) > self._ended
 
     def _event(self, number: int) -> Event:
         return self._events[max(number - self._count - 1, -len(self._events))]
@@ -109,7 +109,7 @@ class HostSlots:
 
         self._pool = pool
         self._page_size = pool.page_size
-        self._fences = fences
+        self.fences = fences
         self._lock = threading.Lock()
         self._uses: list[_Use] = []
         self._ask_at = ASK_AT
@@ -188,7 +188,7 @@ class HostSlots:
 
     def _in_use(self, pages: torch.Tensor) -> torch.Tensor:
         busy = self._users[pages] > 0
-        for fences in self._fences:
+        for fences in self.fences:
             busy |= fences.in_use(pages)
         return busy
 
@@ -198,7 +198,7 @@ class HostSlots:
         parked = self._parked.nonzero().view(-1)
         # All are asked before anything changes: a failed stream raises.
         over = [use.until.query() for use in self._uses]
-        for fences in self._fences if parked.numel() else ():
+        for fences in self.fences if parked.numel() else ():
             fences.ask()
         for use, is_over in zip(self._uses, over, strict=True):
             if is_over:

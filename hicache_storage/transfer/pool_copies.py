@@ -92,10 +92,10 @@ class PoolCopies:
         }
         """The copies of each direction."""
         pages = max(self._page_nums)
-        self._fences = {direction: PageFences(pages) for direction in WRITTEN}
+        self.fences = {direction: PageFences(pages) for direction in WRITTEN}
         # The caller may free host pages at any time; they are handed out when the copies that use
         # them have ended.
-        self.host_slots = HostSlots(host_pool, self._fences.values())
+        self.host_slots = HostSlots(host_pool, self.fences.values())
         self._marks = torch.zeros(pages, dtype=torch.int64)
         self._numbers = torch.arange(pages)
         logger.info("copies of %s, %s: %s", name, type(host_pool).__name__, describe(self.plan))
@@ -126,14 +126,14 @@ class PoolCopies:
         stream = self._streams[direction]
         # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
         # (rule ST-3).
-        self._fences[IN if direction == OUT else OUT].wait(stream, pages)
+        self.fences[IN if direction == OUT else OUT].wait(stream, pages)
         stream.upload(self._tables[direction], pages)
         for lane in self.lanes[direction]:
             lane.begin(pages)
 
     def end(self, direction: str, pages: torch.Tensor, until: Event) -> None:
         """Fence the pages until an event that was recorded behind all copies."""
-        self._fences[direction].note(pages, until)
+        self.fences[direction].note(pages, until)
 
     def give_up(self, direction: str, pages: torch.Tensor) -> None:
         """Fence the pages of a transfer that failed: some of its copies may have been enqueued."""
@@ -148,7 +148,7 @@ class PoolCopies:
         """Let `compute` wait for the copies that use device pages."""
         if device_indices.numel():
             pages = self._existing([device_indices])
-            for fences in self._fences.values():
+            for fences in self.fences.values():
                 fences.wait(compute, pages)
 
     def _existing(self, sides: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -209,6 +209,9 @@ class SimulatedStream:
             join(self.clock, event.clock)
             self.queue.append(event)
 
+    def follow(self, other: Stream) -> None:
+        self.wait_event(own(SimulatedStream, other).record())
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         self.simulator.keep([destination, source])
         reads, writes = byte_runs(source), byte_runs(destination)

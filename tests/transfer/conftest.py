@@ -1,14 +1,10 @@
-"""Fixtures of the copies: the places where they run, and pairs of pools."""
+"""Fixtures of the copies: the places where they run."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from transfer_bench import PLACES, Bench, Simulated
+from tests.transfer.rig import PLACES, Simulated
 
 
 @pytest.fixture(params=PLACES)
@@ -23,13 +19,3 @@ def simulated(request):
     made = Simulated(request.node.name)
     yield made
     made.close()
-
-
-@pytest.fixture
-def bench(place):
-    """Makes benches in one place, each given kind, layout and way."""
-
-    def make(kind, layout, way, **options):
-        return Bench(place, kind, layout, way, **options)
-
-    return make

@@ -13,25 +13,29 @@ import time
 
 import pytest
 import torch
-from transfer_bench import (
-    KINDS,
-    LAYERS,
-    POOLS,
-    Bench,
-    Cuda,
-    fill,
-    moved,
-    one_pool,
-    random_bytes,
-    raw,
-    same,
-)
 
 from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import CudaDevice, CudaStream
 from hicache_storage.transfer.plan import WAYS
 from tests.support.pools import make_pool
+from tests.transfer.rig import (
+    FIELDS,
+    LAYERS,
+    ONE_POOL,
+    POISON,
+    POOLS,
+    Cuda,
+    Rig,
+    fill,
+    moved,
+    one_pool,
+    page_slots,
+    pools_of,
+    random_bytes,
+    raw,
+    same,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,57 +60,50 @@ def cuda():
 
 
 def many_pages(device, way, layout="page_first", pages=MANY_PAGES, **fields):
-    """An engine between pools with twice as many pages, and pages of which no two are adjacent."""
+    """An engine between pools with twice as many pages, its model's stream, and pages of which no
+    two are adjacent; the first transfers, which load kernels, are over."""
     size = SIZE | fields
     slots = 2 * pages * size["page_size"]
     pools = (
         make_pool(MHADevicePool, size=slots, device="cuda", **size),
         make_pool(MHAHostPool, size=slots, layout=layout, **size),
     )
-    engine = one_pool(device, device.stream("compute"), *pools, way=way)
+    compute = device.stream("compute")
+    engine = one_pool(device, compute, *pools, way=way)
     engine.host_slots["pool"].alloc(slots)
-    device_pages, host_pages = (
-        ((torch.randperm(pages) * 2).unsqueeze(1) * size["page_size"])
-        + torch.arange(size["page_size"])
-        for _ in range(2)
+    on_device, on_host = (
+        page_slots(torch.randperm(pages) * 2, size["page_size"]) for _ in range(2)
     )
-    return engine, device_pages.view(-1), host_pages.view(-1)
+    engine.write_back(moved(on_device, on_host)).synchronize()
+    engine.load(moved(on_device, on_host)).synchronize()
+    return engine, compute, on_device, on_host
 
 
-def run_alone(engine, device, host):
-    """The first transfer loads kernels; the next ones are judged."""
-    engine.write_back(moved(device, host)).synchronize()
-    engine.load(moved(device, host)).synchronize()
-
-
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize(("model", "layout"), POOLS)
 @pytest.mark.parametrize("way", WAYS)
-def test_no_call_waits_for_a_copy(cuda, way, kind, layout):
-    bench = Bench(cuda, kind, layout, way)
-    contents = [bench.content(seed) for seed in range(3)]
-    host = bench.alloc(3)
+def test_no_call_waits_for_a_copy(cuda, way, model, layout):
+    rig = Rig(cuda, model, layout, way)
+    contents, host = [rig.content(seed) for seed in range(3)], rig.alloc(3)
     for page, content in enumerate(contents):
-        bench.run_kernel(page, content, at_once=True)
-    bench.compute.synchronize()
-    cuda.delay(bench.compute)
-    acknowledgement = bench.write_back(bench.slots(0, 1, 2), host)
-    counter = bench.load(host, bench.slots(4, 3, 5))
-    seen = bench.read_pages((4, 3, 5), counter)
+        rig.run_kernel(page, content, at_once=True)
+    rig.compute.synchronize()
+    cuda.delay(rig.compute)
+    acknowledgement = rig.write_back(rig.slots(0, 1, 2), host)
+    counter = rig.load(host, rig.slots(4, 3, 5))
+    seen = rig.read_pages((4, 3, 5), counter)
     assert not acknowledgement.done()
     assert not counter.done()
-    bench.finish()
+    rig.finish()
     assert all(map(same, seen, contents))
 
 
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize(("kind", "layout"), ONE_POOL)
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_many_pages_come_back(cuda, kind, layout, way):
-    device, host = KINDS[kind].pair(layout, "cuda", 3000)
+    device, host = pools_of(kind, layout, "cuda", 3000)
     engine = one_pool(cuda.device, cuda.device.stream("compute"), device, host, way=way)
-    size, pages = KINDS[kind].page_size, torch.randperm(1500) * 2
-    slots, backwards = (
-        (each.unsqueeze(1) * size + torch.arange(size)).view(-1) for each in (pages, pages.flip(0))
-    )
+    pages = torch.randperm(1500) * 2
+    slots, backwards = (page_slots(each, device.page_size) for each in (pages, pages.flip(0)))
     parts = [part for layer in range(LAYERS) for part in device.layer(layer)]
     for part in parts:
         part.copy_(random_bytes(part, torch.Generator().manual_seed(0)))
@@ -114,7 +111,7 @@ def test_many_pages_come_back(cuda, kind, layout, way):
     torch.cuda.synchronize()
     engine.write_back(moved(slots, backwards)).synchronize()
     for part in parts:
-        fill(part, 0xA5)
+        fill(part, POISON)
     torch.cuda.synchronize()
     engine.load(moved(slots, backwards)).synchronize()
     torch.cuda.synchronize()
@@ -139,9 +136,8 @@ def test_many_pages_come_back(cuda, kind, layout, way):
 def test_enqueueing_many_pages_does_not_wait_for_a_full_queue(cuda, way, layout, fields):
     """A stream's launch queue has about 1,000 places; 4,096 separate pages behind a kernel that
     does not end before the calls return."""
-    engine, device, host = many_pages(cuda.device, way, layout, **fields)
-    run_alone(engine, device, host)
-    cuda.delay(engine._compute)
+    engine, compute, device, host = many_pages(cuda.device, way, layout, **fields)
+    cuda.delay(compute)
     began = time.perf_counter()
     acknowledgement = engine.write_back(moved(device, host))
     middle = time.perf_counter()
@@ -160,9 +156,8 @@ def test_enqueueing_many_pages_does_not_wait_for_a_full_queue(cuda, way, layout,
 @pytest.mark.parametrize("way", WAYS)
 def test_many_small_transfers_do_not_fill_a_queue(cuda, way):
     """As a scheduler enqueues them that is some steps ahead of the GPU."""
-    engine, device, host = many_pages(cuda.device, way, "page_first_direct", pages=64)
-    run_alone(engine, device, host)
-    cuda.delay(engine._compute)
+    engine, compute, device, host = many_pages(cuda.device, way, "page_first_direct", pages=64)
+    cuda.delay(compute)
     for page in range(16):
         acknowledgement = engine.write_back(moved(device[page : page + 1], host[page : page + 1]))
         counter = engine.load(moved(device[page : page + 1], host[page : page + 1]))
@@ -175,30 +170,27 @@ def test_many_small_transfers_do_not_fill_a_queue(cuda, way):
 def test_copies_stay_out_of_a_graph(cuda):
     """A graph has no events of later loads; its stream waits before each replay, and the capture
     goes on."""
-    bench = Bench(cuda, "mha", "page_first", None)
-    content, host = bench.content(0), bench.alloc()
-    bench.write_host(int(host[0]) // bench.kind.page_size, content)
-    seen = [
-        [torch.zeros_like(part[2]) for part in bench.device_pool.layer(layer)]
-        for layer in range(LAYERS)
-    ]
-    counter = bench.load(host, bench.slots(2))
+    rig = Rig(cuda, "mha", "page_first", None)
+    content = rig.content(0)
+    host, layers = rig.filled_host(content), [*map(rig.device["pool"].layer, range(LAYERS))]
+    seen = [[torch.zeros_like(part[2]) for part in parts] for parts in layers]
+    counter = rig.load(host, rig.slots(2))
     counter.synchronize()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=bench.compute.native):
+    with torch.cuda.graph(graph, stream=rig.compute.native):
         with pytest.raises(InvalidTransferError, match="being captured"):
-            counter.wait(0, bench.compute)
+            counter.wait(0, rig.compute)
         with pytest.raises(InvalidTransferError, match="being captured"):
-            bench.write_back(bench.slots(2), host)
-        for layer in range(LAYERS):
-            for copy, part in zip(seen[layer], bench.device_pool.layer(layer), strict=True):
+            rig.write_back(rig.slots(2), host)
+        for copies, parts in zip(seen, layers, strict=True):
+            for copy, part in zip(copies, parts, strict=True):
                 copy.copy_(part[2])
-    counter = bench.load(host, bench.slots(2))
-    counter.wait(LAYERS - 1, bench.compute)
-    with torch.cuda.stream(bench.compute.native):
+    counter = rig.load(host, rig.slots(2))
+    counter.wait(LAYERS - 1, rig.compute)
+    with torch.cuda.stream(rig.compute.native):
         graph.replay()
-    bench.finish()
+    rig.finish()
     assert same(seen, content)
 
 
@@ -214,7 +206,7 @@ def test_streams_have_priorities():
 
 
 def test_the_current_stream_of_a_model_is_taken(cuda):
-    device, host = KINDS["mha"].pair("page_first", "cuda")
+    device, host = pools_of("mha", "page_first", "cuda")
     compute = CudaStream(torch.cuda.current_stream())
     with one_pool(cuda.device, compute, device, host) as engine:
         device.layer(0)[0].fill_(3)
@@ -234,8 +226,8 @@ def test_events_are_as_the_simulator_has_them():
 
 
 def test_memory_that_is_not_page_locked_is_refused(cuda):
-    device, _ = KINDS["mha"].pair("page_first", "cuda")
-    arguments = dict(KINDS["mha"].fields, size=device.size, layers=range(LAYERS))
+    device, _ = pools_of("mha", "page_first", "cuda")
+    arguments = dict(FIELDS["mha"], size=device.size, layers=range(LAYERS))
     host = make_pool(MHAHostPool, **arguments, pin_memory=False)
     with pytest.raises(InvalidPoolError, match="pin_memory=True"):
         one_pool(cuda.device, cuda.device.stream("compute"), device, host)

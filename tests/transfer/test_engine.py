@@ -1,4 +1,5 @@
-"""Copies of pages between device and host: every pool and layout, refused arguments."""
+"""Copies of pages between device and host: every pool and layout, several pools, refused
+arguments."""
 
 from __future__ import annotations
 
@@ -7,103 +8,170 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transfer_bench import KINDS, PAGE, PAGES, POOLS, Bench, fill, one_pool, same
 
 from hicache_storage.pools import DevicePages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer import Indices
+from hicache_storage.transfer import Indices, PageTransfers
+from hicache_storage.transfer.plan import WAYS
 from hicache_storage.transfer.pool_copies import IN, OUT
+from tests.transfer.rig import (
+    PAGE,
+    PAGES,
+    POISON,
+    POOLS,
+    Rig,
+    moved,
+    one_pool,
+    page_slots,
+    pools_of,
+    raw,
+    same,
+)
 
 
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
+def nothing_was_enqueued(rig):
+    return not any(stream.ran or stream.queue for stream in rig.engine.streams.values())
+
+
+@pytest.mark.parametrize(("model", "layout"), POOLS)
 @pytest.mark.parametrize(
     ("way", "staging_bytes"), [(None, 1), ("kernel", 1), ("dma", 1), ("dma", 1 << 20)]
 )
-def test_pages_come_back_as_they_went(simulated, kind, layout, way, staging_bytes):
-    bench = Bench(simulated, kind, layout, way, staging_bytes=staging_bytes)
+def test_pages_come_back_as_they_went(place, model, layout, way, staging_bytes):
+    rig = Rig(place, model, layout, way, staging_bytes=staging_bytes)
     contents, pages, elsewhere = (
-        [bench.content(seed) for seed in range(4)],
+        [rig.content(seed) for seed in range(4)],
         (3, 1, 2, 5),
         (0, 5, 4, 2),
     )
     for page, content in zip(pages, contents, strict=True):
-        bench.run_kernel(page, content)
-    host = torch.cat([bench.alloc() for _ in pages]).view(4, -1)[[2, 3, 0, 1]].view(-1)
-    acknowledgement = bench.write_back(bench.slots(*pages), host)
-    counter = bench.load(host, bench.slots(*elsewhere))
-    seen = bench.read_pages(elsewhere, counter)
-    untouched = bench.read(1)
-    bench.finish()
-    assert acknowledgement.done()
+        rig.run_kernel(page, content)
+    host = rig.some(rig.alloc(4), (2, 3, 0, 1))
+    acknowledgement = rig.write_back(rig.slots(*pages), host)
+    for page in set(pages) - {1}:
+        rig.run_kernel(page, rig.content(9))
+    counter = rig.load(host, rig.slots(*elsewhere))
+    seen = rig.read_pages(elsewhere, counter)
+    (untouched,) = rig.read_pages([1])
+    rig.wait(acknowledgement)
+    rig.finish()
+    assert counter.done()
     assert all(map(same, seen, contents))
     assert same(untouched, contents[1])
-    assert _poisoned(bench, host)
+    rest = rig.alloc(2)
+    for number in range(2):
+        left = rig.host_content(rest, number)
+        assert all(set(raw(part).tolist()) == {POISON} for parts in left for part in parts)
 
 
-def _poisoned(bench, used):
-    """Return True if unused host pages are unchanged."""
-    pages = set(range(PAGES)) - {slot // bench.kind.page_size for slot in used.tolist()}
-    parts = [part[page] for page in pages for layer in bench.host_pool._layers for part in layer]
-    expected = [torch.empty_like(part) for part in parts]
-    for tensor in expected:
-        fill(tensor, 0xA5)
-    return len(pages) == 2 and same([parts], [expected])
+# Several pools
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_state_goes_to_two_slots(place, way):
+    """A hit's state is copied to the slot of its node and to that of the request."""
+    rig = Rig(place, "hybrid", "page_first", way)
+    content = rig.content(0)
+    host = rig.filled_host(content)
+    kv = Indices(rig.slots(2)["kv"], host["kv"])
+    state = Indices(rig.slots(2, 5)["mamba"], rig.some(host, (0, 0))["mamba"])
+    first = rig.read(2, rig.engine.load({"kv": kv, "mamba": state}))
+    second = rig.read(5, rig.engine.load({"kv": Indices(rig.slots(5)["kv"], host["kv"])}))
+    rig.finish()
+    assert same(first, content)
+    assert same(second, content)
+
+
+def test_pools_without_pages_are_left_out(simulated):
+    rig = Rig(simulated, "hybrid", "page_first", None)
+    content = rig.content(0)
+    rig.run_kernel(4, content)
+    states = {"mamba": Indices(rig.slots(4)["mamba"], rig.slots(1)["mamba"])}
+    rig.engine.write_back(states).synchronize()
+    states = {"mamba": Indices(rig.slots(2)["mamba"], rig.slots(1)["mamba"])}
+    seen = rig.read(2, rig.engine.load(states))
+    rig.finish()
+    for layer in range(rig.layer_num):
+        arrived = same([seen[layer]], [content[layer]])
+        assert arrived == (layer in rig.layers["mamba"])
+
+
+def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
+    rig = Rig(simulated, "hybrid", "page_first", None)
+    good = Indices(rig.slots(0)["kv"], rig.slots(0)["kv"])
+    bad = Indices(rig.slots(0)["mamba"], rig.slots(PAGES)["mamba"])
+    for move in (rig.engine.write_back, rig.engine.load):
+        with pytest.raises(InvalidTransferError, match="host_indices must be slots in"):
+            move({"kv": good, "mamba": bad})
+        with pytest.raises(InvalidTransferError, match="no such pool: swa; there are kv, mamba"):
+            move({"kv": good, "swa": good})
+    with pytest.raises(InvalidTransferError, match="no such pool: swa"):
+        rig.engine.before_overwrite({"kv": good.device, "swa": good.device})
+    assert nothing_was_enqueued(rig)
+    with pytest.raises(InvalidPoolError, match="at least one pool"):
+        PageTransfers(simulated.device, rig.compute, {})
+
+
+# Refused
+# -------------------------------------------------------------------------------------------------
 
 
 def test_indices_that_do_not_fit_are_refused(simulated):
-    bench = Bench(simulated, "mha", "page_first", None)
-    host = bench.alloc(2)
-    for wrong in (
-        bench.slots(0),
-        bench.slots(0, 1)[1:],
-        torch.arange(1, 5),
-        torch.tensor([], dtype=torch.int64),
-    ):
-        with pytest.raises(InvalidTransferError):
-            bench.write_back(wrong, host)
-    with pytest.raises(InvalidTransferError, match="device_indices must be slots in"):
-        bench.write_back(bench.slots(0, PAGES), host)
-    with pytest.raises(InvalidTransferError, match="host_indices must be slots in"):
-        bench.load(bench.slots(0, -1), bench.slots(0, 1))
-    with pytest.raises(InvalidTransferError, match="host_indices hold a page twice"):
-        bench.write_back(bench.slots(0, 1), bench.slots(2, 2))
-    with pytest.raises(InvalidTransferError, match="device_indices hold a page twice"):
-        bench.load(bench.slots(0, 1), bench.slots(2, 2))
-    simulated.check()
-    assert not any(fences._count for fences in bench.pool._fences.values())
+    rig = Rig(simulated, "mha", "page_first", None)
+
+    def slots(*pages):
+        return page_slots(pages, PAGE)
+
+    for device, host, message in [
+        (slots(0), slots(0, 1), "as many device_indices as host_indices, and not none: 2 and 4"),
+        (slots(), slots(), "and not none: 0 and 0"),
+        (slots(0, 1)[1:], slots(0, 1)[1:], "whole pages of 2"),
+        (torch.arange(1, 5), slots(0, 1), "whole pages of 2"),
+        (slots(0, PAGES), slots(0, 1), "device_indices must be slots in"),
+        (slots(0, -1), slots(0, 1), "device_indices must be slots in"),
+        (slots(0, 1), slots(0, PAGES), "host_indices must be slots in"),
+        (slots(0, 1), slots(-1, 0), "host_indices must be slots in"),
+    ]:
+        for move in (rig.engine.write_back, rig.engine.load):
+            with pytest.raises(InvalidTransferError, match=message):
+                move(moved({"pool": device}, {"pool": host}))
+    assert nothing_was_enqueued(rig)
 
 
 def test_repeated_pages_are_found(simulated):
     """Only where they are written."""
-    bench = Bench(simulated, "mha", "page_first", None)
+    rig = Rig(simulated, "mha", "page_first", None)
     for pages in [*itertools.product(range(4), repeat=4), (0,) * (PAGES + 1)]:
-        written, read = bench.slots(*pages), bench.slots(*[1] * len(pages))
-        for direction, indices in ((OUT, (read, written)), (IN, (written, read))):
+        written, read = page_slots(pages, PAGE), page_slots([1] * len(pages), PAGE)
+        for direction, side, indices in (
+            (OUT, "host_indices", (read, written)),
+            (IN, "device_indices", (written, read)),
+        ):
             with (
-                pytest.raises(InvalidTransferError, match="hold a page twice")
+                pytest.raises(InvalidTransferError, match=f"{side} hold a page twice")
                 if len(set(pages)) < len(pages)
                 else nullcontext()
             ):
-                bench.pool.pages(direction, Indices(*indices))
+                rig.pool.pages(direction, Indices(*indices))
 
 
 def test_pools_that_do_not_fit_are_refused(simulated):
-    device, host = KINDS["mha"].pair("page_first", "cpu")
+    device, host = pools_of("mha", "page_first")
     compute = simulated.device.stream("compute")
-    for layers, field in (
-        (device.layers[1:], "layer_num is 3 in the host pool and 2 in the device pages"),
-        ([(v, k) for k, v in device.layers], "element type and shape of the rows of layer 0 is"),
-        (
-            [(k.view(torch.int16), v) for k, v in device.layers],
-            "element type and shape of the rows of layer 0 is",
-        ),
+    rows = "element type and shape of the rows of layer 0 is"
+    for layers, page_size, field in (
+        (device.layers[1:], PAGE, "layer_num is 3 in the host pool and 2 in the device pages"),
+        ([(v, k) for k, v in device.layers], PAGE, rows),
+        ([(k.view(torch.int16), v) for k, v in device.layers], PAGE, rows),
+        (device.layers, 2 * PAGE, "page_size is 2 in the host pool and 4 in"),
     ):
         with pytest.raises(InvalidPoolError, match=field):
-            one_pool(simulated.device, compute, DevicePages(layers, PAGE), host)
-    with pytest.raises(InvalidPoolError, match="page_size is 2 in the host pool and 4 in"):
-        one_pool(simulated.device, compute, DevicePages(device.layers, 2 * PAGE), host)
-    _, other = KINDS["mla"].pair("page_first", "cpu")
+            one_pool(simulated.device, compute, DevicePages(layers, page_size), host)
+    _, other = pools_of("mla", "page_first")
     with pytest.raises(InvalidPoolError, match="MHADevicePool is backed up by MHAHostPool"):
         one_pool(simulated.device, compute, device, other)
     with pytest.raises(InvalidTransferError, match="way must be None or one of kernel, dma"):
         one_pool(simulated.device, compute, device, host, way="auto")
+    with pytest.raises(InvalidPoolError, match="same number of slots, a multiple of 5"):
+        DevicePages(device.layers, 5)

@@ -10,74 +10,82 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from kernel_on_cpu import launch
-from transfer_bench import KINDS, LAYERS, PAGES, POOLS, fill, moved, one_pool, random_bytes, raw
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer import CudaStream, StreamFailedError, copies
-from hicache_storage.transfer.copies import DEVICE, HOST
+from hicache_storage.transfer import CudaStream, StreamFailedError, copies, host_slots
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import driver as driver_module
 from hicache_storage.transfer.cuda import kernel as kernel_module
 from hicache_storage.transfer.plan import WAYS
+from tests.transfer.kernel_on_cpu import launch
+from tests.transfer.rig import (
+    FIELDS,
+    LAYERS,
+    ONE_POOL,
+    PAGE,
+    PAGES,
+    POISON,
+    fill,
+    moved,
+    one_pool,
+    page_slots,
+    poison,
+    pools_of,
+    random_bytes,
+    raw,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from stubbed_cuda import CurrentDevice, StubbedDevice, stubbed
 
 
 def engine(kind, layout, way, pages=PAGES, staging_bytes=1, device=None):
+    """An engine, and its two pools."""
     device = device or StubbedDevice()
-    pools = KINDS[kind].pair(layout, "cpu", pages)
+    pools = pools_of(kind, layout, pages=pages)
     compute = device.stream("compute")
-    return one_pool(device, compute, *pools, way=way, staging_bytes=staging_bytes)
+    return one_pool(device, compute, *pools, way=way, staging_bytes=staging_bytes), *pools
 
 
-def slots(pages, page_size):
-    return (torch.tensor(pages).unsqueeze(1) * page_size + torch.arange(page_size)).view(-1)
+def parts(pool):
+    return [part for layer in range(LAYERS) for part in pool.layer(layer)]
 
 
-def parts(engine, side):
-    return [
-        part for layer in range(LAYERS) for part in engine.pools["pool"]._pair[side].layer(layer)
-    ]
-
-
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize(("kind", "layout"), ONE_POOL)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("max_pieces", [copies.MAX_PIECES, 2 * LAYERS])
 def test_every_address_is_right(monkeypatch, kind, layout, way, max_pieces):
     """Pages go out and come back elsewhere, moved by the CPU at the addresses that CUDA is given."""
     monkeypatch.setattr(copies, "MAX_PIECES", max_pieces)
-    size, generator = KINDS[kind].page_size, torch.Generator().manual_seed(1)
+    size, generator = FIELDS[kind]["page_size"], torch.Generator().manual_seed(1)
     out, host, back = [5, 0, 3, 1], [1, 2, 5, 4], [0, 2, 3, 4]
     with stubbed(launch) as calls:
-        made = engine(kind, layout, way)
-        for part in parts(made, DEVICE):
+        made, on_device, on_host = engine(kind, layout, way)
+        poison(on_device, on_host)
+        for part in parts(on_device):
             part.copy_(random_bytes(part, generator))
-        before = [part.clone() for part in parts(made, DEVICE)]
-        for part in parts(made, HOST):
-            fill(part, 0xA5)
-        made.write_back(moved(slots(out, size), slots(host, size)))
-        for part in parts(made, DEVICE):
-            fill(part, 0xA5)
-        made.load(moved(slots(back, size), slots(host, size)))
+        before = [part.clone() for part in parts(on_device)]
+        made.write_back(moved(page_slots(out, size), page_slots(host, size)))
+        for part in parts(on_device):
+            fill(part, POISON)
+        made.load(moved(page_slots(back, size), page_slots(host, size)))
     assert bool(calls["DMA"]) == (way == "dma")
-    for part, old in zip(parts(made, DEVICE), before, strict=True):
+    for part, old in zip(parts(on_device), before, strict=True):
         assert torch.equal(raw(part[back]), raw(old[out]))
-        assert all(raw(part[page]).eq(0xA5).all() for page in set(range(PAGES)) - set(back))
-    for part in parts(made, HOST):
-        assert all(raw(part[page]).eq(0xA5).all() for page in set(range(PAGES)) - set(host))
+    for pool, used in ((on_device, back), (on_host, host)):
+        for part in parts(pool):
+            assert all(raw(part[page]).eq(POISON).all() for page in set(range(PAGES)) - set(used))
 
 
-@pytest.mark.parametrize("layout", KINDS["mha"].host.LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for kind, layout in ONE_POOL if kind == "mha"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_number_of_calls_does_not_grow_with_the_pages(way, layout):
     """Pages of which no two are adjacent on either side."""
     counts = []
     for pages in (64, 512):
         with stubbed() as calls:
-            made = engine("mha", layout, way, 2 * pages, staging_bytes=1 << 20)
-            separate = slots([2 * page for page in range(pages)], KINDS["mha"].page_size)
+            made, *_ = engine("mha", layout, way, 2 * pages, staging_bytes=1 << 20)
+            separate = page_slots(range(0, 2 * pages, 2), PAGE)
             made.write_back(moved(separate, separate))
             made.load(moved(separate, separate))
         counts.append(calls)
@@ -96,9 +104,10 @@ def test_the_number_of_calls_does_not_grow_with_the_pages(way, layout):
     ],
 )
 def test_what_cuda_refuses_is_named(stub, call, message):
-    pages = slots([1, 4], KINDS["mla"].page_size)
+    pages = page_slots([1, 4], PAGE)
     with stubbed():
-        transfer = getattr(engine("mla", "page_first", "dma"), call)
+        made, *_ = engine("mla", "page_first", "dma")
+        transfer = getattr(made, call)
         with (
             patch.object(*stub, lambda *arguments: 1),
             pytest.raises(StreamFailedError, match=message),
@@ -108,9 +117,9 @@ def test_what_cuda_refuses_is_named(stub, call, message):
 
 def test_kernels_are_launched_in_the_context_of_their_device(monkeypatch):
     """CUDA launches in the calling thread's current device, and refuses a stream of another."""
-    pages, used = slots([1, 4], KINDS["mla"].page_size), []
+    pages, used = page_slots([1, 4], PAGE), []
     with stubbed():
-        made = engine("mla", "page_first", "dma", device=StubbedDevice(1))
+        made, *_ = engine("mla", "page_first", "dma", device=StubbedDevice(1))
         monkeypatch.setattr(
             kernel_module, "launch", lambda *arguments: used.append(CurrentDevice.number) or 0
         )
@@ -177,11 +186,12 @@ def test_without_batches_pieces_are_copied_one_by_one(monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_transfer_locks_memory_or_makes_events(way):
+def test_no_transfer_locks_memory_or_makes_events(monkeypatch, way):
     """Either may wait for the device, or costs as much as a small copy."""
+    monkeypatch.setattr(host_slots, "KEPT_EVENTS", 8)
     with stubbed():
-        made = engine("mha", "page_first_direct", way, 32)
-        pages = slots(range(0, 32, 2), KINDS["mha"].page_size)
+        made, *_ = engine("mha", "page_first_direct", way, 32)
+        pages = page_slots(range(0, 32, 2), PAGE)
 
         def transfers(times):
             for _ in range(times):
@@ -190,7 +200,7 @@ def test_no_transfer_locks_memory_or_makes_events(way):
                 made.host_slots["pool"].available_size()
 
         # Fences keep the last events.
-        transfers(300)
+        transfers(10)
         with (
             patch.object(cuda_module, "_pinned") as pinned,
             patch.object(torch.cuda, "Event") as native,
@@ -217,16 +227,20 @@ def test_a_buffer_is_used_again_when_its_upload_is_over():
 
 def test_nothing_goes_into_a_graph_that_is_being_captured():
     with stubbed():
-        stream = StubbedDevice().stream("compute")
+        device = StubbedDevice()
+        stream, other = device.stream("compute"), device.stream("load", "highest")
         event = stream.record()
         with patch.object(cuda_module, "is_capturing", lambda stream: True):
-            for call in (lambda: stream.wait_event(event), stream.record):
+            calls = lambda: stream.wait_event(event), stream.record, lambda: other.follow(stream)
+            for call in calls:
                 with pytest.raises(InvalidTransferError, match="being captured"):
                     call()
 
 
 class Failed:
-    """An event or a stream after a kernel has failed."""
+    """A stream of torch after a kernel has failed, and its events."""
+
+    cuda_stream = 1
 
     def query(self):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -234,16 +248,12 @@ class Failed:
     synchronize = query
 
 
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [
-        (cuda_module.CudaEvent, "query"),
-        (cuda_module.CudaEvent, "synchronize"),
-        (CudaStream, "synchronize"),
-    ],
-)
-def test_a_failed_kernel_is_a_failed_stream(kind, call):
-    made = kind.__new__(kind)
-    made.native, made._pool = Failed(), []
-    with pytest.raises(StreamFailedError, match="illegal memory access"):
-        getattr(made, call)()
+def test_a_failed_kernel_is_a_failed_stream():
+    with stubbed():
+        stream = CudaStream(Failed())
+        with patch.object(torch.cuda, "Event") as made:
+            made.return_value.query = made.return_value.synchronize = Failed().query
+            event = stream.record()
+    for call in (event.query, event.synchronize, stream.synchronize):
+        with pytest.raises(StreamFailedError, match="illegal memory access"):
+            call()

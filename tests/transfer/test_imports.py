@@ -38,8 +38,8 @@ class Nothing:
 sys.meta_path.insert(0, Nothing())
 import pytest
 
-files = ["test_cuda", "test_stream_rules", "test_hybrid"]
-files = [*(f"transfer/{name}.py" for name in files), "pools/test_memory.py", "pools/test_adapter.py"]
+files = ["transfer/test_cuda.py", "transfer/test_stream_rules.py", "transfer/test_engine.py"]
+files += ["pools/test_memory.py", "pools/test_adapter.py"]
 options = ["-c", "tests/gpu.ini", "--rootdir", ".", "-p", "no:cacheprovider", "-m", "gpu", "--confcutdir", "tests/transfer"]
 ended = pytest.main([*options, "--collect-only", "-q", "-W", "default", *(f"tests/{file}" for file in files)])
 sys.exit(ended)

@@ -10,70 +10,35 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_on_cpu import library
-from transfer_bench import fill, random_bytes, raw
 
 from hicache_storage.pools import MHAHostPool
 from hicache_storage.spec import ConfigError, InvalidPoolError
 from hicache_storage.transfer.cuda.kernel import compiled, make_move
 from hicache_storage.transfer.plan import geometry, word_bytes
 from hicache_storage.transfer.streams import RowSide
-from tests.support.pools import POOL_KINDS, make_pool
-
-LAYERS = 3
-TYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32]
-
-
-@st.composite
-def pools(draw):
-    """A pair of pools: any kind and layout, odd lengths of everything."""
-    kind = draw(st.sampled_from(sorted(POOL_KINDS)))
-    layout = draw(st.sampled_from(POOL_KINDS[kind][1].LAYOUTS))
-    small, dtype = st.integers(1, 9), draw(st.sampled_from(TYPES))
-    fields = {"layers": range(LAYERS), "page_size": draw(small), "dtype": dtype}
-    match kind:
-        case "mha":
-            fields |= {"head_num": draw(small), "head_dim": draw(small) * draw(small)}
-            fields["v_head_dim"] = draw(st.sampled_from([fields["head_dim"], draw(small)]))
-        case "mla":
-            fields["kv_lora_rank"] = draw(small) * draw(small)
-        case "indexer":
-            fields = {"layers": range(LAYERS), "page_size": draw(small)}
-            fields |= {"index_head_dim": 16, "quant_block_size": 16}
-        case "mamba":
-            fields = {
-                "layers": range(LAYERS),
-                "temporal_dtype": dtype,
-                "conv_dtype": torch.bfloat16,
-            }
-            fields["temporal_shape"] = (draw(st.integers(0, 3)), draw(small))
-            fields["conv_shapes"] = [(draw(small), draw(small))]
-    device_class, host_class = POOL_KINDS[kind]
-    pages = draw(st.integers(1, 7))
-    size = pages * fields.get("page_size", 1)
-    device = make_pool(device_class, size=size, device="cpu", **fields)
-    host = make_pool(host_class, size=size, layout=layout, pin_memory=False, **fields)
-    return device, host, pages
+from tests.support.pool_strategies import pool_pairs
+from tests.support.pools import make_pool
+from tests.transfer.kernel_on_cpu import library
+from tests.transfer.rig import POISON, fill, random_bytes, raw
 
 
 @settings(deadline=None, max_examples=60)
-@given(pools(), st.data())
+@given(pool_pairs(), st.data())
 def test_pages_go_where_their_numbers_say(pair, data):
-    device, host, pages = pair
+    device, host = pair
+    pages = host.page_num
     numbers = st.permutations(range(pages))
     count = data.draw(st.integers(1, pages))
     to, origin = (torch.tensor(data.draw(numbers)[:count]) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     for part in range(len(device.layer(0))):
-        views = [
-            [layers.layer(layer)[part] for layer in range(LAYERS)] for layers in (device, host)
-        ]
+        views = [[pool.layer(layer)[part] for layer in range(host.layer_num)] for pool in pair]
         if data.draw(st.booleans()):
             views.reverse()
         for view in views[1]:
             view.copy_(random_bytes(view, generator))
         for view in views[0]:
-            fill(view, 0xA5)
+            fill(view, POISON)
         expected = [view.clone() for view in views[0]]
         for old, new in zip(expected, views[1], strict=True):
             old.view(torch.uint8)[to] = new.view(torch.uint8)[origin]

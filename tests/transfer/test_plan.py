@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transfer_bench import KINDS, LAYERS
 
 from hicache_storage.pools import (
     AttentionGeometry,
@@ -16,10 +15,9 @@ from hicache_storage.pools import (
     MLAHostPool,
     host_tensor,
 )
-from hicache_storage.pools.pages import check_pages, page_numbers
-from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.copies import growing
 from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, describe, make_plan
+from tests.transfer.rig import LAYERS, pools_of
 
 KERNEL, STAGED, DIRECT = How.KERNEL, How.STAGED, How.DIRECT
 BF16 = torch.bfloat16
@@ -106,37 +104,8 @@ def test_groups_of_layers_grow():
 
 def test_layers_may_lie_anywhere():
     """A pool whose layers were allocated one by one has no pages of one piece."""
-    device, host = KINDS["mla"].pair("page_first_direct", "cpu")
+    device, host = pools_of("mla", "page_first_direct")
     (whole,) = make_plan(device, host, "dma")
-    (apart,) = make_plan(device, KINDS["mla"].pair("page_first", "cpu")[0], "dma")
+    (apart,) = make_plan(device, pools_of("mla", "page_first")[0], "dma")
     assert (whole.out, whole.into) == (STAGED, STAGED)
     assert (apart.out, apart.into, apart.layer_num) == (DIRECT, DIRECT, LAYERS)
-
-
-# Page numbers
-# ---------------------------------------------------------------------------------------------
-
-
-def test_pages_are_whole_and_in_order():
-    two = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3]), torch.arange(8).view(2, 4)
-    assert page_numbers(two, 4).tolist() == [[2, 0], [0, 1]]
-    assert page_numbers([torch.tensor([[4, 5], [2, 3]])], 2).tolist() == [[2, 1]]
-    assert page_numbers([torch.tensor([7, 3, 7])], 1).tolist() == [[7, 3, 7]]
-    # Not next to each other in memory; and pages of another number than a power of two.
-    assert page_numbers([torch.tensor([6, 0, 7, 0, 8, 0])[::2]], 3).tolist() == [[2]]
-    many = torch.randperm(5000).unsqueeze(1) * 16 + torch.arange(16)
-    assert torch.equal(page_numbers([many.view(-1)] * 2, 16)[1], many[:, 0] // 16)
-    wrong = many.clone()
-    wrong[4321, 7] += 1
-    with pytest.raises(InvalidTransferError, match="whole pages of 16"):
-        check_pages(wrong.view(-1), 16)
-
-
-@pytest.mark.parametrize(
-    "wrong", [[0, 1, 2], [1, 2, 3, 4], [0, 1, 3, 2], [0, 1, 2, 4], [0, 1, 2, 3, 8, 9, 10, 10]]
-)
-def test_what_is_no_page_is_refused(wrong):
-    with pytest.raises(InvalidTransferError, match=r"whole pages of 4 consecutive slots, not"):
-        page_numbers([torch.tensor(wrong)], 4)
-    with pytest.raises(InvalidTransferError, match=r"int64, got torch\.int32"):
-        page_numbers([torch.tensor([0], dtype=torch.int32)], 1)

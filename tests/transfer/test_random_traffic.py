@@ -5,46 +5,46 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from transfer_bench import PAGES, POOLS, Bench, same
 
 from hicache_storage.transfer.plan import WAYS
+from tests.transfer.rig import PAGES, POOLS, Rig, same
 
 STEPS = 12
 
 
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize(("model", "layout"), POOLS)
 @pytest.mark.parametrize("way", WAYS)
-def test_random_traffic(simulated, way, kind, layout):
+def test_random_traffic(simulated, way, model, layout):
     """Nothing is waited for: by the order of the calls every page holds what it should, and no race
     is found."""
-    random = Random(f"{way} {kind} {layout}")
-    bench = Bench(simulated, kind, layout, way)
-    contents = [bench.content(seed) for seed in range(PAGES)]
+    random = Random(f"{way} {model} {layout}")
+    rig = Rig(simulated, model, layout, way)
+    contents = [rig.content(seed) for seed in range(PAGES)]
     on_device, backed_up, seen = {}, [], []
 
     def run_kernel(page):
         on_device[page] = random.choice(contents)
-        bench.run_kernel(page, on_device[page])
+        rig.run_kernel(page, on_device[page])
 
     def write_back(pages):
-        while (host := bench.alloc(len(pages))) is None:
+        while (host := rig.alloc(len(pages))) is None:
             # Those that are free are still in use by copies, some of which run when they are asked.
             if backed_up:
-                bench.host_slots.free(backed_up.pop(0)[1])
-        acknowledgement = bench.write_back(bench.slots(*pages), host)
+                rig.free(backed_up.pop(0)[1])
+        acknowledgement = rig.write_back(rig.slots(*pages), host)
         copied = [on_device[page] for page in pages]
         if random.random() < 0.3:
-            bench.wait(acknowledgement)
-            assert same(bench.host_content(host), copied[0])
+            rig.wait(acknowledgement)
+            assert same(rig.host_content(host), copied[0])
         backed_up.append((copied, host))
 
     def load(pages):
         copied, host = random.choice(backed_up)
         # What is only read may occur twice.
         sources = [random.randrange(len(copied)) for _ in pages]
-        counter = bench.load(host.view(len(copied), -1)[sources].view(-1), bench.slots(*pages))
+        counter = rig.load(rig.some(host, sources), rig.slots(*pages))
         on_device.update({page: copied[of] for page, of in zip(pages, sources, strict=True)})
-        seen.extend(zip(bench.read_pages(pages, counter), map(on_device.get, pages), strict=True))
+        seen.extend(zip(rig.read_pages(pages, counter), map(on_device.get, pages), strict=True))
 
     for page in range(PAGES):
         run_kernel(page)
@@ -57,10 +57,10 @@ def test_random_traffic(simulated, way, kind, layout):
                 load(pages)
             case 2 if backed_up:
                 # It may be handed out only when the copies that use it are done.
-                bench.host_slots.free(backed_up.pop(random.randrange(len(backed_up)))[1])
+                rig.free(backed_up.pop(random.randrange(len(backed_up)))[1])
             case _:
                 write_back(pages)
-        bench.place.check()
-    seen += [(bench.read(page), content) for page, content in on_device.items()]
-    bench.finish()
+        rig.place.check()
+    seen += [(rig.read(page), content) for page, content in on_device.items()]
+    rig.finish()
     assert all(same(found, content) for found, content in seen)

@@ -7,217 +7,213 @@ are found.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
-from transfer_bench import LAYERS, POOLS, Bench, same
 
 from hicache_storage.transfer import Acknowledgement, LayerCounter
 from hicache_storage.transfer.copies import DEVICE, HOST
 from hicache_storage.transfer.plan import WAYS
 from hicache_storage.transfer.pool_copies import IN, OUT
+from tests.transfer.rig import PAGES, POOLS, Rig, same
+
+GUIDE = Path(__file__).parents[2] / "docs" / "device-copies.md"
 
 # Programs
-# -------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
-def write_back_behind_kernels(bench):
+def write_back_behind_kernels(rig):
     """Kernels write three pages, which are copied out at once: more than the staging buffers
     take."""
-    write_back_pages(bench, range(3), at_once=False)
+    write_back_pages(rig, range(3), at_once=False)
 
 
-def overwrite_behind_write_back(bench):
+def overwrite_behind_write_back(rig):
     """Kernels overwrite a page whose copy out has just begun."""
-    old, new, host = (
-        bench.content(0),
-        bench.content(1),
-        bench.alloc(),
-    )
-    bench.run_kernel(2, old)
-    bench.compute.synchronize()
-    bench.place.delay(bench.engine.streams[OUT])
-    acknowledgement = bench.write_back(bench.slots(2), host)
-    bench.run_kernel(2, new, at_once=True)
-    seen = bench.read(2)
-    bench.wait(acknowledgement)
-    assert same(bench.host_content(host), old)
-    bench.finish()
+    old, new, host = rig.content(0), rig.content(1), rig.alloc()
+    acknowledgement = begun_write_back(rig, old, host)
+    rig.run_kernel(2, new, at_once=True)
+    seen = rig.read(2)
+    rig.wait(acknowledgement)
+    assert same(rig.host_content(host), old)
+    rig.finish()
     assert same(seen, new)
 
 
-def overwrite_behind_load(bench):
+def begun_write_back(rig, content, host):
+    """Page 2, which kernels wrote long ago."""
+    rig.run_kernel(2, content)
+    rig.compute.synchronize()
+    rig.place.delay(rig.engine.streams[OUT])
+    return rig.write_back(rig.slots(2), host)
+
+
+def overwrite_behind_load(rig):
     """Kernels overwrite a page that is being loaded."""
-    host, new = bench.filled_host(bench.content(0)), bench.content(1)
-    bench.place.delay(bench.engine.streams[IN])
-    bench.load(host, bench.slots(2))
-    bench.run_kernel(2, new, at_once=True)
-    bench.place.release()
-    bench.engine.streams[IN].synchronize()
-    seen = bench.read(2)
-    bench.finish()
+    host, new = rig.filled_host(rig.content(0)), rig.content(1)
+    rig.place.delay(rig.engine.streams[IN])
+    rig.load(host, rig.slots(2))
+    rig.run_kernel(2, new, at_once=True)
+    rig.place.release()
+    rig.engine.streams[IN].synchronize()
+    seen = rig.read(2)
+    rig.finish()
     assert same(seen, new)
 
 
-def load_behind_kernels(bench):
+def load_behind_kernels(rig):
     """A page is loaded while kernels still read it."""
-    old, new = bench.content(0), bench.content(1)
-    host = bench.filled_host(new)
-    bench.run_kernel(2, old)
-    bench.place.delay(bench.compute)
-    seen = bench.read(2)
-    seen_next = bench.read(2, bench.load(host, bench.slots(2)))
-    bench.finish()
+    old, new = rig.content(0), rig.content(1)
+    host = rig.filled_host(new)
+    rig.run_kernel(2, old)
+    rig.place.delay(rig.compute)
+    seen = rig.read(2)
+    seen_next = rig.read(2, rig.load(host, rig.slots(2)))
+    rig.finish()
     assert same(seen, old)
     assert same(seen_next, new)
 
 
-def load_behind_write_back(bench):
+def load_behind_write_back(rig):
     """A page is loaded into a page whose copy out has just begun."""
-    old, new = bench.content(0), bench.content(1)
-    source, out = bench.filled_host(new), bench.alloc()
-    bench.run_kernel(2, old)
-    bench.compute.synchronize()
-    bench.place.delay(bench.engine.streams[OUT])
-    acknowledgement = bench.write_back(bench.slots(2), out)
-    seen = bench.read(2, bench.load(source, bench.slots(2)))
-    bench.wait(acknowledgement)
-    assert same(bench.host_content(out), old)
-    bench.finish()
+    old, new = rig.content(0), rig.content(1)
+    source, out = rig.filled_host(new), rig.alloc()
+    acknowledgement = begun_write_back(rig, old, out)
+    seen = rig.read(2, rig.load(source, rig.slots(2)))
+    rig.wait(acknowledgement)
+    assert same(rig.host_content(out), old)
+    rig.finish()
     assert same(seen, new)
 
 
-def write_back_behind_load(bench):
+def write_back_behind_load(rig):
     """A page is copied out while it is being loaded."""
-    content = bench.content(0)
-    source, out = bench.filled_host(content), bench.alloc()
-    bench.place.delay(bench.engine.streams[IN])
-    bench.load(source, bench.slots(2))
-    bench.wait(bench.write_back(bench.slots(2), out))
-    assert same(bench.host_content(out), content)
-    bench.finish()
+    content = rig.content(0)
+    source, out = rig.filled_host(content), rig.alloc()
+    rig.place.delay(rig.engine.streams[IN])
+    rig.load(source, rig.slots(2))
+    rig.wait(rig.write_back(rig.slots(2), out))
+    assert same(rig.host_content(out), content)
+    rig.finish()
 
 
-def load_in_write_back(bench):
+def load_in_write_back(rig):
     """A host page is loaded elsewhere before its write-back is acknowledged."""
-    content, host = bench.content(0), bench.alloc()
-    bench.run_kernel(2, content)
-    bench.compute.synchronize()
-    bench.place.delay(bench.engine.streams[OUT])
-    bench.write_back(bench.slots(2), host)
-    seen = bench.read(4, bench.load(host, bench.slots(4)))
-    bench.finish()
+    content, host = rig.content(0), rig.alloc()
+    begun_write_back(rig, content, host)
+    seen = rig.read(4, rig.load(host, rig.slots(4)))
+    rig.finish()
     assert same(seen, content)
 
 
-def write_back_over(bench):
+def write_back_over(rig):
     """A host page is written back to while it is being loaded elsewhere."""
-    old, new = bench.content(0), bench.content(1)
-    host = bench.filled_host(old)
-    bench.run_kernel(2, new)
-    bench.compute.synchronize()
-    bench.place.delay(bench.engine.streams[IN])
-    counter = bench.load(host, bench.slots(4))
-    acknowledgement = bench.write_back(bench.slots(2), host)
-    seen = bench.read(4, counter)
-    bench.wait(acknowledgement)
-    assert same(bench.host_content(host), new)
-    bench.finish()
+    old, new = rig.content(0), rig.content(1)
+    host = rig.filled_host(old)
+    rig.run_kernel(2, new)
+    rig.compute.synchronize()
+    rig.place.delay(rig.engine.streams[IN])
+    counter = rig.load(host, rig.slots(4))
+    acknowledgement = rig.write_back(rig.slots(2), host)
+    seen = rig.read(4, counter)
+    rig.wait(acknowledgement)
+    assert same(rig.host_content(host), new)
+    rig.finish()
     assert same(seen, old)
 
 
-def layers_behind_their_events(bench, seeds=range(3)):
+def layers_behind_their_events(rig, seeds=range(3)):
     """Kernels read each layer of three pages behind its own event."""
-    contents, pages = [bench.content(seed) for seed in seeds], (5, 0, 3)
-    host = bench.filled_host(*contents)
-    counter = bench.load(host, bench.slots(*pages))
-    seen = bench.read_pages(pages, counter)
-    bench.host_slots.free(host)
-    bench.finish()
+    contents, pages = [rig.content(seed) for seed in seeds], (5, 0, 3)
+    host = rig.filled_host(*contents)
+    counter = rig.load(host, rig.slots(*pages))
+    seen = rig.read_pages(pages, counter)
+    rig.free(host)
+    rig.finish()
     assert all(map(same, seen, contents))
     assert counter.done()
 
 
-def write_back_pages(bench, seeds, *, at_once=True):
+def write_back_pages(rig, seeds, *, at_once=True):
     """Copy out three pages: that have been there for a while, or whose kernels are still to run."""
-    contents, pages = [bench.content(seed) for seed in seeds], (4, 0, 3)
-    host = bench.alloc(3)
+    contents, pages = [rig.content(seed) for seed in seeds], (4, 0, 3)
+    host = rig.alloc(3)
     for page, content in zip(pages, contents, strict=True):
-        bench.run_kernel(page, content, at_once=at_once)
+        rig.run_kernel(page, content, at_once=at_once)
     if at_once:
-        bench.compute.synchronize()
-    bench.wait(bench.write_back(bench.slots(*pages), host))
+        rig.compute.synchronize()
+    rig.wait(rig.write_back(rig.slots(*pages), host))
     for number, content in enumerate(contents):
-        assert same(
-            bench.host_content(host[number * bench.kind.page_size :]),
-            content,
-        )
-    bench.host_slots.free(host)
-    bench.finish()
+        assert same(rig.host_content(host, number), content)
+    rig.free(host)
+    rig.finish()
 
 
-def staged_out_behind_slow_kernels(bench):
+def staged_out_behind_slow_kernels(rig):
     """Staging buffers are used again, and gathering takes its time."""
-    write_back_pages(bench, range(3))
-    bench.place.delay(bench.staging(OUT).filler)
-    write_back_pages(bench, range(3, 6))
+    write_back_pages(rig, range(3))
+    rig.place.delay(rig.staging(OUT).filler)
+    write_back_pages(rig, range(3, 6))
 
 
-def staged_out_behind_a_slow_bus(bench):
+def staged_out_behind_a_slow_bus(rig):
     """Staging buffers are used again, and copies to the host take their time."""
-    write_back_pages(bench, range(3))
-    bench.delay_draining(OUT)
-    write_back_pages(bench, range(3, 6))
+    write_back_pages(rig, range(3))
+    rig.delay_draining(OUT)
+    write_back_pages(rig, range(3, 6))
 
 
-def staged_in_behind_a_slow_bus(bench):
+def staged_in_behind_a_slow_bus(rig):
     """Staging buffers are used again, and copies from the host take their time."""
-    layers_behind_their_events(bench)
-    bench.place.delay(bench.staging(IN).filler)
-    layers_behind_their_events(bench, range(3, 6))
+    layers_behind_their_events(rig)
+    rig.place.delay(rig.staging(IN).filler)
+    layers_behind_their_events(rig, range(3, 6))
 
 
-def staged_in_behind_slow_kernels(bench):
+def staged_in_behind_slow_kernels(rig):
     """Staging buffers are used again, and scattering takes its time."""
-    layers_behind_their_events(bench)
-    bench.delay_draining(IN)
-    layers_behind_their_events(bench, range(3, 6))
+    layers_behind_their_events(rig)
+    rig.delay_draining(IN)
+    layers_behind_their_events(rig, range(3, 6))
 
 
-def host_pages_of_a_load_stay(bench):
+def host_pages_of_a_load_stay(rig):
     """A host page is freed while it is loaded: it is not handed out before it has been read."""
-    content = bench.content(0)
-    host = bench.filled_host(content)
-    bench.place.delay(bench.engine.streams[IN])
-    bench.place.hold()
-    counter = bench.load(host, bench.slots(2))
-    _freed_pages_stay(bench, host)
-    seen = bench.read(2, counter)
-    bench.finish()
+    content = rig.content(0)
+    host = rig.filled_host(content)
+    rig.place.delay(rig.engine.streams[IN])
+    rig.place.hold()
+    counter = rig.load(host, rig.slots(2))
+    freed_pages_stay(rig, host)
+    seen = rig.read(2, counter)
+    rig.finish()
     assert same(seen, content)
-    assert bench.host_slots.available_size() == bench.host_pool.size
+    assert rig.free_pages() == PAGES
 
 
-def host_pages_of_a_write_back_stay(bench):
+def host_pages_of_a_write_back_stay(rig):
     """A backup is given up while it is copied: what is put into host pages meanwhile stays
     whole."""
-    host = bench.alloc()
-    bench.run_kernel(2, bench.content(0))
-    bench.place.delay(bench.engine.streams[OUT])
-    bench.place.hold()
-    acknowledgement = bench.write_back(bench.slots(2), host)
-    _freed_pages_stay(bench, host)
-    bench.wait(acknowledgement)
-    bench.finish()
-    assert bench.host_slots.available_size() == bench.host_pool.size
+    host = rig.alloc()
+    rig.run_kernel(2, rig.content(0))
+    rig.place.delay(rig.engine.streams[OUT])
+    rig.place.hold()
+    acknowledgement = rig.write_back(rig.slots(2), host)
+    freed_pages_stay(rig, host)
+    rig.wait(acknowledgement)
+    rig.finish()
+    assert rig.free_pages() == PAGES
 
 
-def _freed_pages_stay(bench, host):
-    slots = bench.host_slots
-    slots.free(host)
-    handed = slots.alloc(bench.host_pool.size - host.numel())
-    extra = slots.alloc(host.numel())
-    bench.place.release()
-    assert extra is None, "a host page was handed out while a copy used it"
-    slots.free(handed)
+def freed_pages_stay(rig, host):
+    rig.free(host)
+    handed = rig.alloc(PAGES - 1)
+    extra = [slots.alloc(rig.host[name].page_size) for name, slots in rig.host_slots.items()]
+    rig.place.release()
+    assert extra == [None] * len(extra), "a host page was handed out while a copy used it"
+    rig.free(handed)
 
 
 ANY = [
@@ -239,30 +235,30 @@ WITH_STAGING = [
     staged_in_behind_a_slow_bus,
     staged_in_behind_slow_kernels,
 ]
-PROGRAMS = [
-    (program, way, kind, layout) for program in ANY for way in WAYS for kind, layout in POOLS
-] + [(program, "dma", "mha", "page_first_direct") for program in WITH_STAGING]
+PROGRAMS = [(program, way, *pool) for program in ANY for way in WAYS for pool in POOLS] + [
+    (program, "dma", "mha", "page_first_direct") for program in WITH_STAGING
+]
 
 
 def named(value):
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize(("program", "way", "kind", "layout"), PROGRAMS, ids=named)
-def test_every_event_is_there(bench, program, way, kind, layout):
-    program(bench(kind, layout, way))
+@pytest.mark.parametrize(("program", "way", "model", "layout"), PROGRAMS, ids=named)
+def test_every_event_is_there(place, program, way, model, layout):
+    program(Rig(place, model, layout, way))
 
 
 # Mutants
-# --------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def without_compute(direction):
     """Copies of one direction do not wait for the kernels launched so far."""
 
-    def break_it(bench):
-        wait = bench.engine._behind_compute
-        bench.engine._behind_compute = lambda way: None if way == direction else wait(way)
+    def break_it(rig):
+        wait = rig.engine.behind_compute
+        rig.engine.behind_compute = lambda way: None if way == direction else wait(way)
 
     return break_it
 
@@ -271,19 +267,19 @@ def unfenced(direction, step, side):
     """The fences of a direction's copies leave out the pages of one side: they are not noted, or
     the other direction does not wait."""
 
-    def break_it(bench):
-        fences = bench.pool._fences[direction]
+    def break_it(rig):
+        fences = rig.pool.fences[direction]
         note, wait = fences.note, fences.wait
 
         def note_others(*arguments):
             note(*arguments)
-            fences._last[side] = 0
+            fences.last[side] = 0
 
         def wait_for_others(stream, pages):
-            last = fences._last.clone()
-            fences._last[side] *= stream is bench.compute
+            last = fences.last.clone()
+            fences.last[side] *= stream is rig.compute
             wait(stream, pages)
-            fences._last = last
+            fences.last = last
 
         setattr(fences, step, {"note": note_others, "wait": wait_for_others}[step])
 
@@ -293,89 +289,87 @@ def unfenced(direction, step, side):
 def unheld(direction):
     """The allocator of host pages does not look at one direction's copies."""
 
-    def break_it(bench):
-        bench.host_slots._fences = [bench.pool._fences[IN if direction == OUT else OUT]]
+    def break_it(rig):
+        rig.pool.host_slots.fences = [rig.pool.fences[IN if direction == OUT else OUT]]
 
     return break_it
 
 
 def unstaged(direction, step):
     """The staging buffers of a direction leave out a wait."""
-    return lambda bench: setattr(bench.staging(direction), step, lambda *arguments: None)
+    return lambda rig: setattr(rig.staging(direction), step, lambda *arguments: None)
 
 
-def acknowledged_early(bench):
-    write_back = bench.engine.write_back
+def acknowledged_early(rig):
+    write_back = rig.engine.write_back
 
     def too_early(*arguments):
-        begun = bench.engine.streams[OUT].record()
-        bench.place.delay(bench.engine.streams[OUT])
+        begun = rig.engine.streams[OUT].record()
+        rig.place.delay(rig.engine.streams[OUT])
         write_back(*arguments)
         return Acknowledgement([begun])
 
-    bench.engine.write_back = too_early
+    rig.engine.write_back = too_early
 
 
-def signalled_one_layer_early(bench):
-    load = bench.engine.load
+def signalled_early(layers):
+    """Layers are signalled when those before them have come, by so many, or none."""
 
-    def too_early(*arguments):
-        begun = bench.engine.streams[IN].record()
-        return LayerCounter([begun, *load(*arguments)._events[:-1]])
+    def break_it(rig):
+        load = rig.engine.load
 
-    bench.engine.load = too_early
+        def too_early(*arguments):
+            begun = [rig.engine.streams[IN].record()] * layers
+            rig.place.delay(rig.engine.streams[IN])
+            return LayerCounter([*begun, *load(*arguments).events][: rig.layer_num])
 
+        rig.engine.load = too_early
 
-def signalled_when_begun(bench):
-    load = bench.engine.load
-
-    def too_early(*arguments):
-        begun = bench.engine.streams[IN].record()
-        bench.place.delay(bench.engine.streams[IN])
-        return LayerCounter([begun] * len(load(*arguments)._events))
-
-    bench.engine.load = too_early
+    return break_it
 
 
-def without_overwrite_fence(bench):
-    bench.engine.before_overwrite = lambda pages: None
+def without_overwrite_fence(rig):
+    rig.engine.before_overwrite = lambda pages: None
 
 
 MUTANTS = {
     "write-backs do not wait for kernels": (without_compute(OUT), write_back_behind_kernels),
     "loads do not wait for kernels": (without_compute(IN), load_behind_kernels),
     "a write-back is acknowledged when it begins": (acknowledged_early, write_back_behind_kernels),
-    "layers are signalled before their copy": (signalled_when_begun, layers_behind_their_events),
+    "layers are signalled before their copy": (signalled_early(9), layers_behind_their_events),
     "kernels do not wait for write-backs": (without_overwrite_fence, overwrite_behind_write_back),
     "kernels do not wait for loads": (without_overwrite_fence, overwrite_behind_load),
     "host pages in load are not held": (unheld(IN), host_pages_of_a_load_stay),
     "host pages in write-back are not held": (unheld(OUT), host_pages_of_a_write_back_stay),
-    "loads do not wait for write-backs": (unfenced(OUT, "wait", DEVICE), load_behind_write_back),
-    "write-backs do not wait for loads": (unfenced(IN, "wait", DEVICE), write_back_behind_load),
-    "device pages in write-back are not noted": (
-        unfenced(OUT, "note", DEVICE),
-        load_behind_write_back,
-    ),
-    "device pages in load are not noted": (unfenced(IN, "note", DEVICE), write_back_behind_load),
-    "loads do not wait for their host pages": (unfenced(OUT, "wait", HOST), load_in_write_back),
-    "write-backs do not wait for their host pages": (unfenced(IN, "wait", HOST), write_back_over),
-    "host pages in write-back are not noted": (unfenced(OUT, "note", HOST), load_in_write_back),
-    "host pages in load are not noted": (unfenced(IN, "note", HOST), write_back_over),
+    **{
+        name: (unfenced(direction, step, side), program)
+        for name, direction, step, side, program in [
+            ("loads do not wait for write-backs", OUT, "wait", DEVICE, load_behind_write_back),
+            ("write-backs do not wait for loads", IN, "wait", DEVICE, write_back_behind_load),
+            (
+                "device pages in write-back are not noted",
+                OUT,
+                "note",
+                DEVICE,
+                load_behind_write_back,
+            ),
+            ("device pages in load are not noted", IN, "note", DEVICE, write_back_behind_load),
+            ("loads do not wait for their host pages", OUT, "wait", HOST, load_in_write_back),
+            ("write-backs do not wait for their host pages", IN, "wait", HOST, write_back_over),
+            ("host pages in write-back are not noted", OUT, "note", HOST, load_in_write_back),
+            ("host pages in load are not noted", IN, "note", HOST, write_back_over),
+        ]
+    },
 }
 STAGING_MUTANTS = {
     name: (unstaged(direction, step), program)
     for name, direction, step, program in [
-        ("gathering does not wait for kernels", OUT, "_before_staging", write_back_behind_kernels),
-        ("staging does not wait for host pages", IN, "_before_staging", load_in_write_back),
-        ("gathering overruns a buffer", OUT, "_before_fill", staged_out_behind_a_slow_bus),
-        (
-            "copies leave before they are gathered",
-            OUT,
-            "_hand_over",
-            staged_out_behind_slow_kernels,
-        ),
-        ("staging overruns a buffer", IN, "_before_fill", staged_in_behind_slow_kernels),
-        ("scattering begins before pages have come", IN, "_hand_over", staged_in_behind_a_slow_bus),
+        ("gathering does not wait for kernels", OUT, "before_staging", write_back_behind_kernels),
+        ("staging does not wait for host pages", IN, "before_staging", load_in_write_back),
+        ("gathering overruns a buffer", OUT, "before_fill", staged_out_behind_a_slow_bus),
+        ("copies leave before they are gathered", OUT, "hand_over", staged_out_behind_slow_kernels),
+        ("staging overruns a buffer", IN, "before_fill", staged_in_behind_slow_kernels),
+        ("scattering begins before pages have come", IN, "hand_over", staged_in_behind_a_slow_bus),
     ]
 }
 BROKEN = [
@@ -390,38 +384,70 @@ BROKEN = [
     ("break_it", "program", "way", "layout"),
     [pytest.param(*broken, id="-".join([name, *broken[2:]])) for name, *broken in BROKEN],
 )
-def test_a_missing_event_is_found(bench, break_it, program, way, layout):
-    made = bench("mha", layout, way)
-    break_it(made)
+def test_a_missing_event_is_found(place, break_it, program, way, layout):
+    rig = Rig(place, "mha", layout, way)
+    break_it(rig)
     with pytest.raises(AssertionError):
-        program(made)
+        program(rig)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_layer_signalled_early_is_found(simulated, way):
-    made = Bench(simulated, "mha", "page_first_direct", way)
-    signalled_one_layer_early(made)
+    rig = Rig(simulated, "mha", "page_first_direct", way)
+    signalled_early(1)(rig)
     with pytest.raises(AssertionError, match=r"memory that .*'load of layer"):
-        layers_behind_their_events(made)
+        layers_behind_their_events(rig)
+
+
+def test_the_guide_lists_the_mutant_of_every_event():
+    rows = re.findall(r"^\|.*\| ST-[123] \| (.*) \|$", GUIDE.read_text(), re.MULTILINE)
+    listed = [mutant for row in rows for mutant in row.split(", ")]
+    assert sorted(listed) == sorted({**MUTANTS, **STAGING_MUTANTS})
+
+
+# Several pools
+# -------------------------------------------------------------------------------------------------
+
+
+def overwrite_one_pool(rig, name):
+    """Pages of all pools go out and come in; of one pool, kernels overwrite them at once."""
+    for page, copy in ((4, rig.write_back), (2, lambda device, host: rig.load(host, device))):
+        copy(rig.slots(page), rig.slots(1))
+        rig.run_kernel(page, rig.content(page), pools=[name])
+    rig.finish()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("direction", [OUT, IN])
+@pytest.mark.parametrize("name", ["kv", "mamba"])
+def test_the_events_of_each_pool_are_missed(simulated, name, direction, way):
+    overwrite_one_pool(Rig(simulated, "hybrid", "page_first", way), name)
+    broken = Rig(simulated, "hybrid", "page_first", way)
+    copies = broken.engine.pools[name]
+    end = copies.end
+    copies.end = lambda way, *rest: None if way == direction else end(way, *rest)
+    with pytest.raises(AssertionError):
+        overwrite_one_pool(broken, name)
 
 
 # Layers
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize(("model", "layout"), POOLS)
 @pytest.mark.parametrize("way", WAYS)
-def test_layers_do_not_wait_for_later_ones(simulated, way, kind, layout):
-    made = Bench(simulated, kind, layout, way)
-    content = made.content(0)
-    host = made.filled_host(content)
+def test_layers_do_not_wait_for_later_ones(simulated, way, model, layout):
+    """In the order of the model, whichever pool has them."""
+    rig = Rig(simulated, model, layout, way)
+    content = rig.content(0)
+    host = rig.filled_host(content)
     simulated.hold()
-    counter = made.load(host, made.slots(2))
+    counter = rig.load(host, rig.slots(2))
     seen = []
-    for layer in range(LAYERS - 1):
-        counter.wait(layer, made.compute)
-        seen.append(made.read_layer(2, layer))
-    made.compute.synchronize()
+    for layer in range(rig.layer_num - 1):
+        counter.wait(layer, rig.compute)
+        seen.append(rig.read_layer(2, layer))
+    rig.compute.synchronize()
     assert not counter.done(), "kernels of earlier layers waited for the last one"
     simulated.check()
     assert same(seen, content[:-1])
