@@ -126,8 +126,8 @@ class Lane:
             self._stream.copy_rows(self._rows, run.parts, rest, run.what)
 
     def _stage(self, run: Run) -> None:
-        on_host = self._addresses(HOST, run)
         fill, drain = self._to_from(self._send_staged, self._move_staged)
+        on_host = self._addresses(HOST, run)
         for start in range(0, self._sent, run.room):
             pages = range(start, min(start + run.room, self._sent))
             self._turn ^= 1
@@ -145,7 +145,7 @@ class Lane:
         stream.copy_rows(run.buffers[self._turn][0], range(len(run.parts)), pages, run.what)
 
     def _send_staged(self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run) -> None:
-        on_host = on_host.narrow(0, pages.start, len(pages))
+        on_host = on_host[pages.start : pages.stop]
         self._send(stream, run.buffers[self._turn][1], on_host, run)
 
     # Methods of their own, so that tests can leave out one wait alone.

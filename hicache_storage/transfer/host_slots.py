@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.pools import HostPoolBase, SlotAllocator
+    from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.streams import Event, Stream
 
 KEPT_EVENTS: Final = 256
@@ -30,34 +31,34 @@ class PageFences:
 
     Copies of one stream end in the order in which they were noted, so the last of some pages stands
     for all of them, and the stream's own copies need no fence. Pages are given by their numbers,
-    int64 on the CPU, in a row for each of two pools, or one for the first; no call depends on how
-    many they are but for a few vector operations.
+    in a row for each of two pools, or one for the first; no call depends on how many they are but
+    for a few vector operations.
 
     Args:
         pages: as many as the larger pool has.
     """
 
     def __init__(self, pages: int) -> None:
-        import torch
+        import numpy as np
 
-        # Of each page the number of its copy, counted from 1 on.
-        self.last = torch.zeros(2, pages, dtype=torch.int64)
+        self.last = np.zeros((2, pages), np.int64)
+        """Of each page the number of its copy, counted from 1 on."""
         self._events = deque["Event"](maxlen=KEPT_EVENTS)
         self._count = 0
         self._ended = 0
         """Number of the last copy that is known to have ended."""
 
-    def note(self, pages: torch.Tensor, until: Event) -> None:
+    def note(self, pages: Numbers, until: Event) -> None:
         """Note a copy that uses some pages until an event."""
         # The former number may be overwritten: that copy is on the same stream and ends before.
         self._events.append(until)
         self._count += 1
-        self.last.scatter_(1, pages, self._count)
+        for last, row in zip(self.last, pages, strict=True):
+            last[row] = self._count
 
-    def wait(self, stream: Stream, pages: torch.Tensor) -> None:
+    def wait(self, stream: Stream, pages: Numbers) -> None:
         """Let another stream wait for the copies that use some pages."""
-        # `gather`, `scatter_`: the fastest of torch's ways to find and mark numbered places.
-        number = int(self.last.gather(1, pages).max())
+        number = max(int(last[row].max()) for last, row in zip(self.last, pages, strict=False))
         if number:
             stream.wait_event(self._event(number))
 
@@ -72,7 +73,9 @@ class PageFences:
 
     def in_use(self, pages: torch.Tensor) -> torch.Tensor:
         """By page of the host, whether a copy uses it that is not known to have ended."""
-        return self.last[HOST].take(pages) > self._ended
+        import torch
+
+        return torch.from_numpy(self.last[HOST][pages.numpy()] > self._ended)
 
     def _event(self, number: int) -> Event:
         return self._events[max(number - self._count - 1, -len(self._events))]

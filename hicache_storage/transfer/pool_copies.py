@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_storage.pools.pages import page_numbers
 from hicache_storage.spec import InvalidTransferError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.pools import DevicePages, HostPoolBase
+    from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.plan import Way
     from hicache_storage.transfer.streams import Device, Event, Stream
 
@@ -68,7 +69,7 @@ class PoolCopies:
         way: Way | None,
         staging_bytes: int,
     ) -> None:
-        import torch
+        import numpy as np
 
         device_pool, host_pool = pair
         device_pool.check_host_pool(host_pool)
@@ -96,11 +97,11 @@ class PoolCopies:
         # The caller may free host pages at any time; they are handed out when the copies that use
         # them have ended.
         self.host_slots = HostSlots(host_pool, self.fences.values())
-        self._marks = torch.zeros(pages, dtype=torch.int64)
-        self._numbers = torch.arange(pages)
+        self._marks = np.zeros(pages, np.int64)
+        self._numbers = np.arange(pages)
         logger.info("copies of %s, %s: %s", name, type(host_pool).__name__, describe(self.plan))
 
-    def pages(self, direction: str, indices: Indices) -> torch.Tensor:
+    def pages(self, direction: str, indices: Indices) -> Numbers:
         """The page numbers of a transfer in two rows, `DEVICE` and `HOST`.
 
         Raises:
@@ -121,28 +122,33 @@ class PoolCopies:
             )
         return pages
 
-    def begin(self, direction: str, pages: torch.Tensor) -> None:
+    def begin(self, direction: str, pages: Numbers) -> None:
         """Get ready for the copies of a transfer."""
+        import torch
+
         stream = self._streams[direction]
         # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
         # (rule ST-3).
         self.fences[IN if direction == OUT else OUT].wait(stream, pages)
-        stream.upload(self._tables[direction], pages)
+        numbers = torch.from_numpy(pages)
+        stream.upload(self._tables[direction], numbers)
         for lane in self.lanes[direction]:
-            lane.begin(pages)
+            lane.begin(numbers)
 
-    def end(self, direction: str, pages: torch.Tensor, until: Event) -> None:
+    def end(self, direction: str, pages: Numbers, until: Event) -> None:
         """Fence the pages until an event that was recorded behind all copies."""
         self.fences[direction].note(pages, until)
 
-    def give_up(self, direction: str, pages: torch.Tensor) -> None:
+    def give_up(self, direction: str, pages: Numbers) -> None:
         """Fence the pages of a transfer that failed: some of its copies may have been enqueued."""
+        import torch
+
         with suppress(Exception):
             self.end(direction, pages, self._streams[direction].record())
             return
         # A stream that refuses to record tells nothing any more: none can wait for it, and the host
         # pages are not handed out again.
-        self.host_slots.keep(pages[HOST])
+        self.host_slots.keep(torch.from_numpy(pages[HOST]))
 
     def before_overwrite(self, compute: Stream, device_indices: torch.Tensor) -> None:
         """Let `compute` wait for the copies that use device pages."""
@@ -151,22 +157,23 @@ class PoolCopies:
             for fences in self.fences.values():
                 fences.wait(compute, pages)
 
-    def _existing(self, sides: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _existing(self, sides: Sequence[torch.Tensor]) -> Numbers:
         """The page numbers of indices of the device, or of both sides."""
         pages = page_numbers(sides, self.page_size)
-        low, high = (cast("list[int]", each.tolist()) for each in pages.aminmax(dim=1))
-        for name, count, first, last in zip(NAMES, self._page_nums, low, high, strict=False):
-            if first < 0 or last >= count:
+        # Negative numbers are the largest unsigned ones.
+        largest = pages.view("u8").max(axis=1).tolist()
+        for name, count, last in zip(NAMES, self._page_nums, largest, strict=False):
+            if last >= count:
                 raise InvalidTransferError(
                     f"{name} must be slots in [0, {count * self.page_size}), got "
                     "pages that are not there"
                 )
         return pages
 
-    def _has_repeated(self, pages: torch.Tensor) -> bool:
-        if pages.numel() > self._marks.numel():
+    def _has_repeated(self, pages: Numbers) -> bool:
+        if pages.size > self._marks.size:
             return True
         # Of two marks on a page one remains.
-        numbers = self._numbers.narrow(0, 0, pages.numel())
-        self._marks.scatter_(0, pages, numbers)
-        return not self._marks.gather(0, pages).equal(numbers)
+        numbers = self._numbers[: pages.size]
+        self._marks[pages] = numbers
+        return bool((self._marks[pages] != numbers).any())

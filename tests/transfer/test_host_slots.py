@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -161,11 +162,11 @@ def test_fences_against_a_model(data, kept):
     for number in range(data.draw(st.integers(1, 30))):
         pages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
         stream = Waits()
-        fences.wait(stream, torch.tensor([pages]))
+        fences.wait(stream, np.array([pages]))
         known = [last[page] for page in pages if page in last]
         assert stream.events == ([events[max(*known, number - kept)]] if known else [])
         events.append(Use())
-        fences.note(torch.tensor([pages] * 2), events[-1])
+        fences.note(np.array([pages] * 2), events[-1])
         last.update(dict.fromkeys(pages, number))
     over = data.draw(st.integers(0, len(events)))
     for event in events[:over]:
@@ -181,8 +182,8 @@ def test_of_copies_in_order_only_the_first_that_has_not_ended_is_asked():
     host = HostSlots(SlotAllocator(8, 2), [fences])
     events = [Use() for _ in range(4)]
     for event in events:
-        page = host.alloc(2)[::2] // 2
-        fences.note(torch.stack([page, page]), event)
+        page = (host.alloc(2)[::2] // 2).numpy()
+        fences.note(np.array([page, page]), event)
     assert host.available_size() == 0
     assert not any(event.asked for event in events), "nothing waits for a copy"
     host.free(torch.arange(8))

@@ -276,7 +276,7 @@ def unfenced(direction, step, side):
             fences.last[side] = 0
 
         def wait_for_others(stream, pages):
-            last = fences.last.clone()
+            last = fences.last.copy()
             fences.last[side] *= stream is rig.compute
             wait(stream, pages)
             fences.last = last
