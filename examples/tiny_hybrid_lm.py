@@ -37,12 +37,7 @@ from tiny_hybrid_lm_parts.server import Server
 from tiny_hybrid_lm_parts.sizes import Sizes
 from tiny_hybrid_lm_parts.sparse import sparse_model
 
-from hicache_storage.hybrid import (
-    MambaStackConfig,
-    StorageConfig,
-    build_dsa_hybrid_stack,
-    build_mamba_hybrid_stack,
-)
+from hicache_storage.hybrid import StorageConfig, build_hybrid_stack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,11 +74,7 @@ def run(options: Options, storage: StorageConfig, conversation: Conversation) ->
     talk, last = options.talk, conversation.rounds + options.talk.rounds
     sizes = _sizes(options, storage, last)
     model = MODELS[options.model](sizes)
-    with (
-        build_mamba_hybrid_stack(model.config)
-        if isinstance(model.config, MambaStackConfig)
-        else build_dsa_hybrid_stack(model.config)
-    ) as stack:
+    with build_hybrid_stack(model.config) as stack:
         server = Server(model, stack, running=talk.running)
         play_round(talk, conversation, server, model)
         while conversation.rounds < last:

@@ -15,10 +15,10 @@ import torch
 from hicache_storage.hybrid import (
     AttentionGeometry,
     MambaGeometry,
-    MambaStackConfig,
     PrefetchPolicy,
     PrefetchRules,
-    build_mamba_hybrid_stack,
+    StackConfig,
+    build_hybrid_stack,
 )
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ class Model:
             )
 
 
-def stack_config(sizes: Sizes) -> MambaStackConfig:
+def stack_config(sizes: Sizes) -> StackConfig:
     """The cache of the model on a machine of these sizes."""
-    return MambaStackConfig(
+    return StackConfig(
         attention=AttentionGeometry(layers=(0,), head_num=1, head_dim=2, dtype=torch.int32),
         mamba=MambaGeometry(
             layers=(1,),
@@ -156,11 +156,12 @@ class Server:
             count_last: compute the last sampled token of each request as well, and count it.
                 Engines do not.
         """
-        self.stack = build_mamba_hybrid_stack(stack_config(sizes), storage=storage)
+        self.stack = build_hybrid_stack(stack_config(sizes), storage=storage)
         self.cache = self.stack.cache
         self.controller = self.stack.controller
-        self.model = Model(cast("MHADevicePool", self.stack.kv), self.stack.states)
-        self.grid = self.cache.config.grid
+        states = cast("MambaDevicePool", self.stack.states)
+        self.model = Model(cast("MHADevicePool", self.stack.kv), states)
+        self.grid = self.cache.grid
         self._page = sizes.page
         self._count_last = count_last
 
@@ -206,7 +207,7 @@ class Server:
         # The last token was sampled and never computed, unless it is to be counted.
         computed = [*request.tokens, *(output if self._count_last else output[:-1])]
         self._compute_tokens(request, computed)
-        length = self.cache.config.committed_length(len(computed) + 1)
+        length = self.cache.committed_length(len(computed) + 1)
         keeps = 0 < request.kept == length
         self._insert(request, length, {length: request.checkpoint} if keeps else {})
         self.model.kv.free(request.rows[request.cached :])

@@ -94,8 +94,7 @@ with tempfile.TemporaryDirectory() as path:
 PREFIX = """
 import sys
 import torch
-from hicache_storage.hybrid import AttentionGeometry, MambaGeometry, MambaStackConfig
-from hicache_storage.hybrid import build_mamba_hybrid_stack
+from hicache_storage.hybrid import AttentionGeometry, MambaGeometry, StackConfig, build_hybrid_stack
 
 attention = AttentionGeometry(layers=(1,), head_num=1, head_dim=8, dtype=torch.bfloat16)
 mamba = MambaGeometry(
@@ -107,8 +106,8 @@ mamba = MambaGeometry(
 )
 sizes = dict(page_size=16, checkpoint_interval=64, device_tokens=128, host_tokens=128)
 states = dict(device_states=4, host_states=4, device="cpu")
-config = MambaStackConfig(attention=attention, mamba=mamba, **sizes, **states)
-with build_mamba_hybrid_stack(config) as stack:
+config = StackConfig(attention=attention, mamba=mamba, **sizes, **states)
+with build_hybrid_stack(config) as stack:
     cache, tokens = stack.cache, list(range(64))
     cache.insert(tokens, cache.alloc_kv(64), {64: int(cache.alloc_state())})
     assert stack.drain(60)

@@ -88,7 +88,7 @@ def play_round(talk: Talk, conversation: Conversation, server: Server, model: Mo
     settle(server)
     for client, request in requests.items():
         before = len(conversation.sessions[client])
-        restorable = server.stack.cache.config.committed_length(before)
+        restorable = server.stack.cache.committed_length(before)
         equal, difference = compared(model, request)
         conversation.turns.append(
             Turn(conversation.rounds, client, request.restored, restorable, equal, difference)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from hicache_storage import PoolName
-from hicache_storage.hybrid import AttentionGeometry, MambaGeometry, MambaStackConfig
+from hicache_storage.hybrid import AttentionGeometry, MambaGeometry, StackConfig
 from tiny_hybrid_lm_parts.arithmetic import (
     NativeArithmetic,
     OrderedArithmetic,
@@ -45,7 +45,7 @@ def mamba_model(sizes: Sizes) -> Model:
         layer: AttentionLayer(weights, own) for own, layer in enumerate(ATTENTION_LAYERS)
     }
     made |= {layer: MambaLayer(weights, own) for own, layer in enumerate(MAMBA_LAYERS)}
-    config = MambaStackConfig(
+    config = StackConfig(
         attention=AttentionGeometry(
             layers=ATTENTION_LAYERS, head_num=KV_HEADS, head_dim=HEAD_DIM, dtype=sizes.dtype
         ),

@@ -16,7 +16,7 @@ from tiny_hybrid_lm_parts.arithmetic import OrderedArithmetic, normalized
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_storage.hybrid import DSAStackConfig, MambaStackConfig
+    from hicache_storage.hybrid import StackConfig
     from hicache_storage.pools import DevicePoolBase
     from tiny_hybrid_lm_parts.arithmetic import Arithmetic
 
@@ -96,9 +96,7 @@ class Model:
         config: of the stack whose device pools hold the cache.
     """
 
-    def __init__(
-        self, weights: Weights, layers: Sequence[Layer], config: MambaStackConfig | DSAStackConfig
-    ) -> None:
+    def __init__(self, weights: Weights, layers: Sequence[Layer], config: StackConfig) -> None:
         self.config = config
         self._layers = layers
         self._device = weights.device

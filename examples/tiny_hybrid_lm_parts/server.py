@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from hicache_storage.hybrid import MambaHybridStack
 from tiny_hybrid_lm_parts.model import Segment
 from tiny_hybrid_lm_parts.requests import Restored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicache_storage.hybrid import DSAHybridStack
+    from hicache_storage.hybrid import HybridStack
     from hicache_storage.hybrid.radix import InsertResult, MatchResult
     from tiny_hybrid_lm_parts.model import Model
     from tiny_hybrid_lm_parts.requests import Request
-
-    Stack = MambaHybridStack | DSAHybridStack
 
 Found = TypeVar("Found")
 
@@ -35,13 +32,13 @@ class Server:
         running: requests that are computed together.
     """
 
-    def __init__(self, model: Model, stack: Stack, *, running: int) -> None:
+    def __init__(self, model: Model, stack: HybridStack, *, running: int) -> None:
         self._model = model
         self.stack = stack
         self._limit = running
         self._cache = stack.cache
         self._controller = stack.controller
-        self._states = stack.states if isinstance(stack, MambaHybridStack) else None
+        self._states = stack.states
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -115,9 +112,9 @@ class Server:
 
     def _next_segment(self, request: Request) -> Segment:
         """Return the tokens that are not computed yet, up to the next checkpoint."""
-        start, grid = request.computed, self._cache.config.grid
+        start, grid = request.computed, self._cache.grid
         end = min(len(request.tokens), (start // grid + 1) * grid)
-        page = self._cache.config.page_size
+        page = self._cache.page_size
         need = -(-end // page) * page - request.rows.numel()
         if need > 0:
             request.rows = torch.cat([request.rows, _got(self._cache.alloc_kv(need))])
@@ -126,7 +123,7 @@ class Server:
     def _advance(self, request: Request, end: int, logits: torch.Tensor) -> None:
         request.computed = end
         request.logits.append(logits)
-        if self._states and end % self._cache.config.grid == 0:
+        if self._states and end % self._cache.grid == 0:
             self._copy_state(request.slot, request.checkpoint)
             request.kept = end
         if end < len(request.tokens):
@@ -147,7 +144,7 @@ class Server:
 
     def _finish(self, request: Request) -> None:
         """Hand the turn over to the cache. The last token was sampled and not computed."""
-        length = self._cache.config.committed_length(len(request.tokens))
+        length = self._cache.committed_length(len(request.tokens))
         gives_state = 0 < request.kept == length
         self._insert(request, length, {length: request.checkpoint} if gives_state else {})
         self.stack.kv.free(request.rows[request.cached :])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from hicache_storage import PoolName
-from hicache_storage.hybrid import DSAStackConfig, IndexerGeometry, MLAGeometry
+from hicache_storage.hybrid import IndexerGeometry, MLAGeometry, StackConfig
 from tiny_hybrid_lm_parts.arithmetic import OrderedArithmetic, total
 from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, causal
 
@@ -31,7 +31,7 @@ def sparse_model(sizes: Sizes) -> Model:
     """Three layers of sparse attention. Its arithmetic is always ordered: which tokens are selected
     knows no tolerance."""
     weights = Weights(sizes.seed, sizes.dtype, sizes.device, OrderedArithmetic())
-    config = DSAStackConfig(
+    config = StackConfig(
         attention=MLAGeometry(
             layers=LAYERS, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, dtype=sizes.dtype
         ),

@@ -30,17 +30,13 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
     from hicache_storage.hybrid.stack import (
         AttentionGeometry,
-        DSAHybridStack,
-        DSAStackConfig,
         HybridStack,
         IndexerGeometry,
         MambaGeometry,
-        MambaHybridStack,
-        MambaStackConfig,
         MLAGeometry,
+        StackConfig,
         StorageConfig,
-        build_dsa_hybrid_stack,
-        build_mamba_hybrid_stack,
+        build_hybrid_stack,
     )
     from hicache_storage.hybrid.stats import ControllerStats
     from hicache_storage.hybrid.storage_io.backups import BackupResult
@@ -55,8 +51,6 @@ __all__ = [
     "AttentionGeometry",
     "BackupResult",
     "ControllerStats",
-    "DSAHybridStack",
-    "DSAStackConfig",
     "HostPoolGroup",
     "HybridCacheController",
     "HybridIndices",
@@ -64,8 +58,6 @@ __all__ = [
     "IndexerGeometry",
     "MLAGeometry",
     "MambaGeometry",
-    "MambaHybridStack",
-    "MambaStackConfig",
     "OtherRankError",
     "ParallelConfig",
     "PoolEntry",
@@ -78,12 +70,12 @@ __all__ = [
     "RankGroup",
     "RankGroupError",
     "SingleRank",
+    "StackConfig",
     "StorageAttachedError",
     "StorageConfig",
     "TorchRankGroup",
     "WritePolicy",
-    "build_dsa_hybrid_stack",
-    "build_mamba_hybrid_stack",
+    "build_hybrid_stack",
     "namespace_seed",
     "page_hashes",
 ]

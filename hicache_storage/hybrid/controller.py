@@ -98,7 +98,7 @@ class HybridCacheController:
         invariants = _rank_invariants(group, rules, bigram)
         # A wrong size is passed on, not raised: the other ranks wait in this collective.
         check_consistent(rank_group, invariants, _size_error(rank_group, self.parallel))
-        self._rank_group = rank_group
+        self.rank_group = rank_group
         self._transfers = transfers
         self._call_seconds = storage_call_seconds
         self._attach_seconds = attach_seconds
@@ -299,7 +299,7 @@ class HybridCacheController:
         # A storage that failed on one rank only would let the ranks see different hits: all ranks
         # attach, or none.
         error = self._register(storage)
-        if not self._rank_group.all_reduce_min([int(error is None)])[0]:
+        if not self.rank_group.all_reduce_min([int(error is None)])[0]:
             close_quietly(storage, self._stop_seconds, self._counter)
             raise error or StorageUnavailableError("another rank could not attach its storage")
         self._link.binding = StorageBinding(storage, self.group, self._call_seconds, self._counter)
@@ -412,7 +412,7 @@ class HybridCacheController:
         """Take the slots that a span has, except those given, on every rank or on none."""
         owned = self.group.owned(like)
         needs = {name: slots.numel() for name, slots in owned.items() if name not in given}
-        fits, _ = tier.make_room(needs, self._rank_group)
+        fits, _ = tier.make_room(needs, self.rank_group)
         taken = tier.alloc(needs) if fits else None
         return None if taken is None else self.group.span({**taken, **given}, like.endpoints)
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_storage.hybrid import build_dsa_hybrid_stack, build_mamba_hybrid_stack
+from hicache_storage.hybrid import build_hybrid_stack
 from hicache_storage.pools import device_pool
 from hicache_storage.spec import PoolName
 from tests.support.commands import run_program
@@ -224,7 +224,7 @@ def test_a_hit_with_wrong_bytes_is_seen(example, dtype):
     model = example.mamba.mamba_model(sizes)
     talk = example.chat.Talk(clients=2, rounds=2, request=(40, 40), output=(24, 24))
     conversation = example.chat.Conversation([[], []])
-    with build_mamba_hybrid_stack(model.config) as stack:
+    with build_hybrid_stack(model.config) as stack:
         server = example.server.Server(model, stack, running=2)
         example.chat.play_round(talk, conversation, server, model)
         stack.cache.evict(10**6, 10**6)
@@ -242,7 +242,7 @@ def test_the_server_gives_back_what_it_took(example):
     model = example.sparse.sparse_model(sizes)
     talk = example.chat.Talk(clients=3, rounds=2)
     conversation = example.chat.Conversation([[], [], []])
-    with build_dsa_hybrid_stack(model.config) as stack:
+    with build_hybrid_stack(model.config) as stack:
         server = example.server.Server(model, stack, running=2)
         for _ in range(2):
             example.chat.play_round(talk, conversation, server, model)

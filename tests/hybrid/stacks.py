@@ -10,14 +10,12 @@ import torch
 
 from hicache_storage.hybrid import (
     AttentionGeometry,
-    DSAStackConfig,
     IndexerGeometry,
     MambaGeometry,
-    MambaStackConfig,
     MLAGeometry,
     PrefetchRules,
-    build_dsa_hybrid_stack,
-    build_mamba_hybrid_stack,
+    StackConfig,
+    build_hybrid_stack,
 )
 from hicache_storage.spec import PoolName
 from tests.support.pools import page_layer
@@ -51,19 +49,16 @@ def mamba_config(**changes):
         "host_states": 8,
         "checkpoint_interval": GRID,
     }
-    return MambaStackConfig(**{**COMMON, **fields, **changes})
+    return StackConfig(**{**COMMON, **fields, **changes})
 
 
 def dsa_config(**changes):
-    return DSAStackConfig(**{**COMMON, "attention": LATENT, "indexer": INDEXER, **changes})
+    return StackConfig(**{**COMMON, "attention": LATENT, "indexer": INDEXER, **changes})
 
 
 def build(config, **options):
     """The stack of a config, with 30 s for what is to end."""
-    kind = (
-        build_mamba_hybrid_stack if isinstance(config, MambaStackConfig) else build_dsa_hybrid_stack
-    )
-    return kind(replace(config, stop_seconds=30.0), **options)
+    return build_hybrid_stack(replace(config, stop_seconds=30.0), **options)
 
 
 class Session:
@@ -80,7 +75,7 @@ class Session:
     def __init__(self, stack, seed=0, length=LENGTH):
         drawn = random.Random(seed)
         self.stack, self.cache = stack, stack.cache
-        self.tokens = [drawn.randrange(150_000) for _ in range(length + self.cache.config.bigram)]
+        self.tokens = [drawn.randrange(150_000) for _ in range(length + self.stack.config.bigram)]
         self._seed, self._length = seed, length
 
     def insert(self):
@@ -88,7 +83,7 @@ class Session:
         length = self._length
         rows = self.cache.alloc_kv(length)
         states = {}
-        if self.cache.config.checkpoint_grid:
+        if self.cache.has_states:
             states = {end: int(self.cache.alloc_state()) for end in range(GRID, length + 1, GRID)}
         self.stack.compute.synchronize()
         for tensor, wanted in self._memory(rows, states):
@@ -102,7 +97,7 @@ class Session:
         if not match.length:
             return 0, 0
         lock = self.cache.lock(match)
-        state = int(self.cache.alloc_state()) if self.cache.config.checkpoint_grid else None
+        state = int(self.cache.alloc_state()) if self.cache.has_states else None
         loaded = self.cache.load(lock, state)
         self.stack.controller.layer_counter(self.cache.start_loading()).synchronize()
         found = match.state_slot if loaded.state_slot is None else loaded.state_slot

@@ -392,7 +392,7 @@ def test_bigram_keys_come_back_from_every_tier(config):
         stack.cache.evict(10**6, 10**6)
         assert session.restore() == (24, 24)
         # The last row depends on the token after it.
-        grid = stack.cache.config.grid
+        grid = stack.cache.grid
         assert stack.cache.match([*session.tokens[:-1], session.tokens[-1] + 1]).length == 24 - grid
         assert stack.cache.match(session.tokens[:-1]).length == 24 - grid
         assert stack.drain(60)

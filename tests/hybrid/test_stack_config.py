@@ -51,6 +51,8 @@ COMMON_FAULTS = [
     ({"prefetch": "timeout"}, "prefetch must be PrefetchRules, got 'timeout'"),
     ({"storage": "file"}, "storage must be StorageConfig or None, got 'file'"),
     ({"attention": INDEXER}, "attention must be .*MLAGeometry, got IndexerGeometry"),
+    ({"mamba": INDEXER}, "mamba must be MambaGeometry or None, got IndexerGeometry"),
+    ({"indexer": LATENT}, "indexer must be IndexerGeometry or None, got MLAGeometry"),
     ({"stop_seconds": -1}, "stop_seconds must be positive, got -1"),
 ]
 
@@ -93,6 +95,11 @@ def test_a_bad_field_is_named(make, fields, message):
             dsa_config,
             {"indexer": IndexerGeometry(layers=(0, 1), index_head_dim=4, quant_block_size=2)},
             r"indexer.layers has \[1\], which attention.layers has not",
+        ),
+        (
+            dsa_config,
+            {"device_states": 2},
+            "device_states is given without mamba, whose slots it counts",
         ),
         (
             dsa_config,

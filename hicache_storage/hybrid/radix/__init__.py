@@ -5,7 +5,6 @@ from hicache_storage.hybrid.radix.cache import (
     CacheUsage,
     HiMambaRadixCache,
     InsertResult,
-    RadixCacheConfig,
     checkpoint_grid,
 )
 from hicache_storage.hybrid.radix.prefixes import (
@@ -27,7 +26,6 @@ __all__ = [
     "MatchResult",
     "Prefix",
     "PrefixLock",
-    "RadixCacheConfig",
     "StalePrefixError",
     "checkpoint_grid",
 ]

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hicache_storage.hybrid.controller import HybridCacheController
-    from hicache_storage.hybrid.pools import DeviceSlots
     from hicache_storage.hybrid.radix.prefixes import LoadResult, PrefixLock
     from hicache_storage.hybrid.radix.tree import Node, Units
 
@@ -45,57 +44,6 @@ def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> in
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     return math.lcm(page_size, state_chunk, track_interval)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RadixCacheConfig:
-    """Configuration of a `HiMambaRadixCache`.
-
-    Raises:
-        ConfigError: a number is not positive, or the grid is not whole pages.
-    """
-
-    page_size: int
-    """Tokens per page."""
-    checkpoint_grid: int | None = None
-    """Tokens between checkpoints, where the model's recurrent state is kept.
-
-    See `checkpoint_grid()`. None for a model without such states.
-    """
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
-    bigram: bool = False
-    """Whether the key of a row of KV is a pair of neighbours, as for EAGLE.
-
-    That is its token, and the one after it. A sequence of n tokens has n - 1 such rows then, and
-    `tokens` has one more than rows.
-    """
-    kv_pool: PoolName = PoolName.KV
-    state_pool: PoolName = PoolName.MAMBA
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
-        if self.page_size < 1:
-            raise ConfigError(f"page_size must be at least 1, got {self.page_size}")
-        if self.checkpoint_grid is not None and (
-            self.checkpoint_grid < 1 or self.checkpoint_grid % self.page_size
-        ):
-            raise ConfigError(
-                f"checkpoint_grid must be a positive multiple of the page size {self.page_size}, "
-                f"got {self.checkpoint_grid}"
-            )
-
-    @property
-    def grid(self) -> int:
-        """Tokens between the positions from which a request can continue."""
-        return self.checkpoint_grid or self.page_size
-
-    def committed_length(self, length: int) -> int:
-        """Return the tokens of a finished request that can be used again.
-
-        The last token was sampled and never computed, so it has no KV. With `bigram` it is passed
-        to `insert` all the same.
-        """
-        return max(0, length - 1) // self.grid * self.grid
 
 
 class CacheInUseError(HiCacheError, RuntimeError):
@@ -151,41 +99,51 @@ class HiMambaRadixCache:
     scheduler's thread, and with several ranks in the same order on each; `poll` once in every step.
 
     Args:
-        config: the model's pages and checkpoints, and the policies.
-        controller: copies, and the storage.
-        kv_slots: the device pool of KV. Its slots are taken through `alloc_kv`, and freed directly.
-        state_slots: the device pool of states, for a model that has them; the same holds for
-            `alloc_state`.
+        controller: copies, pools and the storage. Device slots are taken through `alloc_kv` and
+            `alloc_state`, and freed directly.
+        checkpoint_grid: tokens between checkpoints, where the model's recurrent state is kept; see
+            `checkpoint_grid()`. None for a model without such states.
+        write_policy: time at which nodes are written to the host and the storage.
 
     Raises:
-        InvalidTransferError: there are state slots without a checkpoint grid, or the other way
-            round, or page sizes differ.
-        ConfigError: `bigram` is not the same in the config and in the controller.
+        ConfigError: there are states without a checkpoint grid, or the other way round, or the grid
+            is not whole pages.
     """
 
     def __init__(
         self,
-        config: RadixCacheConfig,
         controller: HybridCacheController,
-        kv_slots: DeviceSlots,
-        state_slots: DeviceSlots | None = None,
+        *,
+        checkpoint_grid: int | None = None,
+        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     ) -> None:
-        _check_pools(config, kv_slots, state_slots)
-        if controller.bigram != config.bigram:
+        self.page_size = controller.group.page_size
+        """Tokens per page."""
+        self.grid = self.page_size if checkpoint_grid is None else checkpoint_grid
+        """Tokens between the positions from which a request can continue."""
+        self.has_states = checkpoint_grid is not None
+        """Whether the model has recurrent states."""
+        if self.has_states is not (PoolName.MAMBA in controller.group.side):
             raise ConfigError(
-                f"bigram is {config.bigram} in the cache's config and {controller.bigram} in the "
-                "controller: one would store under keys that the other does not look up; make "
-                "them equal"
+                "checkpoint_grid must be given for a controller with a pool of states, and only "
+                f"for one, got {checkpoint_grid}"
             )
-        self.config = config
+        if self.grid < 1 or self.grid % self.page_size:
+            raise ConfigError(
+                f"checkpoint_grid must be a positive multiple of the page size {self.page_size}, "
+                f"got {self.grid}"
+            )
+        self._write_policy = WritePolicy(write_policy)
         self._controller = controller
-        self._device_pools = {SlotKind.KV: kv_slots} | (
-            {} if state_slots is None else {SlotKind.STATE: state_slots}
-        )
-        self._tree = RadixTree(config.page_size, bigram=config.bigram)
-        self._ownership = SlotOwnership(
-            self._tree, self._device_pools, controller.free_host, config.state_pool
-        )
+        pools = {SlotKind.KV: PoolName.KV, SlotKind.STATE: PoolName.MAMBA}
+        entries = controller.group.entries
+        self._device_pools = {
+            kind: pool
+            for kind, name in pools.items()
+            if name in entries and (pool := entries[name].device_pool) is not None
+        }
+        self._tree = RadixTree(self.page_size, bigram=controller.bigram)
+        self._ownership = SlotOwnership(self._tree, self._device_pools, controller.free_host)
         self._locks = PrefixLocks(self._ownership, controller)
         self._matcher = PrefixMatcher(self._tree, self._ownership)
         self._write_back = NodeWriteBack(self._tree, self._ownership, controller)
@@ -195,6 +153,14 @@ class HiMambaRadixCache:
         self._register_evictors()
 
     # Requests -----------------------------------------------------------------------------------
+
+    def committed_length(self, length: int) -> int:
+        """Return the tokens of a finished request that can be used again.
+
+        The last token was sampled and never computed, so it has no KV. With `bigram` it is passed
+        to `insert` all the same.
+        """
+        return max(0, length - 1) // self.grid * self.grid
 
     def match(
         self, tokens: Sequence[int], *, namespace: str | None = None, device_only: bool = False
@@ -334,7 +300,7 @@ class HiMambaRadixCache:
 
     def evict(self, tokens: int = 0, states: int = 0) -> Evicted:
         """Free device slots, the least recently used first, KV before states."""
-        save = self._write_back.back_up if self.config.write_policy.writes_on_eviction else None
+        save = self._write_back.back_up if self._write_policy.writes_on_eviction else None
         evicted = self._ownership.evict(self._ownership.device, tokens, states, save)
         # The next user of the slots waits for the copies that read them, so they have to be
         # launched.
@@ -471,7 +437,7 @@ class HiMambaRadixCache:
         """Write the nodes that the policy writes at their number of hits."""
         # The lowest node that is due: `back_up` writes the path above it, too.
         due = next(
-            (each for each in node.upward() if self.config.write_policy.writes_on_hit(each.hits)),
+            (each for each in node.upward() if self._write_policy.writes_on_hit(each.hits)),
             None,
         )
         if due:
@@ -492,10 +458,10 @@ class HiMambaRadixCache:
 
     def _register_evictors(self) -> None:
         """Register the evictors, which the controller calls on every rank alike."""
-        group, kv, state = self._controller.group, self.config.kv_pool, self.config.state_pool
+        group, kv, state = self._controller.group, PoolName.KV, PoolName.MAMBA
         group.host.on_shortage(kv, lambda count: self.evict_host(tokens=count))
         group.device.on_shortage(kv, lambda count: self.evict(tokens=count))
-        if self._ownership.has_states:
+        if self.has_states:
             group.host.on_shortage(state, lambda count: self.evict_host(states=count))
             group.device.on_shortage(state, lambda count: self.evict(states=count))
 
@@ -505,36 +471,22 @@ class HiMambaRadixCache:
                 f"kv_indices must be {length} slots of int64, got {tuple(rows.shape)} of "
                 f"{rows.dtype}"
             )
-        page = self.config.page_size
+        page = self.page_size
         pages = rows[:length].view(-1, page)
         if bool((pages != pages[:, :1] // page * page + torch.arange(page)).any()):
             raise InvalidTransferError(
                 f"kv_indices must be whole pages of {page} consecutive slots"
             )
-        if states and not self._ownership.has_states:
+        if states and not self.has_states:
             raise InvalidTransferError(
                 "states were given, but the cache was made for a model without them"
             )
-        wrong = [end for end in states if not 0 < end <= length or end % self.config.grid]
+        wrong = [end for end in states if not 0 < end <= length or end % self.grid]
         if wrong:
             raise InvalidTransferError(
-                f"states must be after multiples of {self.config.grid} tokens up to {length}, not "
-                f"{wrong}"
+                f"states must be after multiples of {self.grid} tokens up to {length}, not {wrong}"
             )
         if len(set(states.values())) != len(states):
             raise InvalidTransferError(
                 f"states must have a slot each, got {sorted(states.values())}"
             )
-
-
-def _check_pools(
-    config: RadixCacheConfig, kv_slots: DeviceSlots, state_slots: DeviceSlots | None
-) -> None:
-    if kv_slots.page_size != config.page_size:
-        raise InvalidTransferError(
-            f"kv_slots has pages of {kv_slots.page_size} slots, the cache of {config.page_size}"
-        )
-    if (state_slots is None) != (config.checkpoint_grid is None):
-        raise InvalidTransferError(
-            "state_slots and checkpoint_grid go together: give both, or neither"
-        )

@@ -11,13 +11,13 @@ import torch
 
 from hicache_storage.hybrid.pools import NO_SLOTS, HybridIndices
 from hicache_storage.hybrid.radix.tree import SlotKind
+from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hicache_storage.hybrid.pools import DeviceSlots
     from hicache_storage.hybrid.radix.tree import HeldSlots, Node, RadixTree, Units
-    from hicache_storage.spec import PoolName
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,6 @@ class SlotOwnership:
         tree: the tree of the nodes.
         device_pools: free the device slots; without states only KV.
         free_host: frees host slots.
-        state_pool: name of the pool of states.
     """
 
     def __init__(
@@ -201,7 +200,6 @@ class SlotOwnership:
         tree: RadixTree,
         device_pools: Mapping[SlotKind, DeviceSlots],
         free_host: Callable[[HybridIndices], None],
-        state_pool: PoolName,
     ) -> None:
         self.device = {
             kind: LRUList("device", kind, partial(self._free_on_device, kind)) for kind in SlotKind
@@ -214,7 +212,6 @@ class SlotOwnership:
         self._tree = tree
         self._device_pools = device_pools
         self._free_host = free_host
-        self._state_pool = state_pool
 
     def has_state(self, node: Node) -> bool:
         """Return whether a request can continue after this node.
@@ -228,20 +225,20 @@ class SlotOwnership:
         if state is None:
             return HybridIndices(rows)
         ends = (rows.numel() // self._tree.page_size,)
-        return HybridIndices(rows, {self._state_pool: state}, {self._state_pool: ends})
+        return HybridIndices(rows, {PoolName.MAMBA: state}, {PoolName.MAMBA: ends})
 
     def states(self, slots: torch.Tensor) -> HybridIndices:
         """Return a span of state slots without rows."""
         return HybridIndices(
-            NO_SLOTS, {self._state_pool: slots}, {self._state_pool: tuple(range(slots.numel()))}
+            NO_SLOTS, {PoolName.MAMBA: slots}, {PoolName.MAMBA: tuple(range(slots.numel()))}
         )
 
     def state_slots(self, indices: HybridIndices) -> dict[int, torch.Tensor]:
         """Return the state slots of a span, by their endpoints in pages."""
-        ends = indices.endpoints.get(self._state_pool, ())
+        ends = indices.endpoints.get(PoolName.MAMBA, ())
         return {
             end: slot.view(1)
-            for end, slot in zip(ends, indices.side.get(self._state_pool, NO_SLOTS), strict=True)
+            for end, slot in zip(ends, indices.side.get(PoolName.MAMBA, NO_SLOTS), strict=True)
         }
 
     def split(self, node: Node, end: int) -> Node:

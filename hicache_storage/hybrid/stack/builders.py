@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
 from hicache_storage.hybrid.controller import STOP_SECONDS, HybridCacheController
 from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
-from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
+from hicache_storage.hybrid.radix import HiMambaRadixCache
 from hicache_storage.hybrid.ranks import SingleRank, check_consistent, make_on_all_ranks
 from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
-from hicache_storage.hybrid.stack.config import DSAStackConfig, MambaStackConfig, StackConfig
-from hicache_storage.hybrid.stack.stack import DSAHybridStack, MambaHybridStack, StackPools
+from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS, StackConfig
+from hicache_storage.hybrid.stack.stack import HybridStack, StackPools
 from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.hybrid.storage_io.workers import close_quietly
 from hicache_storage.pools import device_pool, host_pool
@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hicache_storage.hybrid.ranks import RankGroup
-    from hicache_storage.hybrid.stack.stack import HybridStack
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.transfer import Device, Stream
 
 RANK_INVARIANT_FIELDS: Final[tuple[str, ...]] = (
-    "the kind of stack",
+    "pools",
     "page_size",
     "checkpoint_grid",
     "device_tokens",
@@ -52,21 +51,17 @@ RANK_INVARIANT_FIELDS: Final[tuple[str, ...]] = (
     "kv_replicated",
     "storage",
 )
-"""Fields that must be equal on all ranks, as messages name them.
-
-All are compared for every kind of config, so that collectives have the same length on any ranks."""
-
-StackT = TypeVar("StackT", bound="HybridStack")
+"""Values that must be equal on all ranks, as messages name them."""
 
 
-def build_mamba_hybrid_stack(
-    config: MambaStackConfig | Callable[[], MambaStackConfig],
+def build_hybrid_stack(
+    config: StackConfig | Callable[[], StackConfig],
     *,
     storage: HiCacheStorage | None = None,
     rank_group: RankGroup | None = None,
     streams: tuple[Device, Stream] | None = None,
-) -> MambaHybridStack:
-    """Build the cache of a model with attention and recurrent states. A collective.
+) -> HybridStack:
+    """Build the cache of a model. A collective.
 
     A config that one rank refuses, or that differs between ranks where it must not, is refused on
     all of them before memory is allocated.
@@ -90,49 +85,24 @@ def build_mamba_hybrid_stack(
         HiCacheError: as pools, `create_storage` and `HybridCacheController.attach` raise them;
             nothing is open then.
     """
-    return _build(MambaHybridStack, MambaStackConfig, config, storage, rank_group, streams)
-
-
-def build_dsa_hybrid_stack(
-    config: DSAStackConfig | Callable[[], DSAStackConfig],
-    *,
-    storage: HiCacheStorage | None = None,
-    rank_group: RankGroup | None = None,
-    streams: tuple[Device, Stream] | None = None,
-) -> DSAHybridStack:
-    """Build the cache of a model with latent attention and an indexer.
-
-    Otherwise as `build_mamba_hybrid_stack`.
-    """
-    return _build(DSAHybridStack, DSAStackConfig, config, storage, rank_group, streams)
-
-
-def _build(
-    kind: type[StackT],
-    described: type[StackConfig],
-    given: StackConfig | Callable[[], StackConfig],
-    storage: HiCacheStorage | None,
-    rank_group: RankGroup | None,
-    streams: tuple[Device, Stream] | None,
-) -> StackT:
     # `closing` becomes the stack's own; `failing` holds what only a failed build has to undo.
     with ExitStack() as closing, ExitStack() as failing:
         # First: a storage of the caller's is closed whatever fails below.
         if storage is not None:
-            seconds = given.stop_seconds if isinstance(given, StackConfig) else STOP_SECONDS
+            seconds = config.stop_seconds if isinstance(config, StackConfig) else STOP_SECONDS
             failing.callback(close_quietly, storage, seconds, StatsCounter())
         # Without a group there is no way to report a refused config to the other ranks: `parallel`
         # in the config is needed to make the group.
         if rank_group is None:
-            given = _make_config(described, given)
-            rank_group = _make_rank_group(given, closing)
-        config = _agreed_config(described, given, storage, rank_group, streams)
-        host_slots = _host_slots(config, rank_group)
+            config = _make_config(config)
+            rank_group = _make_rank_group(config, closing)
+        agreed = _agreed_config(config, storage, rank_group, streams)
+        host_slots = _host_slots(agreed, rank_group)
         pools = make_on_all_ranks(
-            rank_group, "pools", lambda: _make_pools(config, host_slots, streams, closing)
+            rank_group, "pools", lambda: _make_pools(agreed, host_slots, streams, closing)
         )
-        stack = kind(config, pools, *_make_caches(config, pools, rank_group, closing), rank_group)
-        wanted = config.storage if storage is None else storage
+        stack = HybridStack(agreed, pools, *_make_caches(agreed, pools, rank_group, closing))
+        wanted = agreed.storage if storage is None else storage
         if wanted is not None:
             stack.attach(wanted)
         failing.pop_all()
@@ -140,17 +110,14 @@ def _build(
     return stack
 
 
-def _make_config(
-    described: type[StackConfig], given: StackConfig | Callable[[], StackConfig]
-) -> StackConfig:
-    config = given if isinstance(given, StackConfig) else given()
-    if not isinstance(config, described):
-        raise ConfigError(f"config must be a {described.__name__}, got {type(config).__name__}")
+def _make_config(given: StackConfig | Callable[[], StackConfig]) -> StackConfig:
+    config: object = given() if callable(given) else given
+    if not isinstance(config, StackConfig):
+        raise ConfigError(f"config must be a StackConfig, got {type(config).__name__}")
     return config
 
 
 def _agreed_config(
-    described: type[StackConfig],
     given: StackConfig | Callable[[], StackConfig],
     storage: HiCacheStorage | None,
     rank_group: RankGroup,
@@ -161,7 +128,7 @@ def _agreed_config(
     config, refusal = None, None
     values: Mapping[str, object] = dict.fromkeys(RANK_INVARIANT_FIELDS)
     try:
-        config = _make_config(described, given)
+        config = _make_config(given)
         _check(config, storage, streams)
         values = rank_invariant_values(config, storage)
     except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks know
@@ -251,15 +218,10 @@ def _make_caches(
         stop_seconds=config.stop_seconds,
     )
     closing.callback(controller.close)
-    rules = RadixCacheConfig(
-        page_size=config.page_size,
-        checkpoint_grid=config.checkpoint_grid,
-        write_policy=config.write_policy,
-        bigram=config.bigram,
+    cache = HiMambaRadixCache(
+        controller, checkpoint_grid=config.checkpoint_grid, write_policy=config.write_policy
     )
-    return controller, HiMambaRadixCache(
-        rules, controller, pools.device_pools[PoolName.KV], pools.device_pools.get(PoolName.MAMBA)
-    )
+    return controller, cache
 
 
 def rank_invariant_values(config: StackConfig, storage: HiCacheStorage | None) -> dict[str, object]:
@@ -268,25 +230,23 @@ def rank_invariant_values(config: StackConfig, storage: HiCacheStorage | None) -
     Host pools whose size is given as memory get as many slots as fit on every rank. All other
     numbers of slots are those of an engine's tables, so they are compared and never reduced.
     """
-    values: dict[str, object] = {
-        name: getattr(config, name, None) for name in RANK_INVARIANT_FIELDS
-    }
-    values["the kind of stack"] = type(config).__name__
-    values["kv_replicated"] = config.identity("any").kv_replicated
-    values["storage"] = _storage_identity(config, storage)
-    values |= {
-        name: "memory" for name in ("host_tokens", "host_states") if isinstance(values[name], str)
-    }
-    return values
-
-
-def _storage_identity(config: StackConfig, storage: HiCacheStorage | None) -> object:
-    """Return the identity of the storage.
-
-    None for none, since attaching is a collective.
-    """
     named = config.storage if storage is None else storage.identity
-    return named and (named.model, named.revision, named.tenant, named.adapter, named.salt)
+    derived: dict[str, object] = {
+        # Not their geometries: stages of a pipeline have different layers.
+        "pools": sorted(config.pools),
+        "kv_replicated": config.attention.replicated,
+        # None for none, since attaching is a collective.
+        "storage": named and (named.model, *(getattr(named, name) for name in OPERATOR_FIELDS)),
+    }
+    derived |= {
+        name: "memory"
+        for name in ("host_tokens", "host_states")
+        if isinstance(getattr(config, name), str)
+    }
+    return {
+        name: derived[name] if name in derived else getattr(config, name)
+        for name in RANK_INVARIANT_FIELDS
+    }
 
 
 def build_pools(

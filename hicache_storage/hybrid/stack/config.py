@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import NoneType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
@@ -26,6 +25,8 @@ ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
 FALLBACK_LAYOUT = "page_first"
 """Layout of a side pool that does not support the layout of KV."""
+OPERATOR_FIELDS = ("revision", "tenant", "adapter", "salt")
+"""Texts of an identity that a `StorageConfig` has as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +59,19 @@ class StorageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackConfig(ABC):
-    """Common fields of `MambaStackConfig` and `DSAStackConfig`.
+class StackConfig:
+    """A model's kinds of state, and the sizes, policies and storage of its cache.
 
     Raises:
         ConfigError: a field is out of range, or contradicts another; the message names it and a
             fix.
     """
 
+    attention: AttentionGeometry | MLAGeometry
+    mamba: MambaGeometry | None = None
+    """Layers with recurrent states; None for a model without them."""
+    indexer: IndexerGeometry | None = None
+    """Keys that sparse attention selects tokens by, in the slots of KV; None for none."""
     page_size: int
     """Tokens per page."""
     device_tokens: int
@@ -74,6 +80,15 @@ class StackConfig(ABC):
     """KV slots on the host, whole pages; or memory such as "64GiB".
 
     The memory is for KV and the pools in its slots.
+    """
+    device_states: int = 0
+    """State slots on the device: two for each request that runs, and those that are kept."""
+    host_states: int | str = 0
+    """State slots on the host, or the memory for them, such as "16GiB"."""
+    checkpoint_interval: int = 256
+    """Tokens between the states that are kept.
+
+    The grid is the least common multiple with the page and the state chunk.
     """
     layout: str = "page_first"
     """Layout of KV on the host; side pools have the same, or `page_first` if they lack it."""
@@ -86,7 +101,7 @@ class StackConfig(ABC):
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     prefetch: PrefetchRules = field(default_factory=PrefetchRules)
     bigram: bool = False
-    """Whether page keys are of pairs of tokens, as for EAGLE; see `RadixCacheConfig`."""
+    """Whether page keys are of pairs of tokens, as for EAGLE; see `HybridCacheController`."""
     storage: StorageConfig | None = None
     """Attached when the stack is built; None for none yet."""
     storage_call_seconds: float = 30.0
@@ -97,7 +112,7 @@ class StackConfig(ABC):
     """Time that closing waits for each thread that calls the storage."""
 
     def __post_init__(self) -> None:
-        for name, kind in self._kinds().items():
+        for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(
                     f"{name} must be {_kind_names(kind)}, got {getattr(self, name)!r:.80}"
@@ -109,17 +124,23 @@ class StackConfig(ABC):
             # Not `<= 0`, which is false for NaN.
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        # In this order: sizes in bytes need a page size, and the model's checks need both.
+        # In this order: sizes in bytes need a page size.
         self._check_choices()
         _check_count("page_size", self.page_size)
         _check_pages("device_tokens", self.device_tokens, self.page_size)
-        _slots_in("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
-        self._check_model()
+        self.slots_of(PoolName.KV)
+        self._check_states()
+        self._check_indexer()
 
     @property
-    @abstractmethod
     def pools(self) -> dict[PoolName, PoolGeometry]:
         """Geometry of each pool."""
+        found = {
+            PoolName.KV: self.attention,
+            PoolName.MAMBA: self.mamba,
+            PoolName.INDEXER: self.indexer,
+        }
+        return {name: geometry for name, geometry in found.items() if geometry is not None}
 
     @property
     def checkpoint_grid(self) -> int | None:
@@ -127,11 +148,19 @@ class StackConfig(ABC):
 
         None for a model without states.
         """
-        return None
+        if self.mamba is None:
+            return None
+        return checkpoint_grid(self.page_size, self.mamba.state_chunk, self.checkpoint_interval)
 
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
         """Return a pool's slots on the device, on the host, and of a page."""
-        on_host = _slots_in("host_tokens", self.host_tokens, self.page_size, self._kv_page_bytes())
+        if pool == PoolName.MAMBA and self.mamba is not None:
+            page_bytes = self.mamba.page_bytes(1)
+            return self.device_states, _slots_in("host_states", self.host_states, 1, page_bytes), 1
+        # The indexer lies in the slots of KV: `host_tokens` as memory pays for both.
+        in_kv_slots = filter(None, (self.attention, self.indexer))
+        page_bytes = sum(geometry.page_bytes(self.page_size) for geometry in in_kv_slots)
+        on_host = _slots_in("host_tokens", self.host_tokens, self.page_size, page_bytes)
         return self.device_tokens, on_host, self.page_size
 
     def is_sized_by_memory(self, pool: PoolName) -> bool:
@@ -139,59 +168,31 @@ class StackConfig(ABC):
 
         Its number of slots then depends on this rank's layers.
         """
-        return isinstance(self.host_tokens, str)
+        return isinstance(self.host_states if pool == PoolName.MAMBA else self.host_tokens, str)
 
     def layout_of(self, pool: PoolName) -> str:
         """Return a pool's layout on the host."""
         return self.layout if self.layout in self.pools[pool].layouts else FALLBACK_LAYOUT
 
-    def identity(
-        self,
-        model: str,
-        *,
-        kv_dtype: str | None = None,
-        revision: str = "",
-        tenant: str = "",
-        adapter: str = "",
-        salt: str = "",
-    ) -> StorageIdentity:
-        """Return the identity for a storage that is not made from a `StorageConfig`."""
-        attention = self._attention()
+    def identity(self, model: str, *, kv_dtype: str | None = None, **texts: str) -> StorageIdentity:
+        """Return the identity for a storage that is not made from a `StorageConfig`.
+
+        Args:
+            model: name chosen by the operator.
+            kv_dtype: where the pool does not say it.
+            texts: `revision`, `tenant`, `adapter` and `salt`.
+        """
         base = StorageIdentity(
             model=model,
-            kv_dtype=kv_dtype or attention.element_type,
+            kv_dtype=kv_dtype or self.attention.element_type,
             page_size=self.page_size,
             layout=self.layout,
-            revision=revision,
-            tenant=tenant,
-            adapter=adapter,
-            salt=salt,
-            kv_replicated=attention.replicated,
+            kv_replicated=self.attention.replicated,
         )
-        return self.parallel.identity(base)
-
-    @abstractmethod
-    def _attention(self) -> AttentionGeometry | MLAGeometry:
-        """Return the geometry of KV."""
-
-    @abstractmethod
-    def _check_model(self) -> None:
-        """Check the fields of the model against each other."""
-
-    def _kinds(self) -> dict[str, tuple[type, ...]]:
-        """Return the types of the fields that are configurations themselves."""
-        return {
-            "parallel": (ParallelConfig,),
-            "prefetch": (PrefetchRules,),
-            "storage": (StorageConfig, NoneType),
-        }
-
-    def _kv_page_bytes(self) -> int:
-        """Return the bytes of a page of KV and of the pools in its slots."""
-        return self._attention().page_bytes(self.page_size)
+        return self.parallel.identity(replace(base, **texts))
 
     def _check_choices(self) -> None:
-        layouts = self._attention().layouts
+        layouts = self.attention.layouts
         if self.layout not in layouts:
             raise ConfigError(f"layout must be one of {', '.join(layouts)}; got {self.layout!r}")
         try:
@@ -203,102 +204,40 @@ class StackConfig(ABC):
         if kind not in ("cuda", "cpu"):
             raise ConfigError(f"device must be of kind cuda or cpu, got {self.device!r}")
 
-
-@dataclass(frozen=True, kw_only=True)
-class MambaStackConfig(StackConfig):
-    """A model with attention layers and layers with recurrent states.
-
-    Raises:
-        ConfigError: a field is out of range, or contradicts another; the message names it and a
-            fix.
-    """
-
-    attention: AttentionGeometry | MLAGeometry
-    mamba: MambaGeometry
-    device_states: int
-    """State slots on the device: two for each request that runs, and those that are kept."""
-    host_states: int | str
-    """State slots on the host, or the memory for them, such as "16GiB"."""
-    checkpoint_interval: int = 256
-    """Tokens between the states that are kept.
-
-    The grid is the least common multiple with the page and the state chunk.
-    """
-
-    @property
-    def pools(self) -> dict[PoolName, PoolGeometry]:
-        return {PoolName.KV: self.attention, PoolName.MAMBA: self.mamba}
-
-    @property
-    def checkpoint_grid(self) -> int:
-        return checkpoint_grid(self.page_size, self.mamba.state_chunk, self.checkpoint_interval)
-
-    def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
-        if pool != PoolName.MAMBA:
-            return super().slots_of(pool)
-        return (
-            self.device_states,
-            _slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1)),
-            1,
-        )
-
-    def is_sized_by_memory(self, pool: PoolName) -> bool:
-        return isinstance(self.host_states if pool == PoolName.MAMBA else self.host_tokens, str)
-
-    def _attention(self) -> AttentionGeometry | MLAGeometry:
-        return self.attention
-
-    def _kinds(self) -> dict[str, tuple[type, ...]]:
-        return {
-            **super()._kinds(),
-            "attention": (AttentionGeometry, MLAGeometry),
-            "mamba": (MambaGeometry,),
-        }
-
-    def _check_model(self) -> None:
+    def _check_states(self) -> None:
+        if self.mamba is None:
+            for name in ("device_states", "host_states"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} is given without mamba, whose slots it counts")
+            return
         _check_count("device_states", self.device_states)
         _check_count("checkpoint_interval", self.checkpoint_interval)
-        _slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1))
+        self.slots_of(PoolName.MAMBA)
         both = sorted(set(self.attention.layers) & set(self.mamba.layers))
         if both:
             raise ConfigError(
                 f"mamba.layers and attention.layers both have {both}; a layer is of one kind"
             )
 
-
-@dataclass(frozen=True, kw_only=True)
-class DSAStackConfig(StackConfig):
-    """A model with sparse attention: latent attention with an indexer, no states.
-
-    Raises:
-        ConfigError: a field is out of range, or contradicts another; the message names it and a
-            fix.
-    """
-
-    attention: MLAGeometry
-    indexer: IndexerGeometry
-
-    @property
-    def pools(self) -> dict[PoolName, PoolGeometry]:
-        return {PoolName.KV: self.attention, PoolName.INDEXER: self.indexer}
-
-    def _attention(self) -> MLAGeometry:
-        return self.attention
-
-    def _kv_page_bytes(self) -> int:
-        # The indexer lies in the slots of KV: `host_tokens` as memory pays for both.
-        return self.attention.page_bytes(self.page_size) + self.indexer.page_bytes(self.page_size)
-
-    def _kinds(self) -> dict[str, tuple[type, ...]]:
-        return {**super()._kinds(), "attention": (MLAGeometry,), "indexer": (IndexerGeometry,)}
-
-    def _check_model(self) -> None:
-        others = sorted(set(self.indexer.layers) - set(self.attention.layers))
+    def _check_indexer(self) -> None:
+        layers = () if self.indexer is None else self.indexer.layers
+        others = sorted(set(layers) - set(self.attention.layers))
         if others:
             raise ConfigError(
                 f"indexer.layers has {others}, which attention.layers has not; an indexer selects "
                 "for attention"
             )
+
+
+_KINDS: Final[dict[str, tuple[type, ...]]] = {
+    "attention": (AttentionGeometry, MLAGeometry),
+    "mamba": (MambaGeometry, NoneType),
+    "indexer": (IndexerGeometry, NoneType),
+    "parallel": (ParallelConfig,),
+    "prefetch": (PrefetchRules,),
+    "storage": (StorageConfig, NoneType),
+}
+"""Types of the fields that are configurations themselves."""
 
 
 def _kind_names(kinds: tuple[type, ...]) -> str:

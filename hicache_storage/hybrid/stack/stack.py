@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 from hicache_storage.hybrid.ranks import make_on_all_ranks
+from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS
 from hicache_storage.hybrid.storage_io.workers import StorageAttachedError
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import ConfigError, HiCacheStorage, PoolName
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.controller import HybridCacheController
     from hicache_storage.hybrid.pools import HostPoolGroup
     from hicache_storage.hybrid.radix import HiMambaRadixCache
-    from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
     from hicache_storage.pools import (
         DevicePoolBase,
@@ -47,7 +47,7 @@ class StackPools:
 class HybridStack:
     """Cache on three tiers. To be closed.
 
-    Made by `build_mamba_hybrid_stack` or `build_dsa_hybrid_stack`.
+    Made by `build_hybrid_stack`.
     Called by one thread, the scheduler's; with several ranks in the same order on each.
     """
 
@@ -57,7 +57,6 @@ class HybridStack:
         pools: StackPools,
         controller: HybridCacheController,
         cache: HiMambaRadixCache,
-        rank_group: RankGroup,
     ) -> None:
         self.config = config
         self.controller = controller
@@ -68,8 +67,21 @@ class HybridStack:
         self.host_pools = pools.host_pools
         self.compute = pools.compute
         """The stream whose kernels read and write the device pools."""
-        self._rank_group = rank_group
+        self._rank_group = controller.rank_group
         self._closing = ExitStack()
+
+    @property
+    def kv(self) -> MHADevicePool | MLADevicePool:
+        """KV on the device, as `config.attention` describes it."""
+        return cast("MHADevicePool | MLADevicePool", self.device_pools[PoolName.KV])
+
+    @property
+    def states(self) -> MambaDevicePool | None:
+        """States on the device, of running requests and of cached prefixes.
+
+        None for a model without them.
+        """
+        return cast("MambaDevicePool | None", self.device_pools.get(PoolName.MAMBA))
 
     def __enter__(self) -> Self:
         return self
@@ -147,29 +159,6 @@ class HybridStack:
         self._closing.close()
 
 
-class MambaHybridStack(HybridStack):
-    """The cache of a model with attention and recurrent states."""
-
-    @property
-    def kv(self) -> MHADevicePool | MLADevicePool:
-        """KV on the device, as `config.attention` describes it."""
-        return cast("MHADevicePool | MLADevicePool", self.device_pools[PoolName.KV])
-
-    @property
-    def states(self) -> MambaDevicePool:
-        """States on the device: of running requests, and of cached prefixes."""
-        return cast("MambaDevicePool", self.device_pools[PoolName.MAMBA])
-
-
-class DSAHybridStack(HybridStack):
-    """The cache of a model with latent attention and an indexer."""
-
-    @property
-    def kv(self) -> MLADevicePool:
-        """Latent rows on the device."""
-        return cast("MLADevicePool", self.device_pools[PoolName.KV])
-
-
 def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) -> HiCacheStorage:
     """Make a storage from its description, or check the identity of the caller's own.
 
@@ -183,10 +172,7 @@ def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) 
     identity = config.identity(
         storage.model,
         kv_dtype=storage.kv_dtype,
-        revision=storage.revision,
-        tenant=storage.tenant,
-        adapter=storage.adapter,
-        salt=storage.salt,
+        **{name: getattr(storage, name) for name in OPERATOR_FIELDS},
     )
     return create_storage(storage.driver, identity, storage.options, options=storage.layers)
 

@@ -8,7 +8,6 @@ import torch
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import (
     HiMambaRadixCache,
-    RadixCacheConfig,
     StalePrefixError,
     checkpoint_grid,
 )
@@ -291,22 +290,11 @@ def test_states_of_a_model_without_them_are_refused(make_world):
         world.cache.insert(LONG[:8], torch.arange(8), {8: 0})
 
 
-@pytest.mark.parametrize(
-    ("config", "pools", "error", "message"),
-    [
-        ({}, (KV, MAMBA), InvalidTransferError, "give both, or neither"),
-        ({"checkpoint_grid": 8}, (KV,), InvalidTransferError, "give both, or neither"),
-        ({"page_size": 8}, (KV,), InvalidTransferError, "pages of 4 slots, the cache of 8"),
-        ({"bigram": True}, (KV,), ConfigError, "bigram is True in the cache's config and False in"),
-    ],
-)
-def test_what_does_not_fit_the_model_is_refused(stack, config, pools, error, message):
-    with pytest.raises(error, match=message):
-        HiMambaRadixCache(
-            RadixCacheConfig(**{"page_size": 4, **config}),
-            stack.controller,
-            *(stack.device[name] for name in pools),
-        )
+@pytest.mark.parametrize(("states", "grid"), [(8, None), (0, 8), (8, 6), (8, 0)])
+def test_a_grid_that_does_not_fit_the_model_is_refused(make_stack, states, grid):
+    stack = make_stack(states=states)
+    with pytest.raises(ConfigError, match=f"checkpoint_grid .* {grid}"):
+        HiMambaRadixCache(stack.controller, checkpoint_grid=grid)
 
 
 def test_a_grid_is_where_page_chunk_and_interval_meet():
@@ -314,22 +302,12 @@ def test_a_grid_is_where_page_chunk_and_interval_meet():
     assert checkpoint_grid(64, 48, 256) == 768
     with pytest.raises(ConfigError, match="state_chunk must be at least 1"):
         checkpoint_grid(64, 0, 256)
-    with pytest.raises(ConfigError, match="multiple of the page size 64"):
-        RadixCacheConfig(page_size=64, checkpoint_grid=96)
-    with pytest.raises(ConfigError, match="page_size"):
-        RadixCacheConfig(page_size=0)
 
 
-def test_the_last_sampled_token_is_not_committed():
-    hybrid, plain = (
-        RadixCacheConfig(page_size=64, checkpoint_grid=256),
-        RadixCacheConfig(page_size=64),
-    )
-    assert [hybrid.committed_length(length) for length in (0, 1, 256, 257, 2048)] == [
-        0,
-        0,
-        0,
-        256,
-        1792,
-    ]
-    assert [plain.committed_length(length) for length in (64, 65, 2048)] == [0, 64, 1984]
+@pytest.mark.parametrize(
+    ("grid", "lengths"),
+    [(4, {0: 0, 1: 0, 4: 0, 5: 4, 20: 16}), (None, {2: 0, 3: 2, 20: 18})],
+)
+def test_the_last_sampled_token_is_not_committed(make_world, grid, lengths):
+    cache = make_world(grid=grid).cache
+    assert {length: cache.committed_length(length) for length in lengths} == lengths

@@ -12,7 +12,7 @@ import torch
 
 from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import WritePolicy
-from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
+from hicache_storage.hybrid.radix import HiMambaRadixCache
 from hicache_storage.hybrid.radix.tree import SlotKind
 from hicache_storage.spec import PoolName
 from tests.support.waiting import eventually
@@ -72,11 +72,10 @@ class World:
     of the state after it."""
 
     def __post_init__(self):
-        config = RadixCacheConfig(
-            page_size=self.page, checkpoint_grid=self.grid, write_policy=self.policy
+        self.cache = HiMambaRadixCache(
+            self.controller, checkpoint_grid=self.grid, write_policy=self.policy
         )
         self.kv_slots, self.state_slots = self.controller.kv_slots, self.controller.state_slots
-        self.cache = HiMambaRadixCache(config, self.controller, self.kv_slots, self.state_slots)
         self.device = self.controller.device_memory
 
     def state_value(self, tokens):
@@ -142,7 +141,7 @@ class World:
         """End a request; what can be used again goes to the cache. Returns how many tokens that
         is."""
         self.running.remove(request)
-        length = self.cache.config.committed_length(len(request.tokens))
+        length = self.cache.committed_length(len(request.tokens))
         states = {}
         if length and request.state is not None:
             self.device[MAMBA][request.state] = self.state_value(request.tokens[:length])
