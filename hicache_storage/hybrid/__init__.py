@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         RankGroup,
         RankGroupError,
         SingleRank,
+        TorchRankGroup,
     )
-    from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
     from hicache_storage.hybrid.stack import (
         AttentionGeometry,
         HybridStack,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         StorageConfig,
         build_hybrid_stack,
     )
-    from hicache_storage.hybrid.stats import ControllerStats
     from hicache_storage.hybrid.storage_io.backups import BackupResult
+    from hicache_storage.hybrid.storage_io.calls import ControllerStats
     from hicache_storage.hybrid.storage_io.prefetch import (
         PrefetchOperation,
         PrefetchOutcome,
@@ -85,12 +85,18 @@ _MODULES = {
     "hashing": ("namespace_seed", "page_hashes"),
     "policies": ("PrefetchPolicy", "PrefetchRules", "PrefetchTimeout", "WritePolicy"),
     "pools": ("HostPoolGroup", "HybridIndices", "PoolEntry"),
-    "ranks": ("OtherRankError", "ParallelConfig", "RankGroup", "RankGroupError", "SingleRank"),
-    "stats": ("ControllerStats",),
+    "ranks": (
+        "OtherRankError",
+        "ParallelConfig",
+        "RankGroup",
+        "RankGroupError",
+        "SingleRank",
+        "TorchRankGroup",
+    ),
     "storage_io.backups": ("BackupResult",),
+    "storage_io.calls": ("ControllerStats",),
     "storage_io.prefetch": ("PrefetchOperation", "PrefetchOutcome", "PrefetchResult"),
     "storage_io.workers": ("StorageAttachedError",),
-    "ranks.torch_group": ("TorchRankGroup",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

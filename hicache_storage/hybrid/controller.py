@@ -10,8 +10,8 @@ from hicache_storage.hybrid.copies import CacheOperation, CopyQueue, LoadProgres
 from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import PrefetchRules
 from hicache_storage.hybrid.ranks import ParallelConfig, SingleRank, check_consistent
-from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.hybrid.storage_io.backups import StorageBackups
+from hicache_storage.hybrid.storage_io.calls import StatsCounter
 from hicache_storage.hybrid.storage_io.prefetch import Prefetcher
 from hicache_storage.hybrid.storage_io.workers import (
     StorageAttachedError,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolTier
     from hicache_storage.hybrid.ranks import RankGroup
-    from hicache_storage.hybrid.stats import ControllerStats
     from hicache_storage.hybrid.storage_io.backups import BackupResult
+    from hicache_storage.hybrid.storage_io.calls import ControllerStats
     from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation, PrefetchResult
     from hicache_storage.spec import HiCacheStorage, PoolName
     from hicache_storage.transfer import PageTransfers

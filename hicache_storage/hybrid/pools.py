@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicache_storage.hybrid.ranks import RankGroup
+    from hicache_storage.pools import HostPoolBase, SlotAllocator
     from hicache_storage.transfer import HostSlots
     from hicache_storage.transfer.host_slots import Completion
 
@@ -111,26 +112,6 @@ class HybridIndices:
         return cls(anchor, {name: torch.cat(rows) for name, rows in slots.items()}, ends)
 
 
-class HostMemory(Protocol):
-    """Host pool, as far as the group uses it."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-
-class DeviceSlots(HostMemory, Protocol):
-    """Slot allocator of a device pool: slots are int64 on the CPU, in whole pages."""
-
-    def alloc(self, count: int) -> torch.Tensor | None: ...
-
-    def free(self, indices: torch.Tensor) -> int: ...
-
-    def available_size(self) -> int: ...
-
-
 class PoolTier:
     """Slots of several pools on the device or on the host, taken and freed together.
 
@@ -140,7 +121,7 @@ class PoolTier:
         pools: by name; those whose slots derive from another's are left out.
     """
 
-    def __init__(self, pools: Mapping[PoolName, DeviceSlots | HostSlots]) -> None:
+    def __init__(self, pools: Mapping[PoolName, SlotAllocator | HostSlots]) -> None:
         self._pools = {name: pools[name] for name in sorted(pools)}
         self._evictors: dict[PoolName, Callable[[int], object]] = {}
 
@@ -241,14 +222,12 @@ class PoolEntry:
 
     name: PoolName
     """The pool; a plain string is converted."""
-    host_pool: HostMemory
+    host_pool: HostPoolBase
     """Registered with the storage under the name."""
     host_slots: HostSlots
     """Allocates the host pool: of the engine that copies between the two."""
-    device_pool: DeviceSlots | None = None
+    device_pool: SlotAllocator | None = None
     """Allocates device slots; None where the indices derive from another pool's."""
-    is_primary_index_anchor: bool = False
-    """Tokens are counted in this pool's slots; of one entry in a group."""
     indices_from_pool: PoolName | None = None
     """The pool whose slots are this one's too, page for page: an indexer beside KV."""
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
@@ -278,11 +257,11 @@ class PoolEntry:
 
 
 class HostPoolGroup:
-    """All pools, allocated and freed together.
+    """All pools, allocated and freed together. Tokens are counted in the slots of KV, the anchor.
 
     Raises:
-        InvalidPoolError: there is not exactly one anchor, a name is used twice, or entries do not
-            fit each other.
+        InvalidPoolError: there is no pool of KV, a name is used twice, or entries do not fit each
+            other.
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
@@ -295,12 +274,9 @@ class HostPoolGroup:
             raise InvalidPoolError(
                 f"pool names must differ, got {', '.join(entry.name for entry in ordered)}"
             )
-        anchors = [entry for entry in ordered if entry.is_primary_index_anchor]
-        if len(anchors) != 1:
-            raise InvalidPoolError(
-                f"is_primary_index_anchor must be set for one pool, is for {len(anchors)}"
-            )
-        self.anchor = anchors[0]
+        if PoolName.KV not in self.entries:
+            raise InvalidPoolError("one of the pools must be 'kv', in whose slots tokens count")
+        self.anchor = self.entries[PoolName.KV]
         for entry in ordered:
             _check(entry, self.entries)
         self.page_size = self.anchor.host_pool.page_size
@@ -420,11 +396,11 @@ def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
             f"{entry.name!r}: hit_policy must be all_pages, or trailing_pages with window_pages "
             f"from 1 on; got {entry.hit_policy}, {entry.window_pages}"
         )
-    if entry.is_primary_index_anchor and (
+    if entry.name == PoolName.KV and (
         not _owns(entry) or entry.hit_policy is not PoolHitPolicy.ALL_PAGES
     ):
         raise InvalidPoolError(
-            f"{entry.name!r}: the anchor has slots of its own and needs all pages"
+            f"{entry.name!r} must have slots of its own and need all pages"
         )
     if _owns(entry):
         if entry.device_pool is None:

@@ -72,7 +72,7 @@ class Stack:
         self.device = {name: pair.device_pool for name, pair in pairs.items()}
         self.host = {name: pair.host_pool for name, pair in pairs.items()}
         fields = {
-            KV: {"is_primary_index_anchor": True},
+            KV: {},
             INDEXER: {"indices_from_pool": KV, "device_pool": None},
             MAMBA: {"hit_policy": PoolHitPolicy.TRAILING_PAGES},
         }

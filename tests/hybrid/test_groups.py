@@ -185,18 +185,14 @@ def entry(name, pool=None, **fields):
     return PoolEntry(name=name, host_pool=pool, host_slots=slots, **fields)
 
 
-KV_ENTRY = {"name": "kv", "is_primary_index_anchor": True}
+KV_ENTRY = {"name": "kv"}
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([], "set for one pool, is for 0"),
-        ([{"name": "kv"}], "set for one pool, is for 0"),
-        (
-            [KV_ENTRY, {"name": "swa", "is_primary_index_anchor": True}],
-            "set for one pool, is for 2",
-        ),
+        ([], "one of the pools must be 'kv'"),
+        ([{"name": "swa"}], "one of the pools must be 'kv'"),
         ([KV_ENTRY, {"name": "kv"}], "names must differ"),
         ([KV_ENTRY, {"name": "swa", "device_pool": None}], "'swa': device_pool is missing"),
         ([KV_ENTRY, {"name": "swa", "hit_policy": "block_groups"}], "'swa': hit_policy must be"),
@@ -204,7 +200,7 @@ KV_ENTRY = {"name": "kv", "is_primary_index_anchor": True}
             [KV_ENTRY, {"name": "swa", "hit_policy": "trailing_pages", "window_pages": 0}],
             "'swa': hit_policy must be",
         ),
-        ([{**KV_ENTRY, "hit_policy": "trailing_pages"}], "'kv': the anchor"),
+        ([{**KV_ENTRY, "hit_policy": "trailing_pages"}], "'kv' must have slots of its own"),
         (
             [KV_ENTRY, {"name": "indexer", "indices_from_pool": "swa"}],
             "'indexer': indices_from_pool names 'swa'",

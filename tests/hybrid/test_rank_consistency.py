@@ -16,7 +16,7 @@ from hicache_storage.hybrid import (
     StorageConfig,
     build_hybrid_stack,
 )
-from hicache_storage.hybrid.ranks.group import (
+from hicache_storage.hybrid.ranks import (
     MAX_EXACT_NUMBER,
     check_consistent,
     make_on_all_ranks,

@@ -21,7 +21,7 @@ from hicache_metadata_server.core.tenants import Quota, Quotas
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.storage.store import MemoryStore
 from hicache_storage.hybrid import page_hashes
-from hicache_storage.hybrid.stats import ControllerStats
+from hicache_storage.hybrid.storage_io.calls import ControllerStats
 from hicache_storage.layers import MetricsLayer, StorageOptions, wrap
 from hicache_storage.observability.metric import Metric, MetricKind
 from hicache_storage.observability.metric_defs import (

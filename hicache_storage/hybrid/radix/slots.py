@@ -16,8 +16,8 @@ from hicache_storage.spec import PoolName
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from hicache_storage.hybrid.pools import DeviceSlots
     from hicache_storage.hybrid.radix.tree import HeldSlots, Node, RadixTree, Units
+    from hicache_storage.pools import SlotAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class SlotOwnership:
     def __init__(
         self,
         tree: RadixTree,
-        device_pools: Mapping[SlotKind, DeviceSlots],
+        device_pools: Mapping[SlotKind, SlotAllocator],
         free_host: Callable[[HybridIndices], None],
     ) -> None:
         self.device = {

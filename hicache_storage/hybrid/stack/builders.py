@@ -11,11 +11,15 @@ import torch.distributed as dist
 from hicache_storage.hybrid.controller import STOP_SECONDS, HybridCacheController
 from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
 from hicache_storage.hybrid.radix import HiMambaRadixCache
-from hicache_storage.hybrid.ranks import SingleRank, check_consistent, make_on_all_ranks
-from hicache_storage.hybrid.ranks.torch_group import TorchRankGroup
+from hicache_storage.hybrid.ranks import (
+    SingleRank,
+    TorchRankGroup,
+    check_consistent,
+    make_on_all_ranks,
+)
 from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS, StackConfig
 from hicache_storage.hybrid.stack.stack import HybridStack, StackPools
-from hicache_storage.hybrid.stats import StatsCounter
+from hicache_storage.hybrid.storage_io.calls import StatsCounter
 from hicache_storage.hybrid.storage_io.workers import close_quietly
 from hicache_storage.pools import device_pool, host_pool
 from hicache_storage.spec import ConfigError, PoolHitPolicy, PoolName
@@ -295,7 +299,6 @@ def _make_entry(
         host_pool=host_pool,
         device_pool=None if derived else device_pool,
         host_slots=transfers.host_slots[name],
-        is_primary_index_anchor=name is PoolName.KV,
         indices_from_pool=PoolName.KV if derived else None,
         hit_policy=PoolHitPolicy.TRAILING_PAGES
         if name is PoolName.MAMBA

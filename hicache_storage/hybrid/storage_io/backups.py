@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolEntry
     from hicache_storage.hybrid.ranks import RankGroup
-    from hicache_storage.hybrid.stats import StatsCounter
-    from hicache_storage.hybrid.storage_io.calls import StorageCalls
+    from hicache_storage.hybrid.storage_io.calls import StatsCounter, StorageCalls
     from hicache_storage.hybrid.storage_io.workers import StorageLink
     from hicache_storage.spec import PoolName, PoolTransfer
 

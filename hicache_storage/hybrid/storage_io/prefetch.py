@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.policies import PrefetchRules
     from hicache_storage.hybrid.pools import HostPoolGroup
     from hicache_storage.hybrid.ranks import RankGroup
-    from hicache_storage.hybrid.stats import StatsCounter
+    from hicache_storage.hybrid.storage_io.calls import StatsCounter
     from hicache_storage.hybrid.storage_io.workers import Job, StorageLink
     from hicache_storage.spec import PoolName
 

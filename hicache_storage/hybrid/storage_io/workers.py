@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicache_storage.hybrid.pools import HostPoolGroup
-    from hicache_storage.hybrid.stats import StatsCounter
+    from hicache_storage.hybrid.storage_io.calls import StatsCounter
     from hicache_storage.objects.thread_pool import Task
     from hicache_storage.spec import HiCacheStorage
 
