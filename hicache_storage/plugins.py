@@ -18,8 +18,7 @@ import pluggy
 
 from hicache_storage import hookspecs
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP, PROJECT, DriverSpec
-from hicache_storage.layers.options import StorageOptions
-from hicache_storage.layers.stack import wrap
+from hicache_storage.layers.stack import StorageOptions, wrap
 from hicache_storage.spec import (
     DriverConfig,
     DriverConflictError,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from hicache_storage.layers.options import StorageOptions
+from hicache_storage.layers.stack import StorageOptions
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 

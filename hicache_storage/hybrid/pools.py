@@ -399,9 +399,7 @@ def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
     if entry.name == PoolName.KV and (
         not _owns(entry) or entry.hit_policy is not PoolHitPolicy.ALL_PAGES
     ):
-        raise InvalidPoolError(
-            f"{entry.name!r} must have slots of its own and need all pages"
-        )
+        raise InvalidPoolError(f"{entry.name!r} must have slots of its own and need all pages")
     if _owns(entry):
         if entry.device_pool is None:
             raise InvalidPoolError(

@@ -4,8 +4,7 @@ from hicache_storage.layers.base import StorageLayer, innermost
 from hicache_storage.layers.breaker import BreakerState, CircuitBreaker, CircuitBreakerLayer
 from hicache_storage.layers.deadline import DeadlineLayer
 from hicache_storage.layers.metrics import MetricsLayer
-from hicache_storage.layers.options import StorageOptions
-from hicache_storage.layers.stack import wrap
+from hicache_storage.layers.stack import StorageOptions, wrap
 
 __all__ = [
     "BreakerState",

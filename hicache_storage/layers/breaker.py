@@ -11,29 +11,18 @@ import threading
 import time
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.miss import MissAnsweringLayer
+from hicache_storage.layers.guarded import GuardedLayer
 from hicache_storage.objects.lifecycle import begin_in_children
-from hicache_storage.spec import (
-    FaultScope,
-    PoolName,
-    StorageClosedError,
-    StorageUnavailableError,
-)
+from hicache_storage.spec import FaultScope, StorageClosedError, StorageUnavailableError
 from hicache_storage.spec.calls import check_info
 from hicache_storage.spec.stats import BREAKERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from hicache_storage.spec import (
-        HiCacheStorage,
-        HiCacheStorageExtraInfo,
-        PoolTransfer,
-        PoolTransferResult,
-        StorageStats,
-    )
+    from hicache_storage.spec import HiCacheStorage, HiCacheStorageExtraInfo, StorageStats
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +135,7 @@ class CircuitBreaker:
                 self._open_until = self._clock() + self._cooldown
 
 
-class CircuitBreakerLayer(MissAnsweringLayer):
+class CircuitBreakerLayer(GuardedLayer):
     """A layer that answers misses while a breaker is open, without calling the store.
 
     A clear raises then (rule LC-7). Misuse raises always.
@@ -167,74 +156,6 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         self._notes_faults = inner.notes_faults
         self._closed = False
 
-    def batch_exists_v2(
-        self,
-        keys: Sequence[str],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
-        return self._guard(
-            "read",
-            lambda: self.inner.batch_exists_v2(keys, pool_transfers, extra_info),
-            lambda: self._misses.exists(keys, pool_transfers),
-            extra_info,
-        )
-
-    def batch_present(
-        self,
-        keys: Sequence[str],
-        *,
-        pool: str = PoolName.KV,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        return self._guard(
-            "read",
-            lambda: self.inner.batch_present(keys, pool=pool, extra_info=extra_info),
-            lambda: self._misses.presence(keys, pool),
-            extra_info,
-        )
-
-    def batch_get_v2(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]]:
-        return self._guard(
-            "read",
-            lambda: self.inner.batch_get_v2(transfers, extra_info),
-            lambda: self._misses.pages(transfers, reads=True),
-            extra_info,
-        )
-
-    def batch_set_v2(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]]:
-        return self._guard(
-            "write",
-            lambda: self.inner.batch_set_v2(transfers, extra_info),
-            lambda: self._misses.pages(transfers, reads=False),
-            extra_info,
-        )
-
-    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
-        if not self.capabilities.deletes:
-            return super().delete(keys, pool=pool)
-        return self._guard(
-            "delete",
-            lambda: self.inner.delete(keys, pool=pool),
-            lambda: self._misses.removal(keys, pool),
-        )
-
-    def clear(self) -> None:
-        def refuse() -> NoReturn:
-            raise StorageUnavailableError(
-                f"{type(self.inner).__name__}: nothing was cleared: several calls in a row have "
-                "failed, and the circuit breaker of deletes is open; repeat the clear"
-            )
-
-        if not self.capabilities.clears:
-            super().clear()
-        else:
-            self._guard("delete", self.inner.clear, refuse)
-
     def get_stats(self) -> StorageStats:
         return replace(
             super().get_stats(),
@@ -246,26 +167,33 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         self._closed = True
         super().close()
 
-    def _guard(
+    def guard(
         self,
-        kind: str,
-        ask: Callable[[], AnswerT],
-        miss: Callable[[], AnswerT],
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        operation: str,
+        ask: Callable[[HiCacheStorageExtraInfo | None], AnswerT],
+        miss: Callable[[StorageUnavailableError], AnswerT],
+        info: HiCacheStorageExtraInfo | None = None,
+        from_memory: Callable[[HiCacheStorageExtraInfo | None], AnswerT | None] | None = None,
     ) -> AnswerT:
+        name, kind = type(self.inner).__name__, "read" if operation == "lookup" else operation
         if self._closed:
-            raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
-        check_info(extra_info)
+            raise StorageClosedError(f"{name}: the storage is closed")
+        check_info(info)
         breaker = self.breakers[kind]
         if not breaker.admits():
-            return miss()
+            return miss(
+                StorageUnavailableError(
+                    f"{name}: not asked: several calls in a row have failed, and the circuit "
+                    f"breaker of {kind}s is open"
+                )
+            )
         # A storage that does not report faults to the call has a counter, which calls of other
         # threads increase as well.
         before = None if self._notes_faults else self.inner.fault_count()
         faults, raised = FaultScope(), True
         try:
             with faults:
-                answer = ask()
+                answer = ask(info)
             raised = False
         finally:
             if faults.count or (before is not None and self.inner.fault_count() != before):

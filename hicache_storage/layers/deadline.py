@@ -10,17 +10,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.miss import MissAnsweringLayer
+from hicache_storage.layers.guarded import GuardedLayer
 from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import (
-    CallInfoScope,
     CancellationToken,
     Health,
     HiCacheStorageExtraInfo,
     HungReads,
-    PoolName,
     StorageClosedError,
     StorageTimeoutError,
     StorageUnavailableError,
@@ -28,13 +26,12 @@ from hicache_storage.spec import (
     note_fault,
     seconds_since_asked,
 )
-from hicache_storage.spec.arguments import check_keys
 from hicache_storage.spec.calls import check_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from hicache_storage.spec import HiCacheStorage, PoolTransfer, PoolTransferResult, StorageStats
+    from hicache_storage.spec import HiCacheStorage, StorageStats
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +45,7 @@ JOIN_SECONDS = 0.5
 AnswerT = TypeVar("AnswerT")
 
 
-class DeadlineLayer(MissAnsweringLayer):
+class DeadlineLayer(GuardedLayer):
     """Deadline for every call: runs calls that may hang in worker threads, and answers a miss when
     one is late.
 
@@ -74,97 +71,33 @@ class DeadlineLayer(MissAnsweringLayer):
         self._closing = threading.Lock()
         self._closed = threading.Event()
 
-    def batch_exists_v2(
+    def guard(
         self,
-        keys: Sequence[str],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
-        info, capabilities = self._within(extra_info), self.inner.capabilities
-        longest = capabilities.lookup_seconds
-        if capabilities.may_hang and self._limit(info) > 0:
-            # Handing the call to a thread takes longer than the whole answer.
-            found = self.inner.batch_exists_cached(keys, pool_transfers, info)
-            if found is not None:
-                note_answer_from_memory()
-                return found
-        return self._bounded(
-            lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
-            lambda _: self._misses.exists(keys, pool_transfers),
-            info,
-            waits=longest is not None and longest <= self._limit(info),
+        operation: str,
+        ask: Callable[[HiCacheStorageExtraInfo | None], AnswerT],
+        miss: Callable[[StorageUnavailableError], AnswerT],
+        info: HiCacheStorageExtraInfo | None = None,
+        from_memory: Callable[[HiCacheStorageExtraInfo | None], AnswerT | None] | None = None,
+    ) -> AnswerT:
+        within, capabilities = self._within(info), self.inner.capabilities
+        limit, longest = self._limit(within), capabilities.lookup_seconds
+        # A read into the pool must not be abandoned; a lookup may end in time by itself.
+        waits = (operation == "read" and capabilities.hung_reads is HungReads.WAIT) or (
+            operation == "lookup" and longest is not None and longest <= limit
         )
-
-    def batch_present(
-        self,
-        keys: Sequence[str],
-        *,
-        pool: str = PoolName.KV,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        info, longest = self._within(extra_info), self.inner.capabilities.lookup_seconds
-        if self.inner.capabilities.may_hang and self._limit(info) > 0:
-            found = self.inner.batch_present_cached(keys, pool=pool, extra_info=info)
-            if found is not None:
-                note_answer_from_memory()
-                return found
-        return self._bounded(
-            lambda info: self.inner.batch_present(keys, pool=pool, extra_info=info),
-            lambda _: self._misses.presence(keys, pool),
-            info,
-            waits=longest is not None and longest <= self._limit(info),
-        )
-
-    def batch_get_v2(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]]:
-        info, waits = self._within(extra_info), self.inner.capabilities.hung_reads is HungReads.WAIT
-        if self.inner.capabilities.may_hang and not waits and self._limit(info) > 0:
-            # From a worker thread, a read out of the page cache takes up to a third longer.
+        is_bounded = capabilities.may_hang and not (waits and operation == "read")
+        if from_memory is not None and is_bounded and limit > 0:
+            # Handing the call to a thread takes longer than a whole lookup, and a read out of the
+            # page cache takes up to a third longer there.
             started = time.monotonic()
-            delivered = self.inner.batch_get_cached(transfers, info)
-            if delivered is not None:
+            found = from_memory(within)
+            if found is not None:
                 note_answer_from_memory()
-                return delivered
-            left = max(0.0, self._limit(info) - (time.monotonic() - started))
-            info = replace(info, deadline_seconds=left)
-        return self._bounded(
-            lambda info: self.inner.batch_get_v2(transfers, info),
-            lambda _: self._misses.pages(transfers, reads=True),
-            info,
-            waits=waits,
-        )
-
-    def batch_set_v2(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]]:
-        return self._bounded(
-            lambda info: self.inner.batch_set_v2(transfers, info),
-            lambda _: self._misses.pages(transfers, reads=False),
-            self._within(extra_info),
-        )
-
-    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
-        check_keys(keys)
-
-        def delete(info: HiCacheStorageExtraInfo) -> list[bool]:
-            with CallInfoScope(info):
-                return self.inner.delete(keys, pool=pool)
-
-        return self._bounded(delete, lambda _: [False] * len(keys), self._within(None))
-
-    def clear(self) -> None:
-        def clear(info: HiCacheStorageExtraInfo) -> None:
-            with CallInfoScope(info):
-                self.inner.clear()
-
-        def refuse(error: StorageUnavailableError) -> None:
-            raise type(error)(
-                f"{error}; the clear may have happened, or may still happen: repeat it before "
-                "relying on it"
-            )
-
-        self._bounded(clear, refuse, self._within(None))
+                return found
+            if operation == "read":
+                left = max(0.0, limit - (time.monotonic() - started))
+                within = replace(within, deadline_seconds=left)
+        return self._bounded(ask, miss, within, waits=waits)
 
     def health(self) -> Health:
         return self._bounded(
@@ -258,7 +191,7 @@ class DeadlineLayer(MissAnsweringLayer):
         Args:
             ask: the call.
             miss: answers in its place, and is told why.
-            info: of the call.
+            info: of the call, with its deadline.
             waits: the call runs in the caller's thread: it ends in time by itself, or must not be
                 abandoned.
         """

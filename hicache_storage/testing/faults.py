@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.miss import MissAnsweringLayer
+from hicache_storage.layers.guarded import GuardedLayer, no_hit, no_pages
 from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import (
     ConfigError,
@@ -82,7 +82,7 @@ class FaultOptions:
             check_seconds(name, getattr(self, name), or_zero=True)
 
 
-class FaultLayer(MissAnsweringLayer):
+class FaultLayer(GuardedLayer):
     """A fault injector: calls are late, hang, fail, or move only some of their pages.
 
     Thread-safe.
@@ -131,7 +131,7 @@ class FaultLayer(MissAnsweringLayer):
         return self._inject(
             faults,
             lambda info: self.inner.batch_exists_v2(asked, pool_transfers, info),
-            lambda: self._misses.exists(keys, pool_transfers),
+            lambda: no_hit(keys, pool_transfers),
             extra_info,
         )
 
@@ -148,7 +148,7 @@ class FaultLayer(MissAnsweringLayer):
         found = self._inject(
             faults,
             lambda info: self.inner.batch_present(asked, pool=pool, extra_info=info),
-            lambda: self._misses.presence(keys, pool),
+            lambda: no_pages(keys, pool),
             extra_info,
         )
         return found + [False] * (len(keys) - len(found))
@@ -160,7 +160,7 @@ class FaultLayer(MissAnsweringLayer):
         answer = self._inject(
             faults,
             lambda info: self.inner.batch_get_v2(transfers, info),
-            lambda: self._misses.pages(transfers, reads=True),
+            lambda: self.none_moved(transfers, reads=True),
             extra_info,
         )
         return _with_missing_pages(answer, faults)
@@ -172,7 +172,7 @@ class FaultLayer(MissAnsweringLayer):
         answer = self._inject(
             faults,
             lambda info: self.inner.batch_set_v2(transfers, info),
-            lambda: self._misses.pages(transfers, reads=False),
+            lambda: self.none_moved(transfers, reads=False),
             extra_info,
         )
         return _with_missing_pages(answer, faults)

@@ -129,7 +129,7 @@ def test_a_clear_that_hangs_is_no_clear(hanging):
     )
     hurry(layer)
     while not calls:
-        with pytest.raises(StorageTimeoutError, match="repeat it"):
+        with pytest.raises(StorageTimeoutError, match="repeat the clear"):
             layer.clear()
     assert layer.fault_count() >= 1
     eventually(calls[0].expired)

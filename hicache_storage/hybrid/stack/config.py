@@ -12,7 +12,7 @@ import torch
 from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.radix import checkpoint_grid
 from hicache_storage.hybrid.ranks import ParallelConfig
-from hicache_storage.layers.options import StorageOptions
+from hicache_storage.layers.stack import StorageOptions
 from hicache_storage.pools import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
 from hicache_storage.spec import ConfigError, PoolName, StorageIdentity, parse_bytes
 

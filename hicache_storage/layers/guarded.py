@@ -1,0 +1,191 @@
+"""Base class of layers that decide about calls: one guard for all, and misses in their place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from hicache_storage.layers.base import StorageLayer
+from hicache_storage.objects.requests import (
+    RegisteredPool,
+    check_transfers,
+    pool_requests,
+    registered_pool,
+)
+from hicache_storage.pools.adapter import page_access
+from hicache_storage.spec import (
+    CallInfoScope,
+    PoolName,
+    PoolPresence,
+    PoolTransferResult,
+    UnknownPoolError,
+)
+from hicache_storage.spec.arguments import check_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_storage.spec import (
+        HiCacheStorage,
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+        StorageUnavailableError,
+    )
+
+AnswerT = TypeVar("AnswerT")
+
+
+class GuardedLayer(StorageLayer):
+    """A layer that makes each call of the data path through `guard`.
+
+    The misses check a call as the storage would, so that misuse raises also while the store is
+    unreachable (rule FT-2).
+    """
+
+    def __init__(self, inner: HiCacheStorage) -> None:
+        super().__init__(inner)
+        self._pools: dict[PoolName, RegisteredPool] = {}
+
+    def guard(
+        self,
+        operation: str,
+        ask: Callable[[HiCacheStorageExtraInfo | None], AnswerT],
+        miss: Callable[[StorageUnavailableError], AnswerT],
+        info: HiCacheStorageExtraInfo | None = None,
+        from_memory: Callable[[HiCacheStorageExtraInfo | None], AnswerT | None] | None = None,
+    ) -> AnswerT:
+        """Make a call, or answer a miss in its place; a layer overrides it.
+
+        Args:
+            operation: "lookup", "read", "write" or "delete".
+            ask: calls the storage below.
+            miss: answers without it, and is told why. A clear raises then.
+            info: of the call.
+            from_memory: asks the storage below for an answer without I/O.
+        """
+        return ask(info)
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        access, name = page_access(host_pool), PoolName(host_pool_name)
+        # A new dict: calls in other threads iterate over the old one.
+        self._pools = {**self._pools, name: registered_pool(self.identity, name, access)}
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        return self.guard(
+            "lookup",
+            lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
+            lambda _: no_hit(keys, pool_transfers),
+            extra_info,
+            lambda info: self.inner.batch_exists_cached(keys, pool_transfers, info),
+        )
+
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self.guard(
+            "lookup",
+            lambda info: self.inner.batch_present(keys, pool=pool, extra_info=info),
+            lambda _: no_pages(keys, pool),
+            extra_info,
+            lambda info: self.inner.batch_present_cached(keys, pool=pool, extra_info=info),
+        )
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return self.guard(
+            "read",
+            lambda info: self.inner.batch_get_v2(transfers, info),
+            lambda _: self.none_moved(transfers, reads=True),
+            extra_info,
+            lambda info: self.inner.batch_get_cached(transfers, info),
+        )
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return self.guard(
+            "write",
+            lambda info: self.inner.batch_set_v2(transfers, info),
+            lambda _: self.none_moved(transfers, reads=False),
+            extra_info,
+        )
+
+    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
+        if not self.capabilities.deletes:
+            return super().delete(keys, pool=pool)
+
+        def miss(_: StorageUnavailableError) -> list[bool]:
+            absent = no_pages(keys, pool)
+            if PoolName(pool) not in self._pools:
+                raise UnknownPoolError(f"pool {pool!r} is not registered")
+            return absent
+
+        return self.guard(
+            "delete",
+            lambda info: _with_info(info, lambda: self.inner.delete(keys, pool=pool)),
+            miss,
+        )
+
+    def clear(self) -> None:
+        def refuse(error: StorageUnavailableError) -> None:
+            raise type(error)(f"{error}; repeat the clear before relying on it")
+
+        if not self.capabilities.clears:
+            super().clear()
+        else:
+            self.guard("delete", lambda info: _with_info(info, self.inner.clear), refuse)
+
+    def none_moved(
+        self, transfers: Sequence[PoolTransfer], *, reads: bool
+    ) -> dict[PoolName, list[bool]]:
+        """Answer that no page was moved.
+
+        Raises:
+            InvalidTransferError: the arguments are invalid, as for the storage.
+        """
+        requests = pool_requests(transfers, self._pools, distinct_slots=reads)
+        return {name: [False] * len(request.keys) for name, request in requests.items()}
+
+
+def no_hit(keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> PoolTransferResult:
+    """Answer that nothing exists.
+
+    Raises:
+        InvalidTransferError: the arguments are invalid, as for the storage.
+    """
+    absent = no_pages(keys, PoolName.KV)
+    check_transfers(transfers or (), "pool_transfers")
+    asked = [
+        PoolName.KV,
+        *(PoolPresence.of(transfer, absent).name for transfer in transfers or ()),
+    ]
+    return PoolTransferResult(0, dict.fromkeys(asked, 0), [])
+
+
+def no_pages(keys: Sequence[str], pool: str) -> list[bool]:
+    """Answer that no page exists, or was removed.
+
+    Raises:
+        InvalidTransferError: the arguments are invalid, as for the storage.
+    """
+    check_keys(keys)
+    PoolName(pool)
+    return [False] * len(keys)
+
+
+def _with_info(info: HiCacheStorageExtraInfo | None, call: Callable[[], AnswerT]) -> AnswerT:
+    """Call a method that takes no `extra_info`."""
+    if info is None:
+        return call()
+    with CallInfoScope(info):
+        return call()
