@@ -165,7 +165,7 @@ class AsyncObjectStorage(ObjectStorage):
     # ----------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        self._loop = _LoopThread(f"hicache-{self._driver_name}")
+        self._loop = _LoopThread(f"hicache-{self.driver_name}")
         try:
             self.run(self.open_store, OPEN_SECONDS)
         except BaseException:

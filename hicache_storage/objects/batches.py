@@ -317,6 +317,9 @@ class LookupBatch:
     namespace: Namespace
     keys: Sequence[str]
 
+    def __len__(self) -> int:
+        return len(self.keys)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
@@ -325,6 +328,9 @@ class ReadBatch:
     namespace: Namespace
     reads: Sequence[ObjectRead]
 
+    def __len__(self) -> int:
+        return len(self.reads)
+
 
 @dataclass(frozen=True, slots=True)
 class WriteBatch:
@@ -332,3 +338,6 @@ class WriteBatch:
 
     namespace: Namespace
     writes: Sequence[ObjectWrite]
+
+    def __len__(self) -> int:
+        return len(self.writes)

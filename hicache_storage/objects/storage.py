@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from abc import abstractmethod
-from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from hicache_storage.objects.batches import (
     Call,
@@ -20,7 +18,9 @@ from hicache_storage.objects.batches import (
     ReadBatch,
     WriteBatch,
 )
-from hicache_storage.objects.lifecycle import Lifecycle, begin_in_children
+from hicache_storage.objects.driver import ObjectDriver
+from hicache_storage.objects.faults import DamagedPages, FaultGuard
+from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.recorder import StatsRecorder
 from hicache_storage.objects.requests import (
     PoolRequest,
@@ -38,7 +38,6 @@ from hicache_storage.spec import (
     DriverContractError,
     Health,
     HiCacheError,
-    HiCacheStorage,
     HiCacheStorageExtraInfo,
     PoolName,
     PoolPresence,
@@ -59,18 +58,12 @@ from hicache_storage.spec.arguments import check_keys
 from hicache_storage.spec.calls import check_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicache_storage.objects.namespace import Namespace
     from hicache_storage.pools.access import PageAccess
 
 logger = logging.getLogger(__name__)
-
-MAX_REMEMBERED_DAMAGE = 65_536
-"""Limit of the damaged pages that are remembered.
-
-Remembered, so that the next set repairs them; beyond this the oldest are forgotten and found again.
-"""
 
 CLOSE_TIMEOUT_SECONDS = 30.0
 """Time that `close` waits for calls in flight."""
@@ -78,27 +71,15 @@ CLOSE_TIMEOUT_SECONDS = 30.0
 _OWN_MEMBERS: Final = set[str]()
 """Names of `ObjectStorage`'s private methods, which no subclass may define."""
 
-CHANGING = frozenset({"write", "delete", "discard"})
-"""Operations that need more than to read: one on a read-only store is refused, which is no fault."""
-
-MOVING = frozenset({"read", "write"})
-"""Operations that may answer without having touched what fails.
-
-A driver that knows that no page is there reads none.
-"""
-
 ItemT = TypeVar("ItemT")
 
 
-class ObjectStorage(HiCacheStorage):
+class ObjectStorage(ObjectDriver):
     """Base class of drivers that store pages as objects.
 
     A driver implements three methods: look objects up, read them into buffers, write them from
     buffers. This class implements identity, keys, policies, argument checks, envelopes,
     deduplication, partial results, statistics, lazy opening and closing.
-
-    The driver's methods may be called from several threads at once. They raise the errors of their
-    store (`StorageUnavailableError`, `OSError`, ...): the call is then a miss for all its pages.
 
     A subclass that defines a private method of this class is refused with `DriverContractError`
     when it is created.
@@ -124,20 +105,15 @@ class ObjectStorage(HiCacheStorage):
         self._identity = identity
         # Implemented here, for every driver.
         self._capabilities = replace(capabilities, head_shards=True)
-        self._driver_name = driver_name
+        self.driver_name = driver_name
         self._verifies_checksums = verifies_checksums
         self._pools: dict[PoolName, RegisteredPool] = {}
-        self._damaged: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._refusal = ""
-        """Reason of the last set that was refused; empty once another has stored something."""
-        self._faulty = set[str]()
-        """Operations that have failed since the last success; empty while the store serves."""
+        self._damaged = DamagedPages()
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(
             driver_name, enabled=metrics, verifies_checksums=verifies_checksums
         )
-        self.begin_in_child()
-        begin_in_children(self)
+        self._guard = FaultGuard(driver_name, self._lifecycle, self.recorder)
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -150,160 +126,6 @@ class ObjectStorage(HiCacheStorage):
                 f"{cls.__name__} defines {', '.join(replaced)}, which ObjectStorage needs for "
                 f"itself: rename {'it' if len(replaced) == 1 else 'them'}"
             )
-
-    def begin_in_child(self) -> None:
-        """Replace the lock: a thread of the parent may have held it at the fork."""
-        # Guards changes of `_damaged`. Lookups read it without the lock: a membership test is
-        # atomic.
-        self._damaged_lock = threading.Lock()
-
-    writes_find_existing: ClassVar[bool] = False
-    """`write_objects` skips existing objects, and sets `ObjectWrite.existed`.
-
-    The SDK does not look them up before.
-    """
-
-    caches_lookups: bool = False
-    """`objects_exist_cached` is implemented; `connect` may set it for a store that it suits."""
-
-    # What a driver implements
-    # ------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        """Look objects up: for each batch, for each key, `True` if the object exists.
-
-        One round trip for all of them.
-        """
-
-    def objects_exist_cached(
-        self, batches: Sequence[LookupBatch], call: Call
-    ) -> list[list[bool]] | None:
-        """Answer `objects_exist` without I/O, and without a lock that is held during I/O.
-
-        None where that is not possible.
-
-        Only with `caches_lookups`. A call answered so needs no thread for its deadline.
-        """
-        return None
-
-    caches_reads: bool = False
-    """`read_objects_cached` is implemented; `connect` may set it for a store that it suits."""
-
-    @abstractmethod
-    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        """Read objects: fill the parts of each read.
-
-        Answers `True` if all of them were filled from one object.
-
-        An object of another length than the parts is not delivered: set `read.damaged` and answer
-        `False`.
-        """
-
-    def read_objects_cached(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        """Fill all reads without waiting for I/O or for a lock that is held during I/O.
-
-        Only with `caches_reads`. A call answered so needs no thread for its deadline.
-
-        Returns:
-            True if every read was filled and verified; otherwise `read_objects` is called for all
-            of them.
-        """
-        return False
-
-    @abstractmethod
-    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        """Write objects: store the parts of each write as one object; `True` if it is visible.
-
-        It is visible whole or not at all.
-
-        The SDK has left out pages that exist, unless `writes_find_existing`. Publish nothing once
-        `call.expired()`.
-        """
-
-    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        """Remove objects; `True` where one was removed. Only with the capability `deletes`."""
-        raise DriverContractError(
-            f"{type(self).__name__} declares 'deletes' without delete_objects()"
-        )
-
-    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        """Remove all objects of these namespaces, and return when none is left.
-
-        Only with the capability `clears`.
-
-        Raise if the objects were not removed, or if that is unknown: callers rely on a clear that
-        returns (rule LC-7). Check `call.expired()` between steps, and raise once it is true: the
-        caller has been answered, and objects that are stored afterwards must not be removed.
-        """
-        raise DriverContractError(
-            f"{type(self).__name__} declares 'clears' without clear_namespaces()"
-        )
-
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        """Remove damaged objects that were just read, for all storages, if the driver can.
-
-        Only with a removal that is conditional, in one step of the store, on the object being the
-        one that was read (`ObjectRead.has_read`): another storage may have repaired it meanwhile,
-        and its set has answered `True`.
-
-        Returns:
-            True if none of the damaged objects exists any more. Otherwise the SDK hides them from
-            its own lookups, and the next set replaces them. A set of another storage, which does
-            not know of the damage, takes them as existing (rule SET-3).
-        """
-        return False
-
-    def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
-        """Remove the remains of namespaces without objects, such as their files.
-
-        Returns:
-            True if nothing of them remains. A driver whose namespaces leave nothing in a store need
-            not implement it.
-        """
-        return True
-
-    def admit_pool(self, pool: RegisteredPool) -> None:
-        """Check a pool before it is registered, in place of a former one of its name.
-
-        Raises:
-            InvalidPoolError: this driver cannot serve the pool; the former one stays.
-        """
-
-    def connect(self) -> None:
-        """Connect to the store; called once before the first batch, never at construction."""
-
-    def disconnect(self) -> None:
-        """Undo `connect`; called once, when no batch is in flight any more."""
-
-    def check_health(self) -> Health:
-        """Check that the store answers, and tell what is known to keep sets out; may raise.
-
-        The reason of the last refused set is added.
-        """
-        return Health(ok=True)
-
-    # What a driver may call
-    # ----------------------------------------------------------------------------------------
-
-    def note_partial_faults(self, faults: Sequence[Exception], *, served: bool) -> None:
-        """Report faults of some pages of a batch, which the driver answers as missed or not stored.
-
-        If other pages were served, one fault is counted; otherwise the first is raised, for the SDK
-        to count and log. A refusal (`is_refusal`) is no fault.
-
-        Raises:
-            Exception: the first of the faults, where no page was served.
-        """
-        if not faults:
-            return
-        real = [fault for fault in faults if not is_refusal(fault, reads=True)]
-        first = (real or faults)[0]
-        if not served:
-            raise first
-        if real:
-            self.recorder.count_fault()
-        logger.debug("%s: answering misses for a part of a call: %s", self._driver_name, first)
 
     # The contract
     # ------------------------------------------------------------------------------------------------
@@ -336,11 +158,11 @@ class ObjectStorage(HiCacheStorage):
         # For operators: engines that do not share pages have different namespaces.
         logger.info(
             "%s: pool %s of model %r has its pages in namespace %s",
-            self._driver_name,
+            self.driver_name,
             name,
             self._identity.model,
             ", ".join(part.namespace.name for part in pool.parts),
-            extra=fields(driver=self._driver_name, pool=name),
+            extra=fields(driver=self.driver_name, pool=name),
         )
 
     def batch_exists_v2(
@@ -350,15 +172,8 @@ class ObjectStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         asked = _asked_pools(keys, pool_transfers)
-        call = _call(extra_info)
-        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
-            started = time.perf_counter()
-            pools = [self._pools[name] for name in asked if name in self._pools]
-            nothing = [list[bool]() for _ in pools]
-            # A pool that was never registered is not looked up; `_hit` takes all its pages as
-            # absent (rule EX-7).
-            found = self._lookup_pages([(pool, keys) for pool in pools], call) if keys else nothing
-            return self._hit(keys, pool_transfers, pools, found, started)
+        found = self._find(keys, asked, extra_info)
+        return _hit(keys, pool_transfers, found or {})
 
     def batch_exists_cached(
         self,
@@ -369,16 +184,8 @@ class ObjectStorage(HiCacheStorage):
         if not self._may_answer_from_memory:
             return None
         asked = _asked_pools(keys, pool_transfers)
-        call = _call(extra_info)
-        # No request id is set: nothing is sent, and what is logged here is met again by the lookup
-        # that asks the store.
-        with self._lifecycle.lock(), self._lifecycle:
-            started = time.perf_counter()
-            pools = [self._pools[name] for name in asked if name in self._pools]
-            found = self._lookup_cached(pools, keys, call)
-            if found is None:
-                return None
-            return self._hit(keys, pool_transfers, pools, found, started)
+        found = self._find(keys, asked, extra_info, from_memory=True)
+        return None if found is None else _hit(keys, pool_transfers, found)
 
     def batch_present(
         self,
@@ -388,15 +195,8 @@ class ObjectStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         check_keys(keys)
-        name, call = PoolName(pool), _call(extra_info)
-        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
-            started = time.perf_counter()
-            registered = self._pools.get(name)
-            if registered is None or not keys:
-                return [False] * len(keys)
-            [found] = self._lookup_pages([(registered, keys)], call)
-            self.recorder.observe_lookup({name: found}, started)
-            return found
+        found = self._find(keys, [PoolName(pool)], extra_info) or {}
+        return found.get(PoolName(pool), [False] * len(keys))
 
     def batch_present_cached(
         self,
@@ -408,17 +208,8 @@ class ObjectStorage(HiCacheStorage):
         if not self._may_answer_from_memory:
             return None
         check_keys(keys)
-        name, call = PoolName(pool), _call(extra_info)
-        with self._lifecycle.lock(), self._lifecycle:
-            started = time.perf_counter()
-            registered = self._pools.get(name)
-            if registered is None or not keys:
-                return [False] * len(keys)
-            found = self._lookup_cached([registered], keys, call)
-            if found is None:
-                return None
-            self.recorder.observe_lookup({name: found[0]}, started)
-            return found[0]
+        found = self._find(keys, [PoolName(pool)], extra_info, from_memory=True)
+        return None if found is None else found.get(PoolName(pool), [False] * len(keys))
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -435,7 +226,7 @@ class ObjectStorage(HiCacheStorage):
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]] | None:
         # After a fault, or with damage to be repaired, `batch_get_v2` decides and counts.
-        if not self.caches_reads or "read" in self._faulty or self._damaged:
+        if not self.caches_reads or "read" in self._guard.faulty or self._damaged:
             return None
         call = _call(extra_info)
         with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
@@ -459,7 +250,7 @@ class ObjectStorage(HiCacheStorage):
                 ):
                     return None
             except Exception as error:  # noqa: BLE001 - `batch_get_v2` meets it again, counts it and logs it
-                logger.debug("%s: cannot read from memory: %s", self._driver_name, error)
+                logger.debug("%s: cannot read from memory: %s", self.driver_name, error)
                 return None
             pools = [request.pool for request in asked]
             for request, parts in zip(asked, _of_pools(pools, batches), strict=True):
@@ -490,11 +281,9 @@ class ObjectStorage(HiCacheStorage):
                 raise UnknownPoolError(f"pool {pool!r} is not registered")
             batches = [LookupBatch(part.namespace, keys) for part in registered.parts]
             for batch in batches:
-                self._forget_damage(batch.namespace, keys)
+                self._damaged.forget(batch.namespace, keys)
             call = _call(current_call_info())
-            removed = self._ask(
-                "delete", lambda: self.delete_objects(batches, call), [keys] * len(batches), call
-            )
+            removed = self._guard.ask("delete", self.delete_objects, batches, call)
             # A page is gone with the first of its shards.
             return removed[0] if len(removed) == 1 else list(map(any, zip(*removed, strict=True)))
 
@@ -524,11 +313,10 @@ class ObjectStorage(HiCacheStorage):
                     else StorageUnavailableError
                 )
                 raise kind(
-                    f"{self._driver_name}: cleared in part or not at all: {error!r}"
+                    f"{self.driver_name}: cleared in part or not at all: {error!r}"
                 ) from error
             # Not before: what is damaged and still there stays hidden.
-            with self._damaged_lock:
-                self._damaged.clear()
+            self._damaged.clear()
 
     def remove_pools(self, seconds: float) -> bool:
         """Remove what the namespaces of all registered pools leave in the store.
@@ -559,7 +347,7 @@ class ObjectStorage(HiCacheStorage):
         try:
             with self._lifecycle.lock(), self._lifecycle:
                 self._lifecycle.ensure_connected(insist=True)
-                health, refusal = self.check_health(), self._refusal
+                health, refusal = self.check_health(), self._guard.refusal
         except Exception as error:  # noqa: BLE001 - whatever is wrong is the answer
             return Health(ok=False, detail=f"{type(error).__name__}: {error}")
         if not refusal:
@@ -575,7 +363,7 @@ class ObjectStorage(HiCacheStorage):
                 raise
             except Exception as error:
                 raise StorageUnavailableError(
-                    f"{self._driver_name}: cannot open: {error}"
+                    f"{self.driver_name}: cannot open: {error}"
                 ) from error
 
     def close(self) -> None:
@@ -589,101 +377,88 @@ class ObjectStorage(HiCacheStorage):
     def _namespaces(self) -> list[Namespace]:
         return [part.namespace for pool in self._pools.values() for part in pool.parts]
 
-    def _lookup_pages(
-        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
-    ) -> list[list[bool]]:
-        """Look pages up: for each pool, for each key, True if all objects of the page exist."""
-        pools = [pool for pool, _ in lookups]
-        found = self._lookup([(part, keys) for pool, keys in lookups for part in pool.parts], call)
-        return [_all(parts) for parts in _of_pools(pools, found)]
+    @property
+    def _may_answer_from_memory(self) -> bool:
+        """Whether lookups may: after a fault, one that asks the store finds out if it serves."""
+        return self.caches_lookups and "exists" not in self._guard.faulty
+
+    def _find(
+        self,
+        keys: Sequence[str],
+        names: Iterable[PoolName],
+        extra_info: HiCacheStorageExtraInfo | None,
+        *,
+        from_memory: bool = False,
+    ) -> dict[PoolName, list[bool]] | None:
+        """Look pages up in pools: for each key, True if all objects of the page exist.
+
+        A pool that was never registered is left out: all its pages are absent (rule EX-7). None
+        where memory alone cannot answer.
+        """
+        call = _call(extra_info)
+        # From memory no request id is set: nothing is sent, and what is logged here is met again by
+        # the lookup that asks the store.
+        scope = nullcontext() if from_memory else RequestScope(call.request_id)
+        with self._lifecycle.lock(), self._lifecycle, scope:
+            started = time.perf_counter()
+            pools = [self._pools[name] for name in names if name in self._pools]
+            lookups = [(part, keys) for pool in pools if keys for part in pool.parts]
+            parts = (
+                self._lookup_cached(lookups, call) if from_memory else self._lookup(lookups, call)
+            )
+            if parts is None:
+                return None
+            divided = _of_pools(pools, parts) if keys else [[list[bool]()] for _ in pools]
+            present = {pool.name: _all(own) for pool, own in zip(pools, divided, strict=True)}
+            self.recorder.observe_lookup(present, started)
+            return present
 
     def _lookup(
         self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
     ) -> list[list[bool]]:
         """Look objects up, in one batch; `lookups` has no pools with shards, but their parts."""
+        if not lookups:
+            note_answer_from_memory()
+            return []
         batches = [LookupBatch(part.namespace, keys) for part, keys in lookups]
-        found = self._ask(
-            "exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups], call
-        )
-        self._hide_damage(batches, found)
+        found = self._guard.ask("exists", self.objects_exist, batches, call)
+        self._damaged.hide(batches, found)
         return found
 
-    @property
-    def _may_answer_from_memory(self) -> bool:
-        """Whether lookups may: after a fault, one that asks the store finds out if it serves."""
-        return self.caches_lookups and "exists" not in self._faulty
-
     def _lookup_cached(
-        self, pools: Sequence[RegisteredPool], keys: Sequence[str], call: Call
+        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
     ) -> list[list[bool]] | None:
-        """Answer for each pool, for each page, without I/O; None where that is not possible."""
-        batches = [LookupBatch(part.namespace, keys) for pool in pools for part in pool.parts]
+        """Look objects up without I/O; None where that is not possible."""
+        batches = [LookupBatch(part.namespace, keys) for part, keys in lookups]
         try:
             found = self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
         except Exception as error:  # noqa: BLE001 - `_lookup` meets it again, counts it and logs it
-            logger.debug("%s: cannot answer from memory: %s", self._driver_name, error)
+            logger.debug("%s: cannot answer from memory: %s", self.driver_name, error)
             return None
-        if found is None:
-            return None
-        self._hide_damage(batches, found)
-        return [_all(parts) for parts in _of_pools(pools, found)]
-
-    def _hide_damage(self, batches: Sequence[LookupBatch], found: Sequence[list[bool]]) -> None:
-        """Take pages that are known to be damaged out of an answer."""
-        if not self._damaged:
-            return
-        for batch, present in zip(batches, found, strict=True):
-            name = batch.namespace.name
-            present[:] = [
-                exists and (name, key) not in self._damaged
-                for exists, key in zip(present, batch.keys, strict=True)
-            ]
-
-    def _hit(
-        self,
-        keys: Sequence[str],
-        pool_transfers: Sequence[PoolTransfer] | None,
-        pools: Sequence[RegisteredPool],
-        found: Sequence[list[bool]],
-        started: float,
-    ) -> PoolTransferResult:
-        """Count what a lookup has found, and apply the policies."""
-        absent = [False] * len(keys)
-        present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
-        self.recorder.observe_lookup(present, started)
-        return common_hit(
-            present.get(PoolName.KV, absent),
-            [
-                PoolPresence.of(transfer, present.get(transfer.name, absent))
-                for transfer in pool_transfers or ()
-            ],
-        )
+        if found is not None:
+            self._damaged.hide(batches, found)
+        return found
 
     def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         # All shards of all pools in one batch (rule BU-1).
         parts = [part for request in requests for part in request.parts]
         reads = [
-            self._guarded(f"targets of {part.pool.name}", partial(self._reads, part, call))
+            self._guard.run(
+                f"targets of {part.pool.name}", partial(self._reads, part, call), connects=False
+            )
             for part in parts
         ]
         batches = [
             ReadBatch(part.pool.namespace, made or [])
             for part, made in zip(parts, reads, strict=True)
         ]
-        reached = [batch for batch in batches if batch.reads]
-        asked = [batch.reads for batch in reached]
-        filled = iter(
-            self._ask("read", lambda: self.read_objects(reached, call), asked, call)
-            if reached
-            else []
-        )
-        full = [next(filled) if batch.reads else list[bool]() for batch in batches]
-        pools, results = [request.pool for request in requests], dict[PoolName, list[bool]]()
-        for request, mine, done in zip(
-            requests, _of_pools(pools, batches), _of_pools(pools, full), strict=True
-        ):
-            results[request.pool.name] = self._delivered(request, mine, done, call)
-        return results
+        full = self._guard.ask("read", self.read_objects, batches, call)
+        pools = [request.pool for request in requests]
+        divided = zip(requests, _of_pools(pools, batches), _of_pools(pools, full), strict=True)
+        return {
+            request.pool.name: self._delivered(request, mine, done, call)
+            for request, mine, done in divided
+        }
 
     def _delivered(
         self,
@@ -707,8 +482,10 @@ class ObjectStorage(HiCacheStorage):
             ]
             whole = _all(verified)
             if request.pool.access.stages and any(whole):
-                brought = self._guarded(
-                    f"delivery to {request.pool.name}", partial(_deliver, request, batches, whole)
+                brought = self._guard.run(
+                    f"delivery to {request.pool.name}",
+                    partial(_deliver, request, batches, whole),
+                    connects=False,
                 )
                 if not brought:
                     verified = [[False] * len(request.keys)] * len(batches)
@@ -747,21 +524,16 @@ class ObjectStorage(HiCacheStorage):
         """
         whole, damaged = _all(verified), list[ReadBatch]()
         for batch, good in zip(batches, verified, strict=True):
-            known = self._damaged
-            if known:
+            if self._damaged:
                 # Another storage has replaced the damaged copy meanwhile.
-                self._forget_damage(
+                self._damaged.forget(
                     batch.namespace,
                     [read.key for read, ok in zip(batch.reads, good, strict=False) if ok],
                 )
-            name = batch.namespace.name
-            found = (
-                []
-                if all(good)
-                else [
-                    read for read in batch.reads if read.damaged and (name, read.key) not in known
-                ]
-            )
+            if all(good):
+                continue
+            name, known = batch.namespace.name, self._damaged
+            found = [read for read in batch.reads if read.damaged and (name, read.key) not in known]
             if found:
                 damaged.append(ReadBatch(batch.namespace, found))
         pages = whole.count(True)
@@ -773,7 +545,7 @@ class ObjectStorage(HiCacheStorage):
             # Pages and not objects: several shards of a page may be damaged.
             pages_damaged=len({read.key for batch in damaged for read in batch.reads})
             if len(damaged) > 1
-            else sum(len(batch.reads) for batch in damaged),
+            else sum(map(len, damaged)),
         )
         for batch in damaged:
             self._retire(request.pool.name, batch, call)
@@ -785,18 +557,18 @@ class ObjectStorage(HiCacheStorage):
         defect = damaged.reads[0].defect()
         # Before `discard_objects`, which takes time: no other thread's lookup may report the page
         # meanwhile.
-        self._remember_damage(damaged.namespace, keys)
+        self._damaged.remember(damaged.namespace, keys)
         logger.warning(
             "%s: %d damaged pages in pool %s, first %r, %s; they are misses until they are set again",
-            self._driver_name,
+            self.driver_name,
             len(keys),
             pool,
             keys[0],
             defect,
-            extra=fields(driver=self._driver_name, pool=pool, pages=len(keys), defect=defect),
+            extra=fields(driver=self.driver_name, pool=pool, pages=len(keys), defect=defect),
         )
-        if self._attempt("discard", lambda: self.discard_objects([damaged], call)):
-            self._forget_damage(damaged.namespace, keys)
+        if self._guard.run("discard", lambda: self.discard_objects([damaged], call)):
+            self._damaged.forget(damaged.namespace, keys)
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         parts = [part for request in requests for part in request.parts]
@@ -810,18 +582,7 @@ class ObjectStorage(HiCacheStorage):
         batches = [
             self._missing_pages(part, known) for part, known in zip(parts, stored, strict=True)
         ]
-        pending = [index for index, batch in enumerate(batches) if batch.writes]
-        outcomes = [list[bool]() for _ in batches]
-        if pending:
-            asked = [batches[index] for index in pending]
-            written = self._ask(
-                "write",
-                lambda: self.write_objects(asked, call),
-                [batch.writes for batch in asked],
-                call,
-            )
-            for index, outcome in zip(pending, written, strict=True):
-                outcomes[index] = outcome
+        outcomes = self._guard.ask("write", self.write_objects, batches, call)
         pools = [request.pool for request in requests]
         for request, mine, known, answers in zip(
             requests,
@@ -865,16 +626,21 @@ class ObjectStorage(HiCacheStorage):
             slots.clear()
         places = list(slots.values())
         pages = (
-            self._guarded(
-                f"sources of {request.pool.name}", lambda: request.pool.access.sources(places)
+            self._guard.run(
+                f"sources of {request.pool.name}",
+                lambda: request.pool.access.sources(places),
+                connects=False,
             )
             if places
             else []
         )
         if pages is None:
             return WriteBatch(namespace, [])
+        known = bool(self._damaged)
         writes = [
-            ObjectWrite(namespace, key, buffers, replaces=(namespace.name, key) in self._damaged)
+            ObjectWrite(
+                namespace, key, buffers, replaces=known and (namespace.name, key) in self._damaged
+            )
             for key, buffers in zip(slots, pages, strict=True)
         ]
         return WriteBatch(namespace, writes)
@@ -898,7 +664,7 @@ class ObjectStorage(HiCacheStorage):
         for known, batch, outcome in zip(stored, batches, outcomes, strict=True):
             known.update((write.key, ok) for write, ok in zip(batch.writes, outcome, strict=True))
             visible = [write for write, ok in zip(batch.writes, outcome, strict=True) if ok]
-            self._forget_damage(batch.namespace, [write.key for write in visible])
+            self._damaged.forget(batch.namespace, [write.key for write in visible])
             new = [write.key for write in visible if not write.existed]
             written.update(new)
             length += len(new) * batch.namespace.page_bytes
@@ -908,9 +674,8 @@ class ObjectStorage(HiCacheStorage):
             if self._identity.is_writer(request.pool.name)
             else set[str]()
         )
-        if written and self._refusal:
-            self._refusal = ""
-            logger.info("%s: sets are stored again", self._driver_name)
+        if written:
+            self._guard.note_stored()
         if written or refused:
             # A page once, however many of its shards were written, and only if it is complete.
             self.recorder.count(
@@ -924,125 +689,12 @@ class ObjectStorage(HiCacheStorage):
         limit = self._capabilities.max_page_bytes
         return limit is None or namespace.page_bytes <= limit
 
-    def _ask(
-        self,
-        operation: str,
-        question: Callable[[], list[list[bool]]],
-        items: Sequence[Sequence[ItemT]],
-        call: Call,
-    ) -> list[list[bool]]:
-        """Call the driver; a fault is `False` for every item (rule FT-1).
-
-        So is an answer of the wrong shape.
-
-        After the deadline the driver is not called, which is no fault of the store.
-        """
-        if call.expired():
-            note_answer_from_memory()
-            return [[False] * len(batch) for batch in items]
-
-        def checked() -> list[list[bool]]:
-            answers = question()
-            if [len(answer) for answer in answers] != [len(batch) for batch in items]:
-                raise DriverContractError(
-                    "the driver answered for another number of objects than it was asked for"
-                )
-            return answers
-
-        answers = self._attempt(operation, checked, _is_any_served if operation in MOVING else None)
-        return [[False] * len(batch) for batch in items] if answers is None else answers
-
-    def _attempt(
-        self,
-        operation: str,
-        question: Callable[[], ItemT],
-        proves: Callable[[ItemT], bool] | None = None,
-    ) -> ItemT | None:
-        """Call the driver; None after a fault.
-
-        Args:
-            proves: returns True for an answer which shows that the store serves again after faults.
-        """
-
-        def connected() -> ItemT:
-            # Inside the guard: a store that cannot be reached is a miss, too, and not an error
-            # (rule FT-1). Without a lock: `connected` becomes false in `close` only, which first
-            # waits for calls such as this one.
-            if not self._lifecycle.connected:
-                self._lifecycle.ensure_connected()
-            return question()
-
-        return self._guarded(operation, connected, proves)
-
-    def _guarded(
-        self,
-        operation: str,
-        question: Callable[[], ItemT],
-        proves: Callable[[ItemT], bool] | None = None,
-    ) -> ItemT | None:
-        """Call foreign code, a driver or an engine's pool; None after a fault."""
-        try:
-            answer = question()
-        except Exception as error:  # noqa: BLE001 - a fault below, even a driver's bug, must not reach the engine
-            self._note_fault(operation, error)
-            return None
-        # Only an operation that has failed ends an episode of faults: on a full disk, lookups
-        # succeed all the time.
-        if operation in self._faulty and (proves is None or proves(answer)):
-            self._faulty = set()
-            logger.info(
-                "%s: serving again",
-                self._driver_name,
-                extra=fields(driver=self._driver_name, operation=operation),
-            )
-        return answer
-
     def _disconnect(self) -> None:
         try:
             self.disconnect()
         except Exception as error:  # noqa: BLE001 - `close` has to succeed also without the store
             self.recorder.count_fault()
-            logger.warning("%s: closed, but not cleanly: %s", self._driver_name, error)
-
-    def _note_fault(self, operation: str, error: Exception) -> None:
-        refused = is_refusal(error, reads=operation not in CHANGING)
-        if not refused:
-            self.recorder.count_fault()
-        if refused and operation == "write":
-            # An episode of its own: a disk may be full for days, and a fault of reads has to be
-            # seen meanwhile.
-            begins, text = not self._refusal, "sets are refused"
-            self._refusal = str(error) or repr(error)
-        else:
-            begins = not self._faulty
-            text = "answering misses" if begins else "still answering misses"
-            self._faulty.add(operation)
-        expected = isinstance(error, (StorageUnavailableError, OSError))
-        # One warning for an episode: a store that is down fails each call.
-        logger.log(
-            logging.WARNING if begins else logging.DEBUG,
-            "%s: %s: %s",
-            self._driver_name,
-            text,
-            error,
-            # Only an unexpected exception has a traceback in the log: it may be a bug of the
-            # driver. A store that is down says enough in its message.
-            exc_info=None if expected else error,
-            extra=fields(driver=self._driver_name, operation=operation),
-        )
-
-    def _remember_damage(self, namespace: Namespace, keys: Sequence[str]) -> None:
-        with self._damaged_lock:
-            for key in keys:
-                self._damaged[namespace.name, key] = None
-            while len(self._damaged) > MAX_REMEMBERED_DAMAGE:
-                self._damaged.popitem(last=False)
-
-    def _forget_damage(self, namespace: Namespace, keys: Sequence[str]) -> None:
-        if self._damaged:
-            with self._damaged_lock:
-                for key in keys:
-                    self._damaged.pop((namespace.name, key), None)
+            logger.warning("%s: closed, but not cleanly: %s", self.driver_name, error)
 
 
 _OWN_MEMBERS.update(
@@ -1087,6 +739,22 @@ def _all(parts: Sequence[list[bool]]) -> list[bool]:
     return list(map(all, zip(*parts, strict=True)))
 
 
+def _hit(
+    keys: Sequence[str],
+    transfers: Sequence[PoolTransfer] | None,
+    present: Mapping[PoolName, list[bool]],
+) -> PoolTransferResult:
+    """Apply the policies to what a lookup has found."""
+    absent = [False] * len(keys)
+    return common_hit(
+        present.get(PoolName.KV, absent),
+        [
+            PoolPresence.of(transfer, present.get(transfer.name, absent))
+            for transfer in transfers or ()
+        ],
+    )
+
+
 def _is_verified(batch: ReadBatch) -> bool:
     return all(read.verify() for read in batch.reads)
 
@@ -1107,10 +775,6 @@ def _asked_pools(
     for transfer in transfers:
         PoolPresence.of(transfer, absent)
     return dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers)))
-
-
-def _is_any_served(answers: list[list[bool]]) -> bool:
-    return any(map(any, answers))
 
 
 def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:

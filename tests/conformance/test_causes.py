@@ -150,7 +150,7 @@ def test_damage_is_a_cause_with_what_did_not_fit(kit):
 
 
 def test_levels_and_handlers_are_what_they_were_before():
-    logger, root = logging.getLogger("hicache_storage.objects.storage"), logging.getLogger()
+    logger, root = logging.getLogger("hicache_storage.objects"), logging.getLogger()
     before = logger.level, list(root.handlers)
     with cause_log():
         assert logger.level == logging.DEBUG
@@ -165,7 +165,7 @@ class TestReports:
         )
         assert "in put\n    raise self.error" in record.detail
         assert record.log.startswith(
-            "WARNING hicache_storage.objects.storage: memory: answering misses: 'gone'"
+            "WARNING hicache_storage.objects.faults: memory: answering misses: 'gone'"
         )
         assert record.causes[0].error == "KeyError: 'gone'"
 

@@ -148,10 +148,11 @@ def test_a_delete_is_told_its_deadline(hanging):
 
 @pytest.mark.parametrize("operation", ["delete", "connect"])
 def test_whatever_hangs_ends_in_time(kit, operation):
-    storage, _pool = kit.memory_storage(capabilities=Capabilities(deletes=True, clears=True))
+    storage, pool = kit.memory_storage(capabilities=Capabilities(deletes=True, clears=True))
     release = threading.Event()
     storage.before = lambda asked: asked == operation and release.wait(2 * PATIENCE_SECONDS)
     layer = DeadlineLayer(storage, SHORT_SECONDS)
+    layer.register_mem_host_pool_v2(pool, "kv")
     try:
         if operation == "connect":
             with pytest.raises(StorageTimeoutError, match="did not open"):
@@ -323,7 +324,7 @@ def test_a_lookup_from_memory_needs_no_thread(hanging, call):
     answers = [[True, True]]
     storage.caches_lookups = True
     storage.objects_exist_cached = lambda batches, call: answers
-    storage._remember_damage(storage.pools["kv"].namespace, ["b"])
+    storage._damaged.remember(storage.pools["kv"].namespace, ["b"])
 
     def found():
         if call == "present":
@@ -339,7 +340,7 @@ def test_a_lookup_from_memory_needs_no_thread(hanging, call):
     answers = None
     assert found() == [False, False]
     answers = [[True, True]]
-    storage._faulty = {"exists"}
+    storage._guard.faulty = {"exists"}
     assert found() == [False, False]
     assert layer._thread_pool.has_threads
 

@@ -15,7 +15,7 @@ from tests.objects.forking import in_child
 LOCKS = {
     "lifecycle": attrgetter("inner.inner._lifecycle._lock"),
     "connecting": attrgetter("inner.inner._lifecycle._connecting"),
-    "damage": attrgetter("inner.inner._damaged_lock"),
+    "damage": attrgetter("inner.inner._damaged._lock"),
     "recorder": attrgetter("inner.inner.recorder._lock"),
     "breaker": lambda layers: layers.breakers["read"]._lock,
     "closing": attrgetter("inner._closing"),

@@ -105,7 +105,7 @@ def test_lines_of_the_sdk_have_the_fields(kit, caplog):
     assert line.pop("timestamp").endswith("Z")
     assert line == {
         "level": "warning",
-        "logger": "hicache_storage.objects.storage",
+        "logger": "hicache_storage.objects.faults",
         "event": "memory: answering misses: gone",
         "request_id": "chat-7",
         "driver": "memory",

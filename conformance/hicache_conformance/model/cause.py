@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _OWN: Final = frozenset({"hicache_storage", "hicache_conformance"})
 _CALLERS: Final = (
     "hicache_storage.objects.storage",
+    "hicache_storage.objects.faults",
     "hicache_storage.objects.async_storage",
     "hicache_conformance.interfaces.",
 )
