@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from hicache_storage.hybrid.copies import CacheOperation, CopyQueue, LoadProgress
-from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import PrefetchRules
 from hicache_storage.hybrid.ranks import ParallelConfig, SingleRank, check_consistent
 from hicache_storage.hybrid.storage_io.backups import StorageBackups
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolTier
     from hicache_storage.hybrid.ranks import RankGroup
-    from hicache_storage.hybrid.storage_io.backups import BackupResult
     from hicache_storage.hybrid.storage_io.calls import ControllerStats
-    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation, PrefetchResult
     from hicache_storage.spec import HiCacheStorage, PoolName
     from hicache_storage.transfer import PageTransfers
 
@@ -107,8 +104,12 @@ class HybridCacheController:
         self._writes = CopyQueue(group, rank_group, transfers.write_back)
         self._loads = CopyQueue(group, rank_group, transfers.load)
         self._link = StorageLink()
-        self._prefetcher = Prefetcher(group, rank_group, rules, self._counter, self._link)
-        self._backups = StorageBackups(group, rank_group, self._counter, self._link)
+        self.prefetcher = Prefetcher(
+            group, rank_group, rules, self._counter, self._link, bigram=bigram
+        )
+        """Reads spans of tokens from the storage to the host."""
+        self.backups = StorageBackups(group, rank_group, self._counter, self._link)
+        """Writes spans of host pages to the storage."""
 
     def __enter__(self) -> Self:
         return self
@@ -313,74 +314,10 @@ class HybridCacheController:
         # Operations end before the workers are stopped, so that no retry is submitted to them.
         binding = self._link.binding
         self._link.binding = None
-        self._prefetcher.abort()
-        self._backups.cancel()
+        self.prefetcher.abort()
+        self.backups.cancel()
         if binding is not None:
             binding.close(self._stop_seconds)
-
-    def prefetch(
-        self,
-        request_id: str,
-        tokens: Sequence[int],
-        last_hash: str | None = None,
-        prefix_hashes: Sequence[str] = (),
-    ) -> PrefetchOperation | None:
-        """Start to fetch the tokens of a request that the storage has.
-
-        Memory is taken once every rank has agreed on the hit.
-
-        Args:
-            request_id: for logs.
-            tokens: those after the prefix that is on the device or the host; a partial page at the
-                end is left out. With `bigram` one more than there are rows.
-            last_hash: key of the page before them; at the start of a sequence the seed of its
-                namespace, or None.
-            prefix_hashes: keys of all pages before them.
-
-        Returns:
-            None if there is no storage, the span is too short, or too many tokens are in flight.
-        """
-        keys = page_hashes(tokens, self.group.page_size, prior=last_hash, bigram=self.bigram)
-        return self._prefetcher.begin(request_id, keys, prefix_hashes)
-
-    def advance_prefetches(self) -> None:
-        """Advance all prefetches, once a step; `PrefetchOperation.poll` does it for one.
-
-        A collective.
-        """
-        self._prefetcher.advance()
-
-    def terminate_prefetch(self, operation: PrefetchOperation) -> PrefetchResult:
-        """End a prefetch; returns the longest prefix that every rank has in all pools.
-
-        A collective. Does not wait for running calls: pages that they may still write to stay
-        reserved until they return. A second call returns an empty prefix.
-        """
-        return self._prefetcher.terminate(operation)
-
-    def write_storage(
-        self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()
-    ) -> int:
-        """Queue a backup of host pages whose copies from the device have ended.
-
-        Returns its id.
-
-        Args:
-            host: all pools; must not be written to before `completed_backups` has returned the id.
-            hashes: one for each page of the anchor.
-            prefix_hashes: keys of all pages before them.
-
-        Raises:
-            InvalidTransferError: the span does not fit the pools or the hashes.
-        """
-        return self._backups.begin(host, hashes, prefix_hashes)
-
-    def completed_backups(self) -> list[BackupResult]:
-        """Return backups that have ended on every rank, each once.
-
-        A collective while there are any.
-        """
-        return self._backups.completed()
 
     def reset(self) -> None:
         """Drop all queued and running operations; the storage stays attached.
@@ -389,8 +326,8 @@ class HybridCacheController:
 
         Slots of prefetches are freed; those that were returned still belong to the caller.
         """
-        self._prefetcher.abort()
-        self._backups.reset()
+        self.prefetcher.abort()
+        self.backups.reset()
         self._writes.reset()
         self._loads.reset()
 

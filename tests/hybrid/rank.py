@@ -177,7 +177,7 @@ class Rank:
                     storage._lifecycle.closed,
                     self.controller.attached,
                 )
-            assert self.controller.prefetch("r", tokens(PAGES)) is None
+            assert self.controller.prefetcher.begin("r", tokens(PAGES)) is None
         self.controller.attach(self.filled(9, [True] * PAGES, [True] * PAGES)[1])
         self.tell("restored", self.fetched(9, page_hashes(tokens(PAGES, 9), PAGE)).tokens // PAGE)
 
@@ -219,8 +219,8 @@ class Rank:
         self.controller.attach(storage)
         host = self.stack.take("host", PAGES, ends=(4, 8))
         self.stack.fill("host", host, labels)
-        self.controller.write_storage(host, keys)
-        [stored] = eventually(self.controller.completed_backups)
+        self.controller.backups.begin(host, keys)
+        [stored] = eventually(self.controller.backups.completed)
         self.stack.give("host", host)
         written = {name: stats.pages_written for name, stats in storage.get_stats().pools.items()}
         self.tell("stored", stored.stored_pages, stored.complete)
@@ -233,7 +233,7 @@ class Rank:
         """A rank that goes leaves the others with an error, not waiting."""
         _, storage = self.filled(0, [True] * PAGES, [True] * PAGES)
         self.controller.attach(storage)
-        operation = self.controller.prefetch("r", tokens(PAGES))
+        operation = self.controller.prefetcher.begin("r", tokens(PAGES))
         if self.parallel.rank == 0:
             os._exit(0)
         for _ in range(2):
@@ -309,13 +309,13 @@ class Rank:
     def fetched(self, seed, keys, polls=None, labels=None):
         """Prefetch a chain, to its end or for so many polls; what came is what belongs to the
         labels, by default the keys."""
-        operation = self.controller.prefetch("r", tokens(PAGES, seed))
+        operation = self.controller.prefetcher.begin("r", tokens(PAGES, seed))
         if polls is None:
             eventually(lambda: operation.poll() and operation.done)
         else:
             for _ in range(polls):
                 operation.poll()
-        result = self.controller.terminate_prefetch(operation)
+        result = self.controller.prefetcher.terminate(operation)
         assert list(result.hashes) == keys[: result.tokens // PAGE]
         assert self.stack.holds("host", result.host, labels or keys)
         return result
@@ -336,9 +336,9 @@ class Rank:
 
     def stored(self, keys, result):
         """What was fetched is backed up again; a rank whose storage fails decides for all."""
-        number = self.controller.write_storage(result.host, result.hashes)
+        number = self.controller.backups.begin(result.host, result.hashes)
         self.stack.give("host", result.host)
-        [told] = eventually(self.controller.completed_backups)
+        [told] = eventually(self.controller.backups.completed)
         assert told.operation_id == number
         return told.stored_pages, told.complete
 

@@ -55,10 +55,10 @@ class Store:
         host = stack.take("host", pages, ends)
         stack.fill("host", host, keys)
         stack.controller.attach(self.open())
-        stack.controller.write_storage(host, keys)
+        stack.controller.backups.begin(host, keys)
         result = None
         while result is None:
-            result = next(iter(stack.controller.completed_backups()), None)
+            result = next(iter(stack.controller.backups.completed()), None)
         assert result.complete
         if own:
             stack.close()
@@ -129,9 +129,9 @@ def without(lost):
 def finished(stack, operation):
     """The result of a prefetch once it is done."""
     eventually(lambda: operation.poll() and operation.done)
-    return stack.controller.terminate_prefetch(operation)
+    return stack.controller.prefetcher.terminate(operation)
 
 
 def fetched(stack, pages, **options):
     """The result of a prefetch of so many pages."""
-    return finished(stack, stack.controller.prefetch("r", tokens(pages), **options))
+    return finished(stack, stack.controller.prefetcher.begin("r", tokens(pages), **options))

@@ -53,7 +53,7 @@ def test_an_attach_that_fails_leaves_nothing(stack, store, call, error, raised):
     assert not stack.controller.attached
     assert threads() == []
     assert inner._lifecycle.closed
-    assert stack.controller.prefetch("r", tokens(4)) is None
+    assert stack.controller.prefetcher.begin("r", tokens(4)) is None
     stack.controller.attach(store.open())
     assert fetched(stack, 4).tokens == 4 * PAGE
 
@@ -65,7 +65,7 @@ def test_an_attach_that_hangs_is_left_behind(make_stack, store, gate):
     with pytest.raises(StorageTimeoutError):
         stack.controller.attach(storage)
     assert not stack.controller.attached
-    assert stack.controller.prefetch("r", tokens(4)) is None
+    assert stack.controller.prefetcher.begin("r", tokens(4)) is None
     hang.open()
     eventually(lambda: "hicache-attach" not in threads())
 

@@ -16,8 +16,8 @@ KEYS = page_hashes(tokens(12), PAGE)
 
 
 def backed_up(stack, host, keys=KEYS, prefix=()):
-    number = stack.controller.write_storage(host, keys[: host.anchor.numel() // PAGE], prefix)
-    [result] = eventually(stack.controller.completed_backups)
+    number = stack.controller.backups.begin(host, keys[: host.anchor.numel() // PAGE], prefix)
+    [result] = eventually(stack.controller.backups.completed)
     assert result.operation_id == number
     return result
 
@@ -145,13 +145,13 @@ def test_a_page_that_is_being_stored_is_not_handed_out(stack, store, gate):
     stack.controller.attach(storage)
     storage.before = hang
     host = filled(stack, 12, ends=(12,))
-    stack.controller.write_storage(host, KEYS)
+    stack.controller.backups.begin(host, KEYS)
     assert hang.entered.wait(60)
     stack.controller.free_host(host)
     assert stack.free() == {KV: 4 * PAGE, MAMBA: 7}
-    assert stack.controller.completed_backups() == []
+    assert stack.controller.backups.completed() == []
     hang.open()
-    [result] = eventually(stack.controller.completed_backups)
+    [result] = eventually(stack.controller.backups.completed)
     assert result.complete
     assert stack.free() == stack.total()
 
@@ -177,12 +177,12 @@ def test_ending_tells_or_forgets_what_is_on_its_way(make_stack, store, gate, end
     storage.before = hang
     hosts = [filled(stack, 2), filled(stack, 3)]
     numbers = [
-        stack.controller.write_storage(host, KEYS[: host.anchor.numel() // PAGE]) for host in hosts
+        stack.controller.backups.begin(host, KEYS[: host.anchor.numel() // PAGE]) for host in hosts
     ]
     assert hang.entered.wait(60)
     getattr(stack.controller, end)()
     told = [stored(number, 0, complete=False) for number in numbers] if end == "detach" else []
-    assert stack.controller.completed_backups() == told
+    assert stack.controller.backups.completed() == told
     for host in hosts:
         stack.controller.free_host(host)
     assert stack.free()[KV] <= 14 * PAGE
@@ -227,5 +227,5 @@ def test_a_replicated_pool_has_one_writer(make_stack, kit, replicated, tp_rank, 
 )
 def test_spans_that_do_not_fit_are_refused(stack, host, hashes, message):
     with pytest.raises(InvalidTransferError, match=message):
-        stack.controller.write_storage(host, hashes)
-    assert stack.controller.completed_backups() == []
+        stack.controller.backups.begin(host, hashes)
+    assert stack.controller.backups.completed() == []

@@ -45,7 +45,7 @@ def test_a_prefix_is_delivered_in_all_pools(stack, store):
 def test_a_part_of_a_chain_goes_on_from_its_prefix(stack, store):
     _, keys = store.fill(8, ends=(4, 8))
     stack.controller.attach(store.open())
-    operation = stack.controller.prefetch("r", tokens(8)[3 * PAGE :], keys[2], keys[:3])
+    operation = stack.controller.prefetcher.begin("r", tokens(8)[3 * PAGE :], keys[2], keys[:3])
     result = finished(stack, operation)
     assert result.hashes == tuple(keys[3:])
     check(stack, result, keys[3:], 5, (5,))
@@ -56,7 +56,7 @@ def test_memory_is_taken_after_the_hit_is_known(stack, store, gate):
     storage, hang = store.open(), gate("exist")
     stack.controller.attach(storage)
     storage.before = hang
-    operation = stack.controller.prefetch("r", tokens(8))
+    operation = stack.controller.prefetcher.begin("r", tokens(8))
     assert hang.entered.wait(60)
     assert not operation.poll()
     assert stack.free() == stack.total()
@@ -129,16 +129,16 @@ def test_the_hit_ends_where_every_pool_can_go_on(stack, store, pages, ends, hit)
 
 def test_what_is_not_begun(make_stack, store):
     stack = make_stack(rules=PrefetchRules(threshold_tokens=3 * PAGE, policy="wait_complete"))
-    assert stack.controller.prefetch("r", tokens(8)) is None, "no storage"
+    assert stack.controller.prefetcher.begin("r", tokens(8)) is None, "no storage"
     stack.controller.attach(store.open())
-    assert stack.controller.prefetch("r", tokens(2)) is None, "too short"
-    first = stack.controller.prefetch("r", tokens(8))
+    assert stack.controller.prefetcher.begin("r", tokens(2)) is None, "too short"
+    first = stack.controller.prefetcher.begin("r", tokens(8))
     assert first is not None
-    assert stack.controller.prefetch("r", tokens(3)) is None, (
+    assert stack.controller.prefetcher.begin("r", tokens(3)) is None, (
         "half of the host's 16 pages are asked for"
     )
-    stack.controller.terminate_prefetch(first)
-    assert stack.controller.prefetch("r", tokens(3)) is not None
+    stack.controller.prefetcher.terminate(first)
+    assert stack.controller.prefetcher.begin("r", tokens(3)) is not None
     stats = stack.controller.stats()
     assert (stats.prefetches, stats.prefetches_below_threshold, stats.prefetches_rate_limited) == (
         2,
@@ -165,12 +165,12 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
     )
     stack = make_stack(rules=rules)
     stack.controller.attach(storage)
-    operation = stack.controller.prefetch("r", tokens(8))
+    operation = stack.controller.prefetcher.begin("r", tokens(8))
     storage.before = hang
     eventually(lambda: operation.poll() is goes_on and hang.hanging)
     assert not operation.done
     if goes_on:
-        result = stack.controller.terminate_prefetch(operation)
+        result = stack.controller.prefetcher.terminate(operation)
         assert (result.tokens, result.outcome) == (0, PrefetchOutcome.STOPPED)
     hang.open()
     if not goes_on:
@@ -195,9 +195,9 @@ def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
             hang(operation)
 
     storage.before = third_hangs
-    operation = stack.controller.prefetch("r", tokens(12))
+    operation = stack.controller.prefetcher.begin("r", tokens(12))
     eventually(lambda: operation.poll() or hang.hanging)
-    result = stack.controller.terminate_prefetch(operation)
+    result = stack.controller.prefetcher.terminate(operation)
     assert (result.tokens, result.outcome) == (7 * PAGE, PrefetchOutcome.STOPPED)
     assert stack.free()[KV] == 4 * PAGE, "what the call may still write into rests"
     assert stack.holds("host", result.host, keys)
@@ -209,9 +209,9 @@ def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
 def test_a_second_termination_hands_over_nothing(stack, store):
     store.fill(4, ends=(4,))
     stack.controller.attach(store.open())
-    operation = stack.controller.prefetch("r", tokens(4))
+    operation = stack.controller.prefetcher.begin("r", tokens(4))
     result = finished(stack, operation)
-    again = stack.controller.terminate_prefetch(operation)
+    again = stack.controller.prefetcher.terminate(operation)
     assert (result.tokens, again.tokens, bool(again.host)) == (4 * PAGE, 0, False)
     assert operation.poll()
 
@@ -333,12 +333,12 @@ def test_a_hanging_storage_holds_up_nobody(make_stack, store, gate, operation, e
     stack = make_stack(stop_seconds=0.05)
     stack.controller.attach(storage)
     storage.before = hang
-    prefetches = [stack.controller.prefetch("r", tokens(8)) for _ in range(2)]
+    prefetches = [stack.controller.prefetcher.begin("r", tokens(8)) for _ in range(2)]
     eventually(lambda: prefetches[0].poll() or hang.hanging)
     getattr(stack.controller, end)()
     assert all(prefetch.poll() for prefetch in prefetches)
     for prefetch in prefetches:
-        result = stack.controller.terminate_prefetch(prefetch)
+        result = stack.controller.prefetcher.terminate(prefetch)
         assert (result.tokens, result.outcome) == (0, PrefetchOutcome.STOPPED)
     assert stack.free()[KV] == (8 * PAGE if operation == "read" else 16 * PAGE)
     assert stack.controller.attached is (end == "reset")
@@ -356,7 +356,7 @@ def test_the_deadline_of_a_lookup_begins_when_it_is_submitted(stack, store, gate
     storage.before = lambda operation: (
         hang(operation) or (operation == "exist" and waited.append(seconds_since_asked()))
     )
-    first, second = (stack.controller.prefetch("r", tokens(8)) for _ in range(2))
+    first, second = (stack.controller.prefetcher.begin("r", tokens(8)) for _ in range(2))
     assert hang.entered.wait(60)
     submitted = time.monotonic()
     while (released := time.monotonic()) <= submitted:

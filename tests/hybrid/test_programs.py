@@ -101,7 +101,7 @@ class Programs(RuleBasedStateMachine):
     def reset(self):
         self.controller.reset()
         self.backups = {}
-        assert self.controller.completed_backups() == []
+        assert self.controller.backups.completed() == []
 
     # Pages
     # -------------------------------------------------------------------------------------------------------
@@ -147,25 +147,25 @@ class Programs(RuleBasedStateMachine):
             return
         host, keys = self.owned[pick % len(self.owned)]
         pages = host.anchor.numel() // PAGE
-        self.backups[self.controller.write_storage(host, keys[:pages])] = pages
+        self.backups[self.controller.backups.begin(host, keys[:pages])] = pages
 
     @rule()
     def told(self):
-        for result in self.controller.completed_backups():
+        for result in self.controller.backups.completed():
             pages = self.backups.pop(result.operation_id)
             assert 0 <= result.stored_pages <= pages
             assert result.stored_pages == pages or not result.complete
 
     @rule(seed=st.sampled_from(sorted(CHAINS)), pages=st.integers(1, 8))
     def prefetch(self, seed, pages):
-        operation = self.controller.prefetch("r", tokens(pages, seed))
+        operation = self.controller.prefetcher.begin("r", tokens(pages, seed))
         assert operation is None or self.controller.attached
         if operation is not None:
             self.prefetches.append((operation, CHAINS[seed]))
 
     @rule()
     def advance(self):
-        self.controller.advance_prefetches()
+        self.controller.prefetcher.advance()
 
     @rule(pick=PICKS, waits=st.booleans())
     def terminate(self, pick, waits):
@@ -174,7 +174,7 @@ class Programs(RuleBasedStateMachine):
         operation, keys = self.prefetches.pop(pick % len(self.prefetches))
         if waits:
             eventually(lambda: operation.poll() and operation.done)
-        result = self.controller.terminate_prefetch(operation)
+        result = self.controller.prefetcher.terminate(operation)
         assert result.hashes == tuple(keys[: result.tokens // PAGE])
         assert result.host.anchor.numel() == result.tokens
         if result.tokens:

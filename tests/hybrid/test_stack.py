@@ -381,8 +381,8 @@ def test_bigram_keys_come_back_from_every_tier(config):
     """As for EAGLE: 24 rows, whose keys are 24 pairs of 25 tokens."""
     settings, objects = config(bigram=True, device_tokens=64, host_tokens=64), {}
     with build(settings, storage=in_dict(settings, objects)) as stack:
-        write, stored = stack.controller.write_storage, []
-        stack.controller.write_storage = lambda host, keys, before: (
+        write, stored = stack.controller.backups.begin, []
+        stack.controller.backups.begin = lambda host, keys, before: (
             stored.append(keys) or write(host, keys, before)
         )
         session = Session(stack, length=3 * GRID)

@@ -363,7 +363,7 @@ class HiMambaRadixCache:
     def poll(self) -> None:
         """Launch the copies of this step, and process operations that have ended."""
         self._controller.start_writing()
-        self._controller.advance_prefetches()
+        self._controller.prefetcher.advance()
         self._write_back.poll()
         self._locks.poll()
 

@@ -66,7 +66,7 @@ class RequestPrefetches:
         if not tokens or not self._controller.attached:
             return False
         last = self._tree.hashes(node)
-        operation = self._controller.prefetch(
+        operation = self._controller.prefetcher.begin(
             request_id,
             self._tree.tokens_of(tokens),
             last[-1] if last else None,
@@ -100,7 +100,7 @@ class RequestPrefetches:
         running = self._running.pop(request_id, None)
         if running is None:
             return 0
-        result = self._controller.terminate_prefetch(running.operation)
+        result = self._controller.prefetcher.terminate(running.operation)
         # Pages can be on the host only if the prefix before them is.
         wanted = (
             bool(result.tokens)

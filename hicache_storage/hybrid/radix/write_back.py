@@ -108,7 +108,7 @@ class NodeWriteBack:
         for copy in written:
             self._store_path(copy.node)
             copy.locks.release()
-        for result in self._controller.completed_backups():
+        for result in self._controller.backups.completed():
             self._stored(result)
 
     def record_fetched(self, tokens: int) -> None:
@@ -202,7 +202,7 @@ class NodeWriteBack:
         hashes, before = self._tree.hashes(node), self._tree.prefix_hashes(node.parent)
         # Pages that the storage has already are not written again. Their hashes are passed all the
         # same: they give the state its key.
-        ticket = self._controller.write_storage(
+        ticket = self._controller.backups.begin(
             self._ownership.transfer(rows, state), hashes, before
         )
         copy = _Copy(node, node.start, kinds, self._locks(node, kinds), node.is_lost)

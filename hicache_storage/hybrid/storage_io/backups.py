@@ -226,11 +226,16 @@ class StorageBackups:
         self._live = []
 
     def begin(
-        self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str]
+        self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()
     ) -> int:
-        """Store a span; returns the operation's id.
+        """Queue a backup of host pages whose copies from the device have ended; returns its id.
 
-        Without a storage the backup ends at once, and nothing is stored.
+        Without a storage it ends at once, and nothing is stored.
+
+        Args:
+            host: all pools; must not be written to before `completed` has returned the id.
+            hashes: one for each page of the anchor.
+            prefix_hashes: keys of all pages before them.
 
         Raises:
             InvalidTransferError: the span does not fit the pools or the hashes.

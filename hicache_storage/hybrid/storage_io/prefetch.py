@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.policies import max_fitting_endpoint
 from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.hybrid.ranks import reduce_each
@@ -83,7 +84,7 @@ class PrefetchPhase(Enum):
 
 
 class PrefetchOperation:
-    """A prefetch in flight, made by `HybridCacheController.prefetch`.
+    """A prefetch in flight, made by `Prefetcher.begin`.
 
     Used by the scheduler's thread.
     """
@@ -126,8 +127,7 @@ class PrefetchOperation:
         """Advance the prefetch; returns whether the request may go on.
 
         It may when the prefetch is done, or the policy does not wait for the rest. Then
-        `HybridCacheController.terminate_prefetch` returns what has arrived. A collective, unless
-        the prefetch is done.
+        `Prefetcher.terminate` returns what has arrived. A collective, unless the prefetch is done.
 
         Raises:
             RankGroupError: a rank is gone.
@@ -150,7 +150,10 @@ class Prefetcher:
         rules: PrefetchRules,
         stats: StatsCounter,
         link: StorageLink,
+        *,
+        bigram: bool,
     ) -> None:
+        self._bigram = bigram
         self._group = group
         self._rank_group = rank_group
         self._rules = rules
@@ -160,11 +163,31 @@ class Prefetcher:
         self._has_windows = any(entry.is_trailing for entry in group.side.values())
 
     def begin(
-        self, request_id: str, keys: Sequence[str], prefix_keys: Sequence[str]
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_hashes: Sequence[str] = (),
     ) -> PrefetchOperation | None:
-        """Look up which prefix of `keys` can be restored; None where the rules decline it."""
-        tokens, binding = len(keys) * self._group.page_size, self._link.binding
-        if binding is None or not self._rules.is_worth(tokens, self._group.page_size):
+        """Start to fetch the tokens of a request that the storage has.
+
+        Memory is taken once every rank has agreed on the hit.
+
+        Args:
+            request_id: for logs.
+            tokens: those after the prefix that is on the device or the host; a partial page at the
+                end is left out. With `bigram` one more than there are rows.
+            last_hash: key of the page before them; at the start of a sequence the seed of its
+                namespace, or None.
+            prefix_hashes: keys of all pages before them.
+
+        Returns:
+            None if there is no storage, the span is too short, or too many tokens are in flight.
+        """
+        page_size, binding = self._group.page_size, self._link.binding
+        keys = page_hashes(tokens, page_size, prior=last_hash, bigram=self._bigram)
+        length = len(keys) * page_size
+        if binding is None or not self._rules.is_worth(length, page_size):
             self._stats.count(prefetches_below_threshold=binding is not None)
             return None
         # No collective: prefetches in flight and sizes are the same on every rank, so all decide
@@ -173,9 +196,9 @@ class Prefetcher:
         if not self._rules.admits(occupied, self._group.size):
             self._stats.count(prefetches_rate_limited=1)
             return None
-        request = PrefetchRequest(tuple(keys), tuple(prefix_keys), request_id)
+        request = PrefetchRequest(tuple(keys), tuple(prefix_hashes), request_id)
         job = QueryJob(binding.calls, request)
-        operation = PrefetchOperation(self, request, tokens, job)
+        operation = PrefetchOperation(self, request, length, job)
         # Before `submit`: a thread that hangs is given up, so that the job gets one that serves.
         self._link.expire()
         binding.query.submit(job)
@@ -184,9 +207,10 @@ class Prefetcher:
         return operation
 
     def terminate(self, operation: PrefetchOperation) -> PrefetchResult:
-        """End a prefetch and return what every rank has.
+        """End a prefetch; returns the longest prefix that every rank has in all pools.
 
-        A collective while pages are read.
+        A collective while pages are read. Does not wait for running calls: pages that they may
+        still write to stay reserved until they return. A second call returns an empty prefix.
         """
         if operation not in self._live:
             return PrefetchResult(0, (), HybridIndices.empty(), operation.outcome)

@@ -160,7 +160,7 @@ class WorldController:
 
     def prefetched_slots(self):
         """Host slots of prefetches that have not been handed over."""
-        prefetcher = self.controller._prefetcher
+        prefetcher = self.controller.prefetcher
         for operation in prefetcher._live:
             if operation.done:
                 yield from self.group.owned(prefetcher._delivered(operation)).items()

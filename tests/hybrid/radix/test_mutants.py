@@ -69,7 +69,7 @@ def end_without_freeing(prefetching, request_id):
     running = prefetching._running.get(request_id)
     if running is not None and not running.is_wanted():
         del prefetching._running[request_id]
-        prefetching._controller.terminate_prefetch(running.operation)
+        prefetching._controller.prefetcher.terminate(running.operation)
         return 0
     return END(prefetching, request_id)
 
