@@ -163,12 +163,9 @@ def no_hit(keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> Poo
     Raises:
         InvalidTransferError: the arguments are invalid, as for the storage.
     """
-    absent = no_pages(keys, PoolName.KV)
-    check_transfers(transfers or (), "pool_transfers")
-    asked = [
-        PoolName.KV,
-        *(PoolPresence.of(transfer, absent).name for transfer in transfers or ()),
-    ]
+    absent, transfers = no_pages(keys, PoolName.KV), () if transfers is None else transfers
+    check_transfers(transfers, "pool_transfers")
+    asked = [PoolName.KV, *(PoolPresence.of(transfer, absent).name for transfer in transfers)]
     return PoolTransferResult(0, dict.fromkeys(asked, 0), [])
 
 

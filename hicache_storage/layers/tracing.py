@@ -43,7 +43,8 @@ class TracingLayer(MeasuringLayer):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         check_list(keys, "keys")
-        check_transfers(pool_transfers or (), "pool_transfers")
+        if pool_transfers is not None:
+            check_transfers(pool_transfers, "pool_transfers")
         # The id is drawn here and passed down, so that the span, the log and the metadata server
         # have the same one.
         info = _with_id(extra_info)

@@ -768,7 +768,7 @@ def _asked_pools(
         InvalidTransferError: a key or a policy's geometry is illegal.
     """
     check_keys(keys)
-    if not transfers:
+    if transfers is None:
         return {PoolName.KV: None}
     check_transfers(transfers, "pool_transfers")
     absent = [False] * len(keys)
