@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from hicache_storage.spec import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 SELECTIVE_HITS = 2
 """Hits at which `write_through_selective` writes a span; its insertion is the first."""
@@ -30,16 +26,13 @@ class WritePolicy(StrEnum):
 
         Its insertion is the first hit.
         """
-        return self is not WritePolicy.WRITE_BACK and hits >= self._hits_needed
+        needed = SELECTIVE_HITS if self is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
+        return self is not WritePolicy.WRITE_BACK and hits >= needed
 
     @property
     def writes_on_eviction(self) -> bool:
         """True if eviction from the device writes the span to the host first."""
         return self is WritePolicy.WRITE_BACK
-
-    @property
-    def _hits_needed(self) -> int:
-        return SELECTIVE_HITS if self is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
 
 
 class PrefetchPolicy(StrEnum):
@@ -128,13 +121,3 @@ class PrefetchRules:
                 return False
             case PrefetchPolicy.TIMEOUT:
                 return elapsed_seconds >= self.timeout.seconds(tokens)
-
-
-def max_fitting_endpoint(restorable: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """Return the largest restorable endpoint that fits, 0 if none does.
-
-    Args:
-        restorable: endpoints in pages, ascending.
-        fits: whether a prefix fits into memory; if one does, so do all shorter ones.
-    """
-    return next((endpoint for endpoint in reversed(restorable) if fits(endpoint)), 0)

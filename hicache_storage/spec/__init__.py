@@ -39,7 +39,6 @@ from hicache_storage.spec.errors import (
     UnsupportedOperationError,
     is_refusal,
 )
-from hicache_storage.spec.host_pool import HostPool, PageGeometry
 from hicache_storage.spec.identity import IDENTITY_FIELDS, StorageIdentity
 from hicache_storage.spec.policies import (
     PoolPresence,
@@ -52,6 +51,8 @@ from hicache_storage.spec.stats import Latency, PoolStats, StorageStats
 from hicache_storage.spec.storage import Health, HiCacheStorage
 from hicache_storage.spec.transfers import (
     MAX_KEY_BYTES,
+    HostPool,
+    PageGeometry,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,

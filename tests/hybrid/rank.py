@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from hicache_storage import create_storage
 from hicache_storage.hybrid import (
-    HostPoolGroup,
     HybridCacheController,
     ParallelConfig,
     PrefetchRules,
@@ -29,10 +28,9 @@ from hicache_storage.hybrid import (
     TorchRankGroup,
     page_hashes,
 )
-from hicache_storage.spec import ConfigError, HiCacheError, PoolTransfer
+from hicache_storage.spec import HiCacheError, PoolTransfer
 from hicache_storage.testing import FaultLayer, FaultOptions, MemoryStorage
-from tests.hybrid.stack import MAMBA, PAGE, Stack, identity, tokens
-from tests.hybrid.stacks import Session, build, mamba_config
+from tests.hybrid.stack import MAMBA, PAGE, Session, Stack, build, identity, mamba_config, tokens
 from tests.support.waiting import eventually
 
 SECONDS = 200
@@ -98,20 +96,6 @@ class Rank:
     # Scenarios
     # ---------------------------------------------------------------------------------------------------
 
-    def sets(self):
-        """D19: the endpoints that two ranks can restore differ, and have 3 in common."""
-        for seed, ends in enumerate(self.settings["ends"]):
-            keys, storage = self.filled(
-                seed,
-                [True] * PAGES,
-                [end in ends[self.parallel.rank] for end in range(1, PAGES + 1)],
-            )
-            self.controller.attach(storage)
-            result = self.fetched(seed, keys)
-            self.tell("restored", result.tokens // PAGE)
-            self.stack.give("host", result.host)
-            self.controller.detach()
-
     def chances(self):
         """Random presence on every rank; faults, host pressure and early ends in some of the
         rounds."""
@@ -159,55 +143,6 @@ class Rank:
                 storage.disable()
             self.controller.detach()
             eventually(lambda: self.stack.free() == self.stack.total())
-
-    def attaching(self):
-        """A storage that cannot be attached on one rank is attached on none."""
-        for broken in range(self.parallel.replica_size):
-            _, storage = self.filled(broken, [True] * PAGES, [True] * PAGES)
-            if broken == self.parallel.rank:
-                storage.register_mem_host_pool_v2 = refuse
-            try:
-                self.controller.attach(storage)
-                self.tell("attached")
-            except HiCacheError as error:
-                mine = "no" in str(error).split()
-                self.tell(
-                    "refused",
-                    mine == (broken == self.parallel.rank),
-                    storage._lifecycle.closed,
-                    self.controller.attached,
-                )
-            assert self.controller.prefetcher.begin("r", tokens(PAGES)) is None
-        self.controller.attach(self.filled(9, [True] * PAGES, [True] * PAGES)[1])
-        self.tell("restored", self.fetched(9, page_hashes(tokens(PAGES, 9), PAGE)).tokens // PAGE)
-
-    def unlike(self):
-        """Ranks with other rules, other pools or more slots would wait for each other later."""
-        rules = [
-            PrefetchRules(threshold_tokens=number) for number in range(self.parallel.replica_size)
-        ]
-        entries = list(self.stack.group.entries.values())
-        groups = [
-            HostPoolGroup(entries),
-            HostPoolGroup([entry for entry in entries if entry.name != MAMBA]),
-        ]
-        larger = Stack(pages=16 + self.parallel.rank, states=4)
-        larger.close()
-        for group, own in (
-            (groups[0], rules[self.parallel.rank]),
-            (groups[self.parallel.rank > 0], rules[0]),
-            (larger.group, rules[0]),
-        ):
-            try:
-                HybridCacheController(
-                    group,
-                    self.stack.transfers,
-                    rules=own,
-                    parallel=self.parallel,
-                    rank_group=self.rank_group,
-                )
-            except ConfigError as error:
-                self.tell("refused", str(error).split(";")[0])
 
     def shards(self):
         """MLA under CP, in a shared store: each CP shard is written once and hit by every rank."""
@@ -272,7 +207,7 @@ class Rank:
             self.tell("restored", *session.restore())
             assert stack.drain(60)
         try:
-            stack._rank_group.all_reduce_min([1])
+            stack.controller.rank_group.all_reduce_min([1])
         except RankGroupError as error:
             self.tell("closed", str(error))
         eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("hicache")])
@@ -341,10 +276,6 @@ class Rank:
         [told] = eventually(self.controller.backups.completed)
         assert told.operation_id == number
         return told.stored_pages, told.complete
-
-
-def refuse(pool, name):
-    raise HiCacheError("there is no such pool")
 
 
 def refused(ask):

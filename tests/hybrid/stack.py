@@ -1,42 +1,83 @@
-"""A small hybrid model's pools on the stream simulator, and a controller over them.
+"""Small hybrid models' stacks on the CPU, and bytes that go through them.
 
-KV in pages of 4 tokens, an indexer that uses KV's slots, and Mamba states. Every page is filled
-with bytes drawn from the key it is for, so that a page in the wrong place is seen.
+Every page is filled with bytes drawn from what it is for, so that a page in the wrong place is seen.
 """
 
 from __future__ import annotations
 
 import random
+import time
+from dataclasses import replace
 
 import torch
 
 from hicache_storage.hybrid import (
-    HostPoolGroup,
-    HybridCacheController,
-    HybridIndices,
-    PoolEntry,
+    AttentionGeometry,
+    IndexerGeometry,
+    MambaGeometry,
+    MLAGeometry,
     PrefetchRules,
+    StackConfig,
+    build_hybrid_stack,
 )
-from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
-from hicache_storage.transfer import PageTransfers, PoolPair, StreamSimulator
-from tests.support.pools import page_layer, pool_pair
+from hicache_storage.spec import PoolName, StorageIdentity
+from hicache_storage.transfer import StreamSimulator
+from tests.support.pools import page_layer
 
 PAGE = 4
+GRID = 8
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
-ATTENTION, MAMBA_LAYERS = [0, 2], [1, 3]
-KINDS = {
-    "mha": {"head_num": 1, "head_dim": 1, "dtype": torch.int64},
-    "mla": {"kv_lora_rank": 1, "dtype": torch.int64},
-    "indexer": {"index_head_dim": 4, "quant_block_size": 4},
-    "mamba": {
-        "temporal_shape": (1,),
-        "conv_shapes": [(1,)],
-        "temporal_dtype": torch.int64,
-        "conv_dtype": torch.int64,
-    },
-}
-"""Pools with one integer for each slot, layer and part."""
 RULES = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
+ATTENTION = AttentionGeometry(layers=(0, 2), head_num=2, head_dim=4, dtype=torch.int16)
+LATENT = MLAGeometry(layers=(0, 2), kv_lora_rank=6, qk_rope_head_dim=2, dtype=torch.int16)
+STATES = MambaGeometry(
+    layers=(1, 3),
+    temporal_shape=(2, 3),
+    conv_shapes=((3, 2),),
+    temporal_dtype=torch.int32,
+    conv_dtype=torch.int16,
+)
+INDEX_KEYS = IndexerGeometry(layers=(0,), index_head_dim=4, quant_block_size=2)
+COMMON = {
+    "page_size": PAGE,
+    "device_tokens": 16 * PAGE,
+    "host_tokens": 16 * PAGE,
+    "device": "cpu",
+    "prefetch": RULES,
+}
+# Pools with one integer for each slot, layer and part.
+INTEGERS = {
+    "mha": AttentionGeometry(layers=(0, 2), head_num=1, head_dim=1, dtype=torch.int64),
+    "mla": MLAGeometry(layers=(0, 2), kv_lora_rank=1, dtype=torch.int64),
+    "indexer": IndexerGeometry(layers=(0,), index_head_dim=4, quant_block_size=4),
+    "mamba": MambaGeometry(
+        layers=(1, 3),
+        temporal_shape=(1,),
+        conv_shapes=((1,),),
+        temporal_dtype=torch.int64,
+        conv_dtype=torch.int64,
+    ),
+}
+
+
+def mamba_config(**changes):
+    fields = {
+        "attention": ATTENTION,
+        "mamba": STATES,
+        "device_states": 8,
+        "host_states": 8,
+        "checkpoint_interval": GRID,
+    }
+    return StackConfig(**{**COMMON, **fields, **changes})
+
+
+def dsa_config(**changes):
+    return StackConfig(**{**COMMON, "attention": LATENT, "indexer": INDEX_KEYS, **changes})
+
+
+def build(config, **options):
+    """The stack of a config, with 30 s for what is to end."""
+    return build_hybrid_stack(replace(config, stop_seconds=30.0), **options)
 
 
 def identity(parallel=None, **changes):
@@ -45,54 +86,60 @@ def identity(parallel=None, **changes):
     return made if parallel is None else parallel.identity(made)
 
 
+def page_noise(pool, slot, label):
+    """Each tensor of a page, with the bytes that belong to a label."""
+    for layer in range(pool.layer_num):
+        for part, tensor in enumerate(page_layer(pool, slot, layer)):
+            seed = random.Random(f"{label}/{layer}/{part}").getrandbits(32)
+            noise = torch.randint(
+                0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed)
+            )
+            yield tensor, noise.to(tensor.dtype)
+
+
 class Stack:
-    """Pools of so many pages and states on the host, and by default twice as many on the device.
+    """KV in pages of 4 tokens, an indexer that uses KV's slots, and Mamba states, on the stream
+    simulator, with a controller over them.
+
+    So many pages and states are on the host, and by default twice as many on the device.
 
     Args:
         states: 0 for MLA and an indexer without states.
         device: slots of KV, and of states, on the device.
     """
 
-    def __init__(self, *, pages=16, states=8, page_size=PAGE, device=None, seed=0, **options):
+    def __init__(
+        self, *, pages=16, states=8, page_size=PAGE, device=None, seed=0, rank_group=None, **options
+    ):
         self.simulator = StreamSimulator(seed)
         self.compute = self.simulator.stream("compute")
         rows, on_device = pages * page_size, device or (2 * pages * page_size, 2 * states)
-        paged = {"page_size": page_size}
-        pools = {
-            KV: ("mha" if states else "mla", on_device[0], rows, paged | {"layers": ATTENTION}),
-            INDEXER: ("indexer", on_device[0], rows, paged | {"layers": ATTENTION[:1]}),
+        with_states = {
+            "mamba": INTEGERS["mamba"],
+            "device_states": on_device[1],
+            "host_states": states,
         }
-        alone = {"layers": MAMBA_LAYERS}
-        pools |= {MAMBA: ("mamba", on_device[1], states, alone)} if states else {}
-        pairs = {
-            name: PoolPair(*pool_pair(kind, mine, hosts, **KINDS[kind], **more))
-            for name, (kind, mine, hosts, more) in pools.items()
-        }
-        self.transfers = PageTransfers(self.simulator, self.compute, pairs)
-        self.device = {name: pair.device_pool for name, pair in pairs.items()}
-        self.host = {name: pair.host_pool for name, pair in pairs.items()}
         fields = {
-            KV: {},
-            INDEXER: {"indices_from_pool": KV, "device_pool": None},
-            MAMBA: {"hit_policy": PoolHitPolicy.TRAILING_PAGES},
+            **COMMON,
+            "attention": INTEGERS["mha" if states else "mla"],
+            "indexer": INTEGERS["indexer"],
+            "page_size": page_size,
+            "device_tokens": on_device[0],
+            "host_tokens": rows,
+            "stop_seconds": 30.0,
+            **(with_states if states else {}),
+            **options,
         }
-        self.group = HostPoolGroup(
-            PoolEntry(
-                **{"name": name, "device_pool": pair.device_pool, **fields[name]},
-                host_pool=pair.host_pool,
-                host_slots=self.transfers.host_slots[name],
-            )
-            for name, pair in pairs.items()
+        built = build_hybrid_stack(
+            StackConfig(**fields), rank_group=rank_group, streams=(self.simulator, self.compute)
         )
-        options = {"rules": RULES, "stop_seconds": 30.0, **options}
-        self.controller = HybridCacheController(self.group, self.transfers, **options)
+        self._built = built
+        self.controller, self.group, self.transfers = built.controller, built.group, built.transfers
+        self.device, self.host = built.device_pools, built.host_pools
 
     def close(self):
-        self.controller.close()
+        self._built.close()
         self.simulator.close()
-
-    # Bytes
-    # -------------------------------------------------------------------------------------------------------
 
     def fill(self, where, indices, keys, ends=()):
         """Fill the pages of a span, on the device or on the host, with what belongs to their
@@ -118,13 +165,7 @@ class Stack:
                 key = keys[end - 1] if end else before[-1]
                 slot = slots.view(len(ends), -1)[number, 0].item()
                 pool = getattr(self, where)[name]
-                for layer in range(pool.layer_num):
-                    for part, tensor in enumerate(page_layer(pool, slot, layer)):
-                        seed = random.Random(f"{key}/{name}/{layer}/{part}").getrandbits(32)
-                        noise = torch.randint(
-                            0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed)
-                        )
-                        yield tensor, noise.to(tensor.dtype)
+                yield from page_noise(pool, slot, f"{key}/{name}")
 
     def take(self, tier, pages, ends=()):
         """Slots for so many pages with states at some endpoints."""
@@ -154,5 +195,78 @@ def tokens(pages, seed=0):
     return [drawn.randrange(150_000) for _ in range(pages * PAGE)]
 
 
-def empty():
-    return HybridIndices.empty()
+class Session:
+    """A prefix of random bytes in a stack: two checkpoints of pages, and a state after each.
+
+    Args:
+        seed: of the tokens, and of the bytes, which are the same in every stack.
+        length: more or fewer checkpoints than two; the tokens begin with the same. With bigram keys
+            there is one token more.
+    """
+
+    LENGTH = 2 * GRID
+
+    def __init__(self, stack, seed=0, length=LENGTH):
+        drawn = random.Random(seed)
+        self.stack, self.cache = stack, stack.cache
+        self.tokens = [drawn.randrange(150_000) for _ in range(length + self.stack.config.bigram)]
+        self._seed, self._length = seed, length
+
+    def insert(self):
+        """Write the prefix to the device, as a model would, and hand it to the cache."""
+        length = self._length
+        rows = self.cache.alloc_kv(length)
+        states = {}
+        if self.cache.has_states:
+            states = {end: int(self.cache.alloc_state()) for end in range(GRID, length + 1, GRID)}
+        self.stack.compute.synchronize()
+        for tensor, wanted in self._memory(rows, states):
+            tensor.copy_(wanted)
+        return self.cache.insert(self.tokens, rows, states)
+
+    def restore(self):
+        """Load the prefix, wait for it, and compare its bytes; how many tokens came, and what came
+        from the host."""
+        match = self.cache.match(self.tokens)
+        if not match.length:
+            return 0, 0
+        lock = self.cache.lock(match)
+        state = int(self.cache.alloc_state()) if self.cache.has_states else None
+        loaded = self.cache.load(lock, state)
+        self.stack.controller.layer_counter(self.cache.start_loading()).synchronize()
+        found = match.state_slot if loaded.state_slot is None else loaded.state_slot
+        for tensor, wanted in self._memory(
+            loaded.device_indices, {} if found is None else {match.length: found}
+        ):
+            assert torch.equal(tensor.cpu(), wanted)
+        self.cache.unlock(lock)
+        if state is not None:
+            self.stack.states.free(torch.tensor([state]))
+        return match.length, match.host_length
+
+    def fetch(self):
+        """Wait for what the storage has of it."""
+        if self.cache.prefetch_from_storage("session", self.tokens):
+            end = time.monotonic() + 60
+            while not self.cache.check_prefetch("session"):
+                assert time.monotonic() < end
+                self.cache.poll()
+
+    def comes_back(self):
+        """All of it does from the storage, after the cache has forgotten it."""
+        self.insert()
+        assert self.stack.drain(60)
+        self.cache.reset()
+        self.fetch()
+        assert self.restore() == (self.LENGTH, self.LENGTH)
+        assert self.stack.drain(60)
+
+    def _memory(self, rows, states):
+        """Each tensor of the prefix on the device, with what belongs there."""
+        for name, pool in self.stack.device_pools.items():
+            if name == PoolName.MAMBA:
+                pages = [(end, slot) for end, slot in states.items()]
+            else:
+                pages = list(enumerate(rows.view(-1, PAGE)[:, 0].tolist()))
+            for number, slot in pages:
+                yield from page_noise(pool, slot, f"{self._seed}/{name}/{number}")

@@ -6,7 +6,7 @@ import threading
 from itertools import takewhile
 
 from hicache_storage.hybrid import page_hashes
-from hicache_storage.spec import PoolTransfer, PoolTransferResult
+from hicache_storage.spec import PoolTransfer, PoolTransferResult, StorageClosedError
 from tests.hybrid.stack import PAGE, Stack, identity, tokens
 from tests.support.waiting import eventually
 
@@ -135,3 +135,12 @@ def finished(stack, operation):
 def fetched(stack, pages, **options):
     """The result of a prefetch of so many pages."""
     return finished(stack, stack.controller.prefetcher.begin("r", tokens(pages), **options))
+
+
+def is_closed(storage):
+    """Whether a storage refuses calls."""
+    try:
+        storage.batch_exists_v2([])
+    except StorageClosedError:
+        return True
+    return False

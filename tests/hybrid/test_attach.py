@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hicache_storage.hybrid import ParallelConfig, StorageAttachedError
+from hicache_storage.hybrid import HybridCacheController, ParallelConfig, StorageAttachedError
 from hicache_storage.spec import (
     ConfigError,
     InvalidPoolError,
@@ -14,7 +14,7 @@ from hicache_storage.spec import (
     StorageUnavailableError,
 )
 from tests.hybrid.stack import PAGE, identity, tokens
-from tests.hybrid.storages import Faulty, fetched
+from tests.hybrid.storages import Faulty, fetched, is_closed
 from tests.support.waiting import eventually
 
 EARLIER = set[threading.Thread]()
@@ -52,7 +52,7 @@ def test_an_attach_that_fails_leaves_nothing(stack, store, call, error, raised):
         stack.controller.attach(Faulty(inner, call, error))
     assert not stack.controller.attached
     assert threads() == []
-    assert inner._lifecycle.closed
+    assert is_closed(inner)
     assert stack.controller.prefetcher.begin("r", tokens(4)) is None
     stack.controller.attach(store.open())
     assert fetched(stack, 4).tokens == 4 * PAGE
@@ -76,7 +76,7 @@ def test_a_second_storage_is_refused(stack, store):
     with pytest.raises(StorageAttachedError):
         stack.controller.attach(second)
     assert second.operations == []
-    assert not second._lifecycle.closed
+    assert not is_closed(second)
     assert stack.controller.attached
 
 
@@ -97,7 +97,7 @@ def test_detach_leaves_nothing_and_may_be_repeated(stack, store):
         stack.controller.detach()
         assert not stack.controller.attached
         assert threads() == []
-    assert storage._lifecycle.closed
+    assert is_closed(storage)
 
 
 def test_a_close_that_raises_or_hangs_stops_nobody(make_stack, store, gate):
@@ -114,9 +114,10 @@ def test_a_close_that_raises_or_hangs_stops_nobody(make_stack, store, gate):
     eventually(lambda: threads() == [])
 
 
-def test_ranks_and_agreement_must_fit(make_stack):
+def test_ranks_and_agreement_must_fit(stack):
+    parallel = ParallelConfig(tp_size=2, cp_size=2)
     with pytest.raises(ConfigError, match="over 1 ranks, but parallel has 4"):
-        make_stack(parallel=ParallelConfig(tp_size=2, cp_size=2))
+        HybridCacheController(stack.group, stack.transfers, parallel=parallel)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1, 3, 1, 2), (4, 1, 1, 1), (1, 1, 1, 1)])

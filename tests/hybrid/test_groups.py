@@ -171,6 +171,59 @@ def test_spans_that_do_not_fit_are_refused(stack, span, message):
         stack.group.check(span)
 
 
+# Spans
+# -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
+def test_joined_spans_are_one(lengths, data):
+    """With their states, which may also be moved alone, behind the span that they belong to."""
+    parts, first, states, ends, before = [], 0, 0, [], 0
+    for pages in lengths:
+        own = sorted(data.draw(st.sets(st.integers(0, pages))))
+        side = ({MAMBA: torch.arange(states, states + len(own))}, {MAMBA: tuple(own)})
+        parts.append(
+            HybridIndices(torch.arange(first, first + pages * PAGE), *(side if own else ({}, {})))
+        )
+        ends += [before + end for end in own]
+        first, states, before = first + pages * PAGE, states + len(own), before + pages
+    whole = HybridIndices.concat(parts, PAGE)
+    assert whole.anchor.tolist() == list(range(first))
+    assert whole.side.get(MAMBA, whole.anchor[:0]).tolist() == list(range(states))
+    assert whole.endpoints.get(MAMBA, ()) == tuple(ends)
+    assert len(parts) > 1 or whole is parts[0]
+
+
+def test_nothing_is_false():
+    rows = torch.arange(PAGE)
+    assert not HybridIndices.empty()
+    assert HybridIndices(rows)
+    assert HybridIndices(rows[:0], {MAMBA: rows[:1]}, {MAMBA: (0,)})
+
+
+@pytest.mark.parametrize(
+    ("anchor", "states", "ends", "message"),
+    [
+        (torch.arange(4, dtype=torch.int32), None, None, "anchor: slots must be one row of int64"),
+        (torch.zeros(2, 2).long(), None, None, "anchor: slots must be one row of int64"),
+        (torch.arange(4), 1, None, "give both"),
+        (torch.arange(4), None, (1,), "give both"),
+        (torch.arange(4), 3, (1, 2), "3 slots do not fit"),
+        (torch.arange(4), 2, (2, 1), "do not fit the endpoints"),
+        (torch.arange(4), 1, (-1,), "do not fit the endpoints"),
+        (torch.arange(4), 1, (), "do not fit the endpoints"),
+    ],
+)
+def test_spans_that_contradict_themselves_are_refused(anchor, states, ends, message):
+    side = {} if states is None else {MAMBA: torch.arange(states)}
+    with pytest.raises(InvalidTransferError, match=message):
+        HybridIndices(anchor, side, {} if ends is None else {MAMBA: ends})
+
+
+# Entries
+# -------------------------------------------------------------------------------------------------
+
+
 class Pool:
     def __init__(self, size=32, page_size=4):
         self.size, self.page_size = size, page_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules, PrefetchTimeout, WritePolicy
-from hicache_storage.hybrid.policies import max_fitting_endpoint
 from hicache_storage.spec import ConfigError
 
 BEST, COMPLETE, TIMEOUT = (
@@ -82,23 +81,6 @@ def test_what_is_worth_fetching(tokens, page_size, threshold, worth):
 )
 def test_how_much_is_fetched_at_a_time(occupied, size, occupancy, admitted):
     assert PrefetchRules(occupancy=occupancy).admits(occupied, size) is admitted
-
-
-@pytest.mark.parametrize(
-    ("restorable", "free", "longest"),
-    [
-        ([2, 8], 5, 2),
-        ([2, 8], 8, 8),
-        ([2, 8], 1, 0),
-        ([], 9, 0),
-        ([1, 2, 3, 4, 5], 3, 3),
-        ([6], 5, 0),
-        ([3, 6], 100, 6),
-    ],
-)
-def test_a_prefix_is_cut_where_it_can_be_restored(restorable, free, longest):
-    """D1: checkpoints 2 and 8 with 5 free pages are worth 2, not 5 and not 0."""
-    assert max_fitting_endpoint(restorable, lambda end: end <= free) == longest
 
 
 @pytest.mark.parametrize(

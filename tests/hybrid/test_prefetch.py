@@ -84,35 +84,11 @@ def test_a_short_host_gets_the_max_restorable_prefix_that_fits(
 
 def test_the_cut_is_not_under_the_threshold(make_stack, store):
     store.fill(8, ends=(2, 8))
-    stack = make_stack(rules=PrefetchRules(**{**WAIT, "threshold_tokens": 3 * PAGE}))
+    stack = make_stack(prefetch=PrefetchRules(**{**WAIT, "threshold_tokens": 3 * PAGE}))
     stack.controller.attach(store.open())
     stack.take("host", 11)
     assert fetched(stack, 8).outcome is PrefetchOutcome.HOST_CAPACITY
     assert stack.free() == {KV: 5 * PAGE, MAMBA: 8}
-
-
-def test_a_missing_state_slot_cuts_too(make_stack, store):
-    store.fill(8, ends=(2, 8))
-    stack = make_stack(states=1)
-    stack.controller.attach(store.open())
-    stack.take("host", 0, ends=(1,))
-    assert fetched(stack, 8).tokens == 0
-    assert stack.free() == {KV: stack.total()[KV], MAMBA: 0}
-
-
-def test_eviction_is_tried_before_the_cut(make_stack, store):
-    store.fill(8, ends=(2, 8))
-    stack = make_stack()
-    stack.controller.attach(store.open())
-    held, asked = stack.take("host", 11), []
-
-    def evict(slots):
-        asked.append(slots)
-        stack.group.host.free({KV: held.anchor[:slots]})
-
-    stack.group.host.on_shortage(KV, evict)
-    assert fetched(stack, 8).tokens == 8 * PAGE
-    assert asked == [3 * PAGE]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +104,7 @@ def test_the_hit_ends_where_every_pool_can_go_on(stack, store, pages, ends, hit)
 
 
 def test_what_is_not_begun(make_stack, store):
-    stack = make_stack(rules=PrefetchRules(threshold_tokens=3 * PAGE, policy="wait_complete"))
+    stack = make_stack(prefetch=PrefetchRules(threshold_tokens=3 * PAGE, policy="wait_complete"))
     assert stack.controller.prefetcher.begin("r", tokens(8)) is None, "no storage"
     stack.controller.attach(store.open())
     assert stack.controller.prefetcher.begin("r", tokens(2)) is None, "too short"
@@ -163,7 +139,7 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
         **{**WAIT, "policy": policy},
         timeout=PrefetchTimeout(base_seconds=0, seconds_per_1024_tokens=0),
     )
-    stack = make_stack(rules=rules)
+    stack = make_stack(prefetch=rules)
     stack.controller.attach(storage)
     operation = stack.controller.prefetcher.begin("r", tokens(8))
     storage.before = hang

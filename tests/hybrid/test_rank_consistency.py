@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from hicache_storage.hybrid import (
+    HybridCacheController,
     OtherRankError,
     ParallelConfig,
     PrefetchRules,
@@ -24,7 +25,8 @@ from hicache_storage.hybrid.ranks import (
 from hicache_storage.hybrid.stack.builders import RANK_INVARIANT_FIELDS
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
-from tests.hybrid.stacks import PAGE, build, dsa_config, mamba_config
+from tests.hybrid.stack import PAGE, build, dsa_config, mamba_config
+from tests.hybrid.storages import is_closed
 
 
 class Together:
@@ -213,7 +215,7 @@ def test_no_rank_waits_for_one_that_refuses(late):
     assert ("config.storage names one, too" if late else "device_tokens must be a multiple") in str(
         found[1]
     )
-    assert all(storage._lifecycle.closed for storage in storages)
+    assert all(is_closed(storage) for storage in storages)
 
 
 def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
@@ -242,6 +244,52 @@ def test_a_storage_that_cannot_be_attached_is_attached_to_no_rank():
 
     found = on_ranks(attach)
     assert all(isinstance(error, StorageUnavailableError) for error in found), found
+
+
+@pytest.mark.parametrize(
+    ("differs", "rules", "message"),
+    [
+        ({}, PrefetchRules(threshold_tokens=1), "prefetch rules"),
+        ({"states": 0}, None, "pools, slots of host pools, slots of device pools"),
+        ({"pages": 17}, None, "slots of host pools, slots of device pools"),
+    ],
+)
+def test_controllers_of_other_pools_or_rules_are_refused(make_stack, differs, rules, message):
+    """They would wait for each other later."""
+    stacks = [make_stack(), make_stack(**differs)]
+
+    def make(rank, rank_group):
+        HybridCacheController(
+            stacks[rank].group,
+            stacks[rank].transfers,
+            rules=rules if rank else None,
+            parallel=ParallelConfig.of_rank(rank, tp_size=2),
+            rank_group=rank_group,
+        )
+
+    for error in on_ranks(make):
+        assert str(error) == f"ranks differ in {message}; make it the same on every rank"
+
+
+def test_a_storage_is_attached_to_all_controllers_or_none(make_stack, store):
+    """Also where the rank on which it fails is not the first."""
+
+    def attach(rank, rank_group):
+        parallel = ParallelConfig.of_rank(rank, tp_size=2)
+        stack = make_stack(parallel=parallel, rank_group=rank_group)
+        storages = [store.open(tp_size=2, tp_rank=rank) for _ in range(2)]
+        if rank:
+            storages[0].register_mem_host_pool_v2 = mock.Mock(side_effect=RuntimeError("no"))
+        try:
+            stack.controller.attach(storages[0])
+        except Exception as error:  # noqa: BLE001 - it is what is compared
+            refused = type(error)
+        assert is_closed(storages[0])
+        assert not stack.controller.attached
+        stack.controller.attach(storages[1])
+        return refused
+
+    assert on_ranks(attach) == [StorageUnavailableError, RuntimeError]
 
 
 def test_what_is_no_config_is_refused():

@@ -25,7 +25,8 @@ from hicache_storage.spec import (
 )
 from hicache_storage.testing import MemoryStorage
 from hicache_storage.transfer import StreamSimulator
-from tests.hybrid.stacks import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
+from tests.hybrid.stack import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
+from tests.hybrid.storages import is_closed
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=25)
@@ -164,7 +165,7 @@ def test_what_is_kept_goes_to_a_storage_that_comes_later(config):
         side = states if settings.checkpoint_grid else Session.LENGTH // PAGE
         assert len(objects) == Session.LENGTH // PAGE + side
         stack.detach()
-        assert storage._lifecycle.closed
+        assert is_closed(storage)
         assert not stack.controller.attached
         stack.detach()
         assert session.restore() == (Session.LENGTH, 0)
@@ -206,7 +207,7 @@ def test_close_ends_the_threads_and_the_storage_once(config):
     stack.cache.poll()
     stack.close()
     assert storage.operations.count("disconnect") == 1
-    assert storage._lifecycle.closed
+    assert is_closed(storage)
     stack.close()
     assert storage.operations.count("disconnect") == 1
 
@@ -252,35 +253,74 @@ def test_drain_waits_for_a_backup_that_was_running_at_a_reset(config, gate):
         assert slots.available_size() == stack.host_pools[PoolName.KV].size
 
 
-FAULTY = [
-    (
-        "unknown driver",
+class Pair:
+    """Agrees with a rank that says what it is told to; that rank has the same pools and rules."""
+
+    size = 2
+
+    def __init__(self, *says):
+        self._says = list(says)
+
+    def all_reduce_min(self, values):
+        said = self._says.pop(0) if self._says else None
+        return (
+            list(values) if said is None else [min(pair) for pair in zip(values, said, strict=True)]
+        )
+
+
+PAIR = ParallelConfig(tp_rank=0, tp_size=2)
+FAULTY = {
+    "unknown driver": (
         {"storage": StorageConfig(driver="none", model="m")},
+        None,
         "no driver named 'none'",
     ),
-    (
-        "bad option",
+    "bad option": (
         {"storage": StorageConfig(driver="file", model="m", options={"paht": "x"})},
+        None,
         "did you mean 'path'",
     ),
-    ("memory", {"device_tokens": 1 << 50}, "cannot allocate"),
-]
+    "memory": ({"device_tokens": 1 << 50}, None, "cannot allocate"),
+    "device": (
+        {"device": "cuda:1"},
+        None,
+        "device is 'cuda:1', and CUDA is not available here; pass 'cpu'",
+    ),
+    "no group": (
+        {"parallel": PAIR},
+        None,
+        "parallel has 2 ranks .* torch.distributed is not initialized",
+    ),
+    "two storages": (
+        {"storage": StorageConfig(driver="file", model="m")},
+        None,
+        "storage: config.storage names one, too",
+    ),
+    "pools of another rank": (
+        {"parallel": PAIR},
+        [None, None, [0]],
+        "another rank could not make its pools",
+    ),
+    "storage of another rank": (
+        {"parallel": PAIR},
+        [None] * 4 + [[0]],
+        "another rank could not make its storage",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"), [fault[1:] for fault in FAULTY], ids=[fault[0] for fault in FAULTY]
-)
-def test_a_build_that_fails_leaves_nothing(config, fields, message):
-    with pytest.raises((ConfigError, InvalidPoolError, LookupError), match=message):
-        build(config(**fields))
-
-
-def test_a_device_that_is_not_there_is_named(config, monkeypatch):
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_build_that_fails_leaves_nothing(config, monkeypatch, fault):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"device is 'cuda:1', and CUDA is not available here; pass 'cpu'"
-    ):
-        build(config(device="cuda:1"))
+    fields, says, message = FAULTY[fault]
+    settings = config(**fields)
+    own = fault in ("unknown driver", "bad option")
+    storage = None if own else in_dict(settings)
+    with pytest.raises((ConfigError, InvalidPoolError, LookupError, OtherRankError), match=message):
+        build(settings, storage=storage, rank_group=Pair(*says) if says else None)
+    if storage is not None:
+        assert is_closed(storage)
+        assert storage.operations == []
 
 
 def test_a_storage_that_cannot_be_attached_is_closed(config):
@@ -294,7 +334,7 @@ def test_a_storage_that_cannot_be_attached_is_closed(config):
     storage.before = refuse
     with pytest.raises(StorageUnavailableError, match="down"):
         build(settings, storage=storage)
-    assert storage._lifecycle.closed
+    assert is_closed(storage)
 
 
 @pytest.mark.parametrize(
@@ -312,44 +352,8 @@ def test_a_storage_of_other_bytes_is_refused(config, field, value):
     )
     with pytest.raises(ConfigError, match=f"the storage's identity has {field}="):
         build(settings, storage=storage)
-    assert storage._lifecycle.closed
+    assert is_closed(storage)
     assert "connect" not in storage.operations
-
-
-def test_two_storages_are_one_too_many(config, tmp_path):
-    settings = config(
-        storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)})
-    )
-    with pytest.raises(ConfigError, match=r"storage: config.storage names one, too"):
-        build(settings, storage=in_dict(settings))
-
-
-def test_several_ranks_need_a_group(config):
-    with pytest.raises(
-        ConfigError, match=r"parallel has 2 ranks .* torch.distributed is not initialized"
-    ):
-        build(config(parallel=ParallelConfig(tp_rank=1, tp_size=2)))
-
-
-class Pair:
-    """Agrees with a rank that says what it is told to; that rank has the same pools and rules."""
-
-    size = 2
-
-    def __init__(self, *says):
-        self._says = list(says)
-
-    def all_reduce_min(self, values):
-        said = self._says.pop(0) if self._says else None
-        return (
-            list(values) if said is None else [min(pair) for pair in zip(values, said, strict=True)]
-        )
-
-
-def test_a_build_fails_with_that_of_another_rank(config):
-    settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
-    with pytest.raises(OtherRankError, match="another rank could not make its pools"):
-        build(settings, rank_group=Pair(None, None, [0]))
 
 
 def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
@@ -366,15 +370,6 @@ def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
     with build(settings, rank_group=Pair(None, [2 * PAGE, 3])) as stack:
         assert stack.host_pools[PoolName.KV].size == 16 * PAGE
         assert stack.host_pools[PoolName.MAMBA].size == 3
-
-
-def test_a_storage_fails_with_that_of_another_rank(config):
-    settings = config(parallel=ParallelConfig(tp_rank=0, tp_size=2))
-    storage = in_dict(settings)
-    with pytest.raises(OtherRankError, match="another rank could not make its storage"):
-        build(settings, storage=storage, rank_group=Pair(None, None, None, None, [0]))
-    assert storage._lifecycle.closed
-    assert storage.operations == []
 
 
 def test_bigram_keys_come_back_from_every_tier(config):

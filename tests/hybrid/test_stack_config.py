@@ -3,26 +3,25 @@ out follows from the rest."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from pathlib import Path
+
 import pytest
-import torch
 
 from hicache_storage.hybrid import (
-    AttentionGeometry,
-    IndexerGeometry,
-    MambaGeometry,
-    MLAGeometry,
     ParallelConfig,
+    StackConfig,
     StorageConfig,
     WritePolicy,
 )
 from hicache_storage.spec import ConfigError, InvalidPoolError
-from tests.hybrid.stacks import (
+from tests.hybrid.stack import (
     ATTENTION,
     GRID,
-    INDEXER,
+    INDEX_KEYS,
     LATENT,
-    MAMBA,
     PAGE,
+    STATES,
     dsa_config,
     mamba_config,
 )
@@ -50,8 +49,8 @@ COMMON_FAULTS = [
     ({"parallel": 2}, "parallel must be ParallelConfig, got 2"),
     ({"prefetch": "timeout"}, "prefetch must be PrefetchRules, got 'timeout'"),
     ({"storage": "file"}, "storage must be StorageConfig or None, got 'file'"),
-    ({"attention": INDEXER}, "attention must be .*MLAGeometry, got IndexerGeometry"),
-    ({"mamba": INDEXER}, "mamba must be MambaGeometry or None, got IndexerGeometry"),
+    ({"attention": INDEX_KEYS}, "attention must be .*MLAGeometry, got IndexerGeometry"),
+    ({"mamba": INDEX_KEYS}, "mamba must be MambaGeometry or None, got IndexerGeometry"),
     ({"indexer": LATENT}, "indexer must be IndexerGeometry or None, got MLAGeometry"),
     ({"stop_seconds": -1}, "stop_seconds must be positive, got -1"),
 ]
@@ -84,16 +83,12 @@ def test_a_bad_field_is_named(make, fields, message):
         ),
         (
             mamba_config,
-            {
-                "attention": AttentionGeometry(
-                    layers=(0, 1), head_num=1, head_dim=1, dtype=torch.int16
-                )
-            },
+            {"attention": replace(ATTENTION, layers=(0, 1))},
             r"mamba.layers and attention.layers both have \[1\]",
         ),
         (
             dsa_config,
-            {"indexer": IndexerGeometry(layers=(0, 1), index_head_dim=4, quant_block_size=2)},
+            {"indexer": replace(INDEX_KEYS, layers=(0, 1))},
             r"indexer.layers has \[1\], which attention.layers has not",
         ),
         (
@@ -113,89 +108,18 @@ def test_what_contradicts_the_model_is_named(make, fields, message):
         make(**fields)
 
 
-GOOD_STATES = {
-    "layers": (0,),
-    "temporal_shape": (1,),
-    "conv_shapes": ((1,),),
-    "temporal_dtype": torch.int8,
-    "conv_dtype": torch.int8,
-}
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("geometry", "field", "value", "message"),
     [
-        (
-            lambda: AttentionGeometry(layers=(), head_num=1, head_dim=1, dtype=torch.int8),
-            "layers must name at least one layer",
-        ),
-        (
-            lambda: AttentionGeometry(layers=(1, 0), head_num=1, head_dim=1, dtype=torch.int8),
-            "layers must be ascending numbers",
-        ),
-        (
-            lambda: AttentionGeometry(layers=(0,), head_num=0, head_dim=1, dtype=torch.int8),
-            "head_num must be at least 1",
-        ),
-        (
-            lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=0, dtype=torch.int8),
-            "head_dim must be at least 1",
-        ),
-        (
-            lambda: AttentionGeometry(
-                layers=(0,), head_num=1, head_dim=1, v_head_dim=0, dtype=torch.int8
-            ),
-            "v_head_dim must be at least 1",
-        ),
-        (
-            lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=1, dtype="int8"),
-            "dtype must be a torch.dtype",
-        ),
-        (
-            lambda: MLAGeometry(layers=(0,), kv_lora_rank=0, qk_rope_head_dim=1, dtype=torch.int8),
-            "kv_lora_rank must be at least 1",
-        ),
-        (
-            lambda: MLAGeometry(layers=(0,), kv_lora_rank=1, qk_rope_head_dim=-1, dtype=torch.int8),
-            "qk_rope_head_dim must not be negative",
-        ),
-        (
-            lambda: MLAGeometry(layers=(0,), kv_lora_rank=1, qk_rope_head_dim=0, dtype=None),
-            "dtype must be a torch.dtype",
-        ),
-        (
-            lambda: MambaGeometry(**GOOD_STATES | {"temporal_shape": (-1,)}),
-            "temporal_shape must not hold negative numbers",
-        ),
-        (
-            lambda: MambaGeometry(**GOOD_STATES | {"conv_shapes": ((0,),)}),
-            r"conv_shapes\[0\] must hold positive numbers",
-        ),
-        (
-            lambda: MambaGeometry(**GOOD_STATES | {"temporal_dtype": 1}),
-            "temporal_dtype must be a torch.dtype",
-        ),
-        (
-            lambda: MambaGeometry(**GOOD_STATES | {"conv_dtype": 1}),
-            "conv_dtype must be a torch.dtype",
-        ),
-        (
-            lambda: MambaGeometry(**GOOD_STATES | {"state_chunk": 0}),
-            "state_chunk must be at least 1",
-        ),
-        (
-            lambda: IndexerGeometry(layers=(0,), index_head_dim=0),
-            "index_head_dim must be at least 1",
-        ),
-        (
-            lambda: IndexerGeometry(layers=(0,), index_head_dim=4, quant_block_size=3),
-            r"quant_block_size \(3\) must divide",
-        ),
+        (ATTENTION, "layers", (1, 0), "layers must be ascending numbers"),
+        (LATENT, "qk_rope_head_dim", -1, "qk_rope_head_dim must not be negative"),
+        (STATES, "state_chunk", 0, "state_chunk must be at least 1"),
     ],
 )
-def test_a_bad_geometry_is_named(make, message):
+def test_a_bad_geometry_is_named(geometry, field, value, message):
+    """`tests/pools/test_layouts.py` has the other fields."""
     with pytest.raises(InvalidPoolError, match=message):
-        make()
+        replace(geometry, **{field: value})
 
 
 @pytest.mark.parametrize("name", ["driver", "model"])
@@ -211,19 +135,19 @@ def test_memory_is_given_to_whole_pages():
         10 * PAGE,
         PAGE,
     )
-    assert MAMBA.page_bytes(1) == 2 * (6 * 4 + 6 * 2)
+    assert STATES.page_bytes(1) == 2 * (6 * 4 + 6 * 2)
     assert mamba_config(host_states="1KB").slots_of("mamba") == (8, 1000 // 72, 1)
 
 
 def test_an_indexer_shares_the_memory_of_kv():
-    page = LATENT.page_bytes(PAGE) + INDEXER.page_bytes(PAGE)
-    assert INDEXER.page_bytes(PAGE) == PAGE * (4 + 2 * 4)
+    page = LATENT.page_bytes(PAGE) + INDEX_KEYS.page_bytes(PAGE)
+    assert INDEX_KEYS.page_bytes(PAGE) == PAGE * (4 + 2 * 4)
     config = dsa_config(host_tokens=str(5 * page))
     assert config.slots_of("kv") == config.slots_of("indexer") == (16 * PAGE, 5 * PAGE, PAGE)
 
 
 def test_checkpoints_are_where_a_page_and_a_chunk_end():
-    states = MambaGeometry(**{name: getattr(MAMBA, name) for name in GOOD_STATES}, state_chunk=6)
+    states = replace(STATES, state_chunk=6)
     assert mamba_config(mamba=states, checkpoint_interval=GRID).checkpoint_grid == 24
     assert dsa_config().checkpoint_grid is None
 
@@ -267,8 +191,11 @@ def test_the_identity_follows_from_the_config(config, dtype, replicated):
 
 
 def test_heads_that_all_ranks_hold_are_written_once():
-    single = AttentionGeometry(
-        layers=(0, 2), head_num=1, head_dim=4, dtype=torch.int16, replicated=True
-    )
+    single = replace(ATTENTION, head_num=1, replicated=True)
     assert mamba_config(attention=single).identity("m").kv_replicated
     assert mamba_config(attention=LATENT).identity("m").kv_replicated
+
+
+def test_the_guide_names_every_field():
+    guide = (Path(__file__).parents[2] / "docs" / "hybrid-stack.md").read_text()
+    assert [field.name for field in fields(StackConfig) if field.name not in guide] == []

@@ -29,12 +29,79 @@ from hicache_storage.spec import (
     UnknownPoolError,
 )
 
+PATIENCE_SECONDS = 60.0
+CALLERS = 8
+PASSED = HiCacheStorageExtraInfo(deadline_seconds=0)
+
 
 class Clock:
     now = 0.0
 
     def __call__(self):
         return self.now
+
+
+# The state machine
+# ------------------------------------------------------------------------------------------------
+
+FAILED, SUCCEEDED, UNDECIDED = "failed", "succeeded", "undecided"
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([FAILED, True, FAILED, False], id="opens after two faults in a row"),
+        pytest.param([FAILED, SUCCEEDED, FAILED, True], id="a success begins the row again"),
+        pytest.param(
+            [FAILED, FAILED, 4.9, False, 5.0, True, False, SUCCEEDED, True, True],
+            id="a trial that succeeds closes it",
+        ),
+        pytest.param(
+            [FAILED, FAILED, 5.0, True, FAILED, 9.9, False, 10.0, True],
+            id="a trial that fails opens it again",
+        ),
+        # A get that is waited for may never come back, and kept all others out for as long.
+        pytest.param(
+            [
+                *[FAILED] * 2,
+                5.0,
+                True,
+                False,
+                9.9,
+                False,
+                10.0,
+                True,
+                False,
+                *[SUCCEEDED] * 2,
+                True,
+            ],
+            id="a trial that hangs lets another try",
+        ),
+        pytest.param(
+            [FAILED, FAILED, 4.0, FAILED, 5.0, True],
+            id="calls that began before it opened do not keep it open",
+        ),
+        pytest.param(
+            [FAILED, FAILED, 5.0, True, UNDECIDED, True, False], id="the next call is the trial"
+        ),
+        pytest.param([FAILED, UNDECIDED, FAILED, False], id="what is undecided ends no row"),
+    ],
+)
+def test_the_state_machine(steps):
+    """A number is the time, a bool what `admits` answers."""
+    clock = Clock()
+    breaker = CircuitBreaker(2, 5.0, clock)
+    for number, step in enumerate(steps):
+        if isinstance(step, bool):
+            assert breaker.admits() is step, number
+        elif isinstance(step, float):
+            clock.now = step
+        else:
+            getattr(breaker, step)()
+
+
+# The layer
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -56,11 +123,16 @@ def broken(kit):
     return layer, storage, pool, down, clock
 
 
-def test_opens_after_a_row_of_faults_and_leaves_the_store_alone(broken):
-    layer, storage, pool, down, _clock = broken
+def open_reads(layer, down):
     down.set()
     for _ in range(3):
         assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
+    down.clear()
+
+
+def test_an_open_breaker_leaves_the_store_alone(broken):
+    layer, storage, pool, down, _clock = broken
+    open_reads(layer, down)
     asked = len(storage.operations)
     assert layer.batch_get_v2([pool.transfer("kv", ["a", "b"], [0, 1])]) == {"kv": [False, False]}
     assert layer.batch_present(["a"]) == [False]
@@ -69,71 +141,31 @@ def test_opens_after_a_row_of_faults_and_leaves_the_store_alone(broken):
     assert len(storage.operations) == asked
     stats = layer.get_stats()
     assert (stats.breaker_state, stats.breaker_refusals, stats.faults) == ("open", 3, 3)
-
-
-def test_a_success_in_between_starts_the_row_again(broken):
-    layer, _, _, down, _ = broken
-    for _ in range(5):
-        down.set()
+    layer.close()
+    with pytest.raises(StorageClosedError):
         layer.batch_exists_v2(["a"])
-        layer.batch_exists_v2(["a"])
-        down.clear()
-        layer.batch_exists_v2(["a"])
-    assert layer.breakers["read"].state is BreakerState.CLOSED
 
 
-def test_half_open_closes_after_one_good_call(broken):
-    layer, _storage, pool, down, clock = broken
-    down.set()
-    for _ in range(3):
-        layer.batch_exists_v2(["a"])
-    clock.now = 9.9
-    down.clear()
-    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
-    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
-    clock.now = 10.0
-    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 1
-    assert layer.breakers["read"].state is BreakerState.CLOSED
-
-
-def test_half_open_opens_again_after_one_bad_call(broken):
-    layer, _, _, down, clock = broken
-    down.set()
-    for _ in range(3):
-        layer.batch_exists_v2(["a"])
-    clock.now = 10.0
-    layer.batch_exists_v2(["a"])
+@pytest.mark.parametrize("state", ["open", "half_open"])
+def test_misuse_is_told_and_is_no_trial(broken, state):
+    layer, storage, pool, down, clock = broken
+    open_reads(layer, down)
+    clock.now = 10.0 if state == "half_open" else 0.0
+    for misuse in (
+        lambda: layer.batch_get_v2([pool.transfer("swa", ["a"], [0])]),
+        lambda: layer.batch_exists_v2(["a\0"]),
+        lambda: layer.batch_present(["a"], pool="KV"),
+    ):
+        with pytest.raises(InvalidTransferError):
+            misuse()
+    # A call whose deadline has passed, or that names no pool, does not ask the store.
+    assert layer.batch_exists_v2(["a"], None, PASSED).kv_hit_pages == 0
+    assert layer.batch_present(["a"], pool="swa") == [False]
     assert layer.breakers["read"].state is BreakerState.OPEN
-    clock.now = 19.9
-    assert not layer.breakers["read"].admits()
-    clock.now = 20.0
-    assert layer.breakers["read"].admits()
-
-
-def test_half_open_lets_one_caller_through():
-    clock = Clock()
-    breaker = CircuitBreaker(1, 1.0, clock)
-    breaker.failed()
-    clock.now = 1.0
-    assert [breaker.admits() for _ in range(5)] == [True, False, False, False, False]
-    breaker.succeeded()
-    assert breaker.admits()
-
-
-def test_misuse_is_told_while_open_and_does_not_block_half_open(broken):
-    layer, _, pool, down, clock = broken
-    down.set()
-    for _ in range(3):
-        layer.batch_exists_v2(["a"])
-    with pytest.raises(UnknownPoolError):
-        layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
-    with pytest.raises(InvalidTransferError):
-        layer.batch_exists_v2(["a\0"])
-    down.clear()
     clock.now = 10.0
-    with pytest.raises(UnknownPoolError):
-        layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
-    assert layer.batch_present(["a"]) == [False]
+    asked = len(storage.operations)
+    layer.batch_exists_v2(["a"])
+    assert len(storage.operations) == asked + 1, "the next call tries"
     assert layer.breakers["read"].state is BreakerState.CLOSED
 
 
@@ -172,16 +204,13 @@ def test_a_clear_counts_for_deletes_alone_and_raises_while_they_are_refused(brok
     layer, storage, pool, down, clock = broken
     pages = [pool.transfer("kv", ["a"], [0])]
     assert layer.batch_set_v2(pages) == {"kv": [True]}
+    open_reads(layer, down)
     down.set()
-    for _ in range(3):
-        layer.batch_exists_v2(["a"])
     for _ in range(3):
         with pytest.raises(StorageUnavailableError, match="down"):
             layer.clear()
     down.clear()
-    with pytest.raises(
-        StorageUnavailableError, match="breaker of deletes is open; repeat the clear"
-    ):
+    with pytest.raises(StorageUnavailableError, match="of deletes is open; repeat the clear"):
         layer.clear()
     with pytest.raises(UnknownPoolError):
         layer.delete(["a"], pool="swa")
@@ -192,38 +221,37 @@ def test_a_clear_counts_for_deletes_alone_and_raises_while_they_are_refused(brok
     assert layer.batch_set_v2(pages) == {"kv": [True]}
 
 
-def test_a_set_that_hangs_keeps_no_read_out(kit):
-    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
-    storage.open()
+@pytest.fixture
+def hung(kit):
+    """A storage whose operations hang, behind a short deadline and a breaker of one fault."""
     release = threading.Event()
-    storage.before = lambda operation: operation != "write" or release.wait(PATIENCE_SECONDS)
-    layer = CircuitBreakerLayer(DeadlineLayer(storage, 0.05), 1, 10.0)
-    layer.register_mem_host_pool_v2(pool, "kv")
+    layers = []
+
+    def make(*operations):
+        storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
+        storage.open()
+        storage.before = lambda asked: asked not in operations or release.wait(PATIENCE_SECONDS)
+        layers.append(CircuitBreakerLayer(DeadlineLayer(storage, 0.05), 1, 10.0))
+        layers[-1].register_mem_host_pool_v2(pool, "kv")
+        return layers[-1], storage, pool
+
+    yield make
+    release.set()
+    for layer in layers:
+        layer.close()
+
+
+def test_a_missed_deadline_is_a_fault_of_its_kind(hung):
+    layer, storage, pool = hung("write")
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-    assert layer.get_stats().breaker_states == {
-        "read": "closed",
-        "write": "open",
-        "delete": "closed",
-    }
+    states = layer.get_stats().breaker_states
+    assert states == {"read": "closed", "write": "open", "delete": "closed"}
     asked = len(storage.operations)
     layer.batch_exists_v2(["a"])
     assert len(storage.operations) == asked + 1
-    release.set()
-    layer.close()
-
-
-def test_closed_is_told_while_open(broken):
-    layer, _, _, down, _ = broken
-    down.set()
-    for _ in range(3):
-        layer.batch_exists_v2(["a"])
-    layer.close()
-    with pytest.raises(StorageClosedError):
-        layer.batch_exists_v2(["a"])
-
-
-PATIENCE_SECONDS = 60.0
-CALLERS = 8
+    layer, _storage, _pool = hung("exist")
+    layer.batch_exists_v2(["a"])
+    assert layer.breakers["read"].state is BreakerState.OPEN
 
 
 @pytest.mark.parametrize("may_hang", [False, True])
@@ -262,19 +290,6 @@ def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
     layer.close()
 
 
-def test_a_missed_deadline_is_a_fault_of_its_call(kit):
-    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
-    storage.open()
-    release = threading.Event()
-    storage.before = lambda operation: release.wait(PATIENCE_SECONDS)
-    layer = CircuitBreakerLayer(DeadlineLayer(storage, 0.05), 1, 10.0)
-    layer.register_mem_host_pool_v2(pool, "kv")
-    layer.batch_exists_v2(["a"])
-    assert layer.breakers["read"].state is BreakerState.OPEN
-    release.set()
-    layer.close()
-
-
 class Foreign(StorageLayer):
     """A storage that counts its faults and tells them to nobody, as one that is not an
     `ObjectStorage` may."""
@@ -295,54 +310,6 @@ def test_a_storage_that_only_counts_faults_opens_it_too(kit):
     assert layer.breakers["read"].state is BreakerState.OPEN
 
 
-def test_a_probe_that_hangs_lets_another_try():
-    """A get that is waited for may never come back, and kept all others out for as long."""
-    clock = Clock()
-    breaker = CircuitBreaker(1, 5.0, clock)
-    breaker.failed()
-    clock.now = 5.0
-    assert [breaker.admits() for _ in range(3)] == [True, False, False]
-    clock.now = 9.9
-    assert not breaker.admits()
-    clock.now = 10.0
-    assert [breaker.admits() for _ in range(3)] == [True, False, False]
-    breaker.succeeded()
-    assert breaker.state is BreakerState.CLOSED
-    # The first one comes back in the end.
-    breaker.succeeded()
-    assert breaker.admits()
-
-
-def test_calls_that_began_before_it_opened_do_not_keep_it_open():
-    clock = Clock()
-    breaker = CircuitBreaker(1, 5.0, clock)
-    breaker.failed()
-    clock.now = 4.0
-    breaker.failed()
-    clock.now = 5.0
-    assert breaker.admits()
-
-
-def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
-    layer, storage, pool, down, clock = broken
-    down.set()
-    for _ in range(3):
-        layer.batch_exists_v2(["a"])
-    clock.now = 10.0
-    with pytest.raises(UnknownPoolError):
-        layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
-    assert (
-        layer.batch_exists_v2(
-            ["a"], None, HiCacheStorageExtraInfo(deadline_seconds=-1.0)
-        ).kv_hit_pages
-        == 0
-    )
-    assert layer.breakers["read"].state is BreakerState.OPEN
-    asked = len(storage.operations)
-    layer.batch_exists_v2(["a"])
-    assert len(storage.operations) == asked + 1, "the next call tries"
-
-
 @pytest.mark.parametrize("deadline", [None, 60.0])
 def test_a_call_whose_deadline_has_passed_does_not_end_a_row_of_faults(kit, deadline):
     """Nor one that has waited in a queue for as long: the store was not asked."""
@@ -350,59 +317,56 @@ def test_a_call_whose_deadline_has_passed_does_not_end_a_row_of_faults(kit, dead
     layer = wrap(storage, StorageOptions(deadline_seconds=deadline, breaker_threshold=2))
     layer.register_mem_host_pool_v2(pool, "kv")
     layer.open()
-    pages, passed = [pool.transfer("kv", ["a"], [0])], HiCacheStorageExtraInfo(deadline_seconds=0)
+    pages = [pool.transfer("kv", ["a"], [0])]
 
     def fail(operation):
         raise OSError("down")
 
     storage.before = fail
     layer.batch_get_v2(pages)
-    layer.batch_get_v2(pages, passed)
-    layer.batch_exists_v2(["a"], None, passed)
-    layer.batch_present(["a"], extra_info=passed)
+    layer.batch_get_v2(pages, PASSED)
+    layer.batch_exists_v2(["a"], None, PASSED)
+    layer.batch_present(["a"], extra_info=PASSED)
     layer.batch_get_v2(pages)
     assert layer.get_stats().breaker_states["read"] == "open"
     layer.close()
 
 
-CACHED = ("batch_exists_cached", "batch_present_cached", "batch_get_cached")
+CACHED = {
+    "batch_exists_cached": PoolTransferResult({}),
+    "batch_present_cached": [True],
+    "batch_get_cached": {PoolName.KV: [True]},
+}
 
 
-@pytest.mark.parametrize("call", ["exists", "present", "get"])
+@pytest.mark.parametrize("call", CACHED)
 def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, call):
     storage, pool = kit.memory_storage(
         capabilities=Capabilities(may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
     )
     storage.open()
-    storage.batch_exists_cached = lambda *args: PoolTransferResult({})
-    storage.batch_present_cached = lambda keys, **_: [True]
-    storage.batch_get_cached = lambda transfers, info=None: {PoolName.KV: [True]}
-    clock, cached = Clock(), dict(vars(storage))
+    pages, clock, in_memory = [pool.transfer("kv", ["a"], [0])], Clock(), []
     layer = CircuitBreakerLayer(DeadlineLayer(storage, 60.0), 2, 10.0, clock)
     layer.register_mem_host_pool_v2(pool, "kv")
-
-    def read_fails():
-        for name in CACHED:
-            setattr(storage, name, lambda *_, **__: None)
-        layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
-
-    def answer_from_memory():
-        vars(storage).update({name: cached[name] for name in CACHED})
-        if call == "exists":
-            layer.batch_exists_v2(["a"])
-        elif call == "present":
-            layer.batch_present(["a"])
-        else:
-            layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
+    setattr(storage, call, lambda *_, **__: CACHED[call] if in_memory else None)
 
     def fail(operation):
         raise OSError("down")
 
+    def answer_from_memory():
+        in_memory.append(True)
+        ask = {
+            "batch_exists_cached": layer.batch_exists_v2,
+            "batch_present_cached": layer.batch_present,
+        }
+        ask.get(call, lambda _: layer.batch_get_v2(pages))(["a"])
+        in_memory.clear()
+
     storage.before = fail
-    read_fails()
+    layer.batch_get_v2(pages)
     answer_from_memory()
     assert layer.breakers["read"].state is BreakerState.CLOSED
-    read_fails()
+    layer.batch_get_v2(pages)
     assert layer.breakers["read"].state is BreakerState.OPEN
     clock.now = 10.0
     answer_from_memory()

@@ -58,24 +58,6 @@ class TestDamage:
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [6])]) == {"kv": [True]}
         assert pool.page(6) == again
 
-    def test_it_is_reported_once_and_forgotten_when_somebody_else_repairs_it(self, kit, caplog):
-        objects = {}
-        mine, other = kit.storage(kit.identity(), objects), kit.storage(kit.identity(), objects)
-        pool = kit.pool()
-        for storage in (mine, other):
-            storage.register_mem_host_pool_v2(pool, "kv")
-        stored(mine, pool, ["a"], [0])
-        (name,) = objects
-        good, objects[name] = objects[name], objects[name][:-1]
-        with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert mine.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
-        assert caplog.text.count("damaged pages") == 1
-        assert mine.get_stats().pools["kv"].pages_damaged == 1
-        objects[name] = good
-        assert mine.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [True]}
-        assert mine.batch_exists_v2(["a"]).kv_hit_pages == 1
-
     def test_a_driver_that_discards_leaves_nothing_to_remember(self, kit):
         storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
@@ -85,26 +67,6 @@ class TestDamage:
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
         storage.objects[name] = b"written by somebody else"
         assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
-
-    def test_what_another_has_repaired_is_not_deleted_by_a_reader_of_the_damage(self, kit):
-        objects, pool = {}, kit.pool()
-        mine, other = kit.storage(kit.identity(), objects), kit.storage(kit.identity(), objects)
-        for storage in (mine, other):
-            storage.register_mem_host_pool_v2(pool, "kv")
-        stored(mine, pool, ["a"], [0])
-        (name,) = objects
-        objects[name] = bytes([objects[name][0] ^ 1]) + objects[name][1:]
-
-        def repair(operation):
-            if operation == "delete":
-                assert other.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
-                stored(other, pool, ["a"], [0])
-
-        mine.before = repair
-        assert mine.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
-        if "delete" not in mine.operations:
-            repair("delete")
-        assert other.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [True]}
 
     @pytest.mark.parametrize(
         ("damage", "now", "expected"),

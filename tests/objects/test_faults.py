@@ -6,18 +6,16 @@ import errno
 import logging
 import os
 import threading
-import time
 
 import pytest
 
 from hicache_storage.spec import (
     Health,
-    StorageClosedError,
-    StorageForkedError,
     StorageRefusedError,
     StorageUnavailableError,
 )
 from tests.objects.storing import stored
+from tests.support.waiting import eventually
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -179,75 +177,26 @@ class TestFaults:
         assert storage.operations == ["connect"]
 
 
-class TestLifecycle:
-    def test_nothing_happens_before_the_first_call(self, kit):
-        storage, _ = kit.memory_storage()
-        assert storage.operations == []
-        storage.batch_exists_v2(["a"])
-        assert storage.operations == ["connect", "exist"]
+def test_close_waits_for_calls_in_flight(kit):
+    storage, _pool = kit.memory_storage()
+    storage.open()
+    entered, leave = threading.Event(), threading.Event()
 
-    def test_closed_once_and_refused_afterwards(self, kit):
-        storage, pool = kit.memory_storage()
-        storage.open()
-        storage.close()
-        storage.close()
-        assert storage.operations == ["connect", "disconnect"]
-        for call in (
-            lambda: storage.batch_exists_v2(["a"]),
-            lambda: storage.batch_get_v2([pool.transfer("kv", ["a"], [0])]),
-            lambda: storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]),
-            lambda: storage.register_mem_host_pool_v2(pool, "kv"),
-            storage.open,
-            storage.clear,
-        ):
-            with pytest.raises(StorageClosedError, match="memory: the storage is closed"):
-                call()
-        assert storage.get_stats().driver == "memory"
-        assert storage.health().ok is False
+    def slow(operation):
+        if operation == "exist":
+            entered.set()
+            leave.wait(60)
 
-    def test_a_storage_that_was_never_opened_has_nothing_to_disconnect(self, kit):
-        storage, _ = kit.memory_storage()
-        storage.close()
-        assert storage.operations == []
-
-    def test_close_waits_for_calls_in_flight(self, kit):
-        storage, _pool = kit.memory_storage()
-        storage.open()
-        entered, leave = threading.Event(), threading.Event()
-
-        def slow(operation):
-            if operation == "exist":
-                entered.set()
-                leave.wait(60)
-
-        storage.before = slow
-        caller = threading.Thread(target=storage.batch_exists_v2, args=(["a"],))
-        caller.start()
-        assert entered.wait(60)
-        closer = threading.Thread(target=storage.close)
-        closer.start()
-        while not storage._lifecycle.closed:
-            time.sleep(0.001)
-        assert "disconnect" not in storage.operations
-        leave.set()
-        caller.join(60)
-        closer.join(60)
-        assert storage.operations[-1] == "disconnect"
-
-    def test_a_forked_child_is_told(self, kit):
-        storage, _ = kit.memory_storage()
-        storage.open()
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                storage.batch_exists_v2(["a"])
-                os.write(writer, b"served")
-            except StorageForkedError as error:
-                os.write(writer, str(error).encode())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        assert "before a fork" in os.read(reader, 1000).decode()
-        os.close(reader)
-        os.close(writer)
+    storage.before = slow
+    caller = threading.Thread(target=storage.batch_exists_v2, args=(["a"],))
+    caller.start()
+    assert entered.wait(60)
+    closer = threading.Thread(target=storage.close)
+    closer.start()
+    # From its beginning on, other calls are refused.
+    eventually(lambda: not storage.health().ok)
+    assert "disconnect" not in storage.operations
+    leave.set()
+    caller.join(60)
+    closer.join(60)
+    assert storage.operations[-1] == "disconnect"

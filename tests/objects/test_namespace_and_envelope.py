@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,3 +103,18 @@ def test_an_envelope_of_another_length_does_not_belong(length):
 def test_the_checksum_does_not_depend_on_the_cut(pieces):
     whole = b"".join(pieces)
     assert checksum([memoryview(piece) for piece in pieces]) == checksum([memoryview(whole)])
+
+
+def test_forked_children_draw_generations_of_their_own():
+    seen = []
+    for _ in range(2):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writer, seal(bytes(32), "key", 0))
+            os._exit(0)
+        os.close(writer)
+        os.waitpid(child, 0)
+        seen.append(os.read(reader, 64))
+        os.close(reader)
+    assert len({*seen, seal(bytes(32), "key", 0)}) == 3

@@ -58,6 +58,7 @@ ENDED: Final = (
 """How pytest ends where it has come to the end of the cases."""
 _CALLERS: Final = (
     "storage_under_test.py",
+    "objects/faults.py",
     "objects/storage.py",
     "sglang/storage.py",
     "runner/preflight.py",

@@ -369,7 +369,7 @@ class HiMambaRadixCache:
 
     def idle(self) -> bool:
         """Return whether no operation is running on any tier, those before a `reset` included."""
-        return not (self._write_back.running or self._locks.loading or self._prefetches.running)
+        return not (self._write_back.running or self._locks.loading or self._prefetches.is_active)
 
     def reset(self) -> None:
         """Remove all nodes and free all slots. Pages in the storage stay there.

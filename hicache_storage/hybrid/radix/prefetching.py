@@ -46,17 +46,17 @@ class RequestPrefetches:
         self._ownership = ownership
         self._controller = controller
         self._write_back = write_back
-        self._running: dict[str, _Prefetch] = {}
+        self.running: dict[str, _Prefetch] = {}
         self.dropped_tokens = 0
         """Tokens that were fetched and freed, as the prefix before them was missing."""
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._running
+        return request_id in self.running
 
     @property
-    def running(self) -> bool:
+    def is_active(self) -> bool:
         """Whether a prefetch has not ended."""
-        return any(not running.operation.done for running in self._running.values())
+        return any(not running.operation.done for running in self.running.values())
 
     def start(self, request_id: str, node: Node, tokens: Units) -> bool:
         """Start a prefetch of whole pages that follow `node`; False if none was started.
@@ -78,7 +78,7 @@ class RequestPrefetches:
         # without it.
         host = self._ownership.host[SlotKind.KV]
         kept = SlotLocks({host: next((each for each in node.upward() if host.holds(each)), None)})
-        self._running[request_id] = _Prefetch(operation, node, kept, tokens)
+        self.running[request_id] = _Prefetch(operation, node, kept, tokens)
         return True
 
     def check(self, request_id: str) -> bool:
@@ -86,7 +86,7 @@ class RequestPrefetches:
 
         Fetched pages are in the tree then.
         """
-        running = self._running.get(request_id)
+        running = self.running.get(request_id)
         if running is not None and not running.operation.ready:
             return False
         self.end(request_id)
@@ -97,7 +97,7 @@ class RequestPrefetches:
 
         Returns their tokens, 0 without one.
         """
-        running = self._running.pop(request_id, None)
+        running = self.running.pop(request_id, None)
         if running is None:
             return 0
         result = self._controller.prefetcher.terminate(running.operation)
@@ -119,7 +119,7 @@ class RequestPrefetches:
         """End all prefetches, in the order in which they were started."""
         # Each end may be a collective, so that the order matters: it is that of `start`, on every
         # rank.
-        for request_id in list(self._running):
+        for request_id in list(self.running):
             self.end(request_id)
 
     def _insert_fetched(self, anchor: Node, tokens: Units, result: PrefetchResult) -> None:

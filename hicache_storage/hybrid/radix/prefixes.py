@@ -176,20 +176,20 @@ class PrefixLocks:
     def __init__(self, ownership: SlotOwnership, controller: HybridCacheController) -> None:
         self._ownership = ownership
         self._controller = controller
-        self._held: dict[int, HeldLock] = {}
+        self.held: dict[int, HeldLock] = {}
         self._lock_ids = count(1)
         self._load_ids = count()
-        self._loads: dict[int, SlotLocks | None] = {}
+        self.loads: dict[int, SlotLocks | None] = {}
         """What running loads lock; None after `clear`."""
 
     def __len__(self) -> int:
         """Number of locks that are held."""
-        return len(self._held)
+        return len(self.held)
 
     @property
     def loading(self) -> bool:
         """Whether a load is running."""
-        return bool(self._loads)
+        return bool(self.loads)
 
     def lock(self, node: Node, *, with_state: bool) -> PrefixLock:
         """Keep the KV up to the end of `node` on its tiers, and its state if `with_state`."""
@@ -210,13 +210,13 @@ class PrefixLocks:
             }
         )
         lock = PrefixLock(next(self._lock_ids), node.end)
-        self._held[lock.lock_id] = HeldLock(node, locks)
+        self.held[lock.lock_id] = HeldLock(node, locks)
         return lock
 
     def unlock(self, lock: PrefixLock) -> None:
         """End a lock; KV that has no other lock becomes the most recently used."""
         self._find(lock).slots.release()
-        del self._held[lock.lock_id]
+        del self.held[lock.lock_id]
 
     def release_state(self, lock: PrefixLock) -> None:
         """End the lock of the state on the device."""
@@ -246,17 +246,17 @@ class PrefixLocks:
     def poll(self) -> None:
         """Process loads that have ended: unlock the slots that they read and write."""
         for load_id in self._controller.completed_loads():
-            locks = self._loads.pop(load_id, None)
+            locks = self.loads.pop(load_id, None)
             if locks is not None:
                 locks.release()
 
     def clear(self) -> None:
         """Forget the nodes, which are removed; what is running goes on."""
-        self._loads = dict.fromkeys(self._loads)
+        self.loads = dict.fromkeys(self.loads)
 
     def _find(self, lock: PrefixLock) -> HeldLock:
         try:
-            return self._held[lock.lock_id]
+            return self.held[lock.lock_id]
         except KeyError:
             raise StalePrefixError(
                 f"lock {lock.lock_id} is not held; unlock a lock once, and do not use it after that"
@@ -286,7 +286,7 @@ class PrefixLocks:
             device[SlotKind.KV].add(node, part.clone())
         # Until the load has ended: neither the rows that it writes nor those that it reads may be
         # evicted, even if the request unlocks its prefix.
-        self._loads[load_id] = SlotLocks(
+        self.loads[load_id] = SlotLocks(
             {
                 device[SlotKind.KV]: held.node,
                 host[SlotKind.KV]: held.node,

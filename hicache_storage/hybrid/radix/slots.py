@@ -48,7 +48,7 @@ class LRUList:
         self.tier = tier
         self.kind = kind
         self._free = free
-        self._order: OrderedDict[Node, None] = OrderedDict()
+        self.order: OrderedDict[Node, None] = OrderedDict()
         self._held = 0
         self._locked = 0
 
@@ -58,7 +58,7 @@ class LRUList:
         return held[self.kind]
 
     def __iter__(self) -> Iterator[Node]:
-        return iter(self._order)
+        return iter(self.order)
 
     @property
     def slots(self) -> int:
@@ -82,7 +82,7 @@ class LRUList:
     def add_to_order(self, node: Node) -> None:
         """Add a node that holds slots to the order, as most recently used."""
         if self.holds(node) and not self._is_excluded(node):
-            self._order[node] = None
+            self.order[node] = None
         # For KV: the ancestors come after their new descendant again.
         self.touch(node)
 
@@ -100,7 +100,7 @@ class LRUList:
         assert not held.locks, f"node {node.id} is locked"
         held.indices = None
         self._held -= indices.numel()
-        del self._order[node]
+        del self.order[node]
         self.free(indices)
         return indices.numel()
 
@@ -109,7 +109,7 @@ class LRUList:
         held = [indices for node in nodes if (indices := self.of(node).indices) is not None]
         for node in nodes:
             self.of(node).indices = None
-        self._order.clear()
+        self.order.clear()
         self._held = 0
         self._locked = 0
         self.free(torch.cat(held) if held else NO_SLOTS)
@@ -117,8 +117,8 @@ class LRUList:
     def touch(self, node: Node) -> None:
         """Make a node, for KV its whole path, the most recently used."""
         for each in self._used_with(node):
-            if each in self._order:
-                self._order.move_to_end(each)
+            if each in self.order:
+                self.order.move_to_end(each)
 
     def lock(self, node: Node) -> None:
         """Keep a node, for KV its whole path, from being evicted. Locks are counted."""
@@ -129,7 +129,7 @@ class LRUList:
             held.locks += 1
             # A locked node would be skipped by every search for the least recently used one.
             if self._is_excluded(each):
-                self._order.pop(each, None)
+                self.order.pop(each, None)
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of the node.
@@ -142,21 +142,21 @@ class LRUList:
             assert held.indices is not None
             held.locks -= 1
             self._locked -= 0 if held.locks else held.indices.numel()
-            if not self._is_excluded(each) and each not in self._order:
-                self._order[each] = None
+            if not self._is_excluded(each) and each not in self.order:
+                self.order[each] = None
 
     def least_recent(self) -> Node | None:
         """Return the first node to evict; for KV it has no descendants that hold KV here."""
         # Locked KV is not in the order, but locked states are.
-        return next((node for node in self._order if not self.of(node).locks), None)
+        return next((node for node in self.order if not self.of(node).locks), None)
 
     def demote(self, node: Node) -> None:
         """Make a node the first to be evicted.
 
         For KV only one without descendants that hold KV here.
         """
-        if node in self._order:
-            self._order.move_to_end(node, last=False)
+        if node in self.order:
+            self.order.move_to_end(node, last=False)
 
     def _is_excluded(self, node: Node) -> bool:
         """Return whether a lock keeps the node out of the list."""

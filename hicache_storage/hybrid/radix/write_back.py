@@ -55,8 +55,8 @@ class NodeWriteBack:
         self._ownership = ownership
         self._controller = controller
         self._write_ids = count()
-        self._writes: dict[int, _Copy | None] = {}
-        self._stores: dict[int, _Copy | None] = {}
+        self.writes: dict[int, _Copy | None] = {}
+        self.stores: dict[int, _Copy | None] = {}
         """Running ones; None after `clear`."""
         self.declined = 0
         """Nodes that were not written for lack of host memory."""
@@ -68,7 +68,7 @@ class NodeWriteBack:
     @property
     def running(self) -> bool:
         """Whether a copy to the host or a backup to the storage is running."""
-        return bool(self._writes or self._stores)
+        return bool(self.writes or self.stores)
 
     def back_up(self, node: Node) -> bool:
         """Copy a node and the KV before it to the host.
@@ -99,7 +99,7 @@ class NodeWriteBack:
         written = [
             copy
             for ticket in self._controller.completed_writes()
-            if (copy := self._writes.pop(ticket, None))
+            if (copy := self.writes.pop(ticket, None))
         ]
         for copy in written:
             for node in copy.node.upward(copy.start):
@@ -117,8 +117,8 @@ class NodeWriteBack:
 
     def clear(self) -> None:
         """Forget the nodes, which are removed; what is running goes on."""
-        self._writes = dict.fromkeys(self._writes)
-        self._stores = dict.fromkeys(self._stores)
+        self.writes = dict.fromkeys(self.writes)
+        self.stores = dict.fromkeys(self.stores)
 
     def _write_states(self, nodes: Iterable[Node]) -> None:
         """Copy states that were never on a lower tier, until memory is short."""
@@ -154,7 +154,7 @@ class NodeWriteBack:
             host[SlotKind.STATE].add(node, slot)
             node.state_saved = True
         node.writing += 1
-        self._writes[ticket] = _Copy(node, node.start, kinds, self._locks(node, kinds))
+        self.writes[ticket] = _Copy(node, node.start, kinds, self._locks(node, kinds))
         return True
 
     def _take_host_slots(
@@ -212,10 +212,10 @@ class NodeWriteBack:
         node.stored_by = ticket
         node.is_lost = False
         self.stored_again += copy.tokens if copy.is_again else 0
-        self._stores[ticket] = copy
+        self.stores[ticket] = copy
 
     def _stored(self, result: BackupResult) -> None:
-        copy = self._stores.pop(result.operation_id, None)
+        copy = self.stores.pop(result.operation_id, None)
         if copy is None:
             return
         if not result.complete:
@@ -247,7 +247,7 @@ class NodeWriteBack:
             for node in above
             if SlotKind.KV in node.stored
             and node.stored_by < ticket
-            and node.stored_by not in self._stores
+            and node.stored_by not in self.stores
         ]
         # From the top: where the tokens that may be stored again are limited, those at the
         # beginning of the prefix make it usable.

@@ -65,6 +65,8 @@ class HybridStack:
         """All pools together. Their slots are taken through `cache` and `controller`."""
         self.device_pools = pools.device_pools
         self.host_pools = pools.host_pools
+        self.transfers = pools.transfers
+        """Copies between the pools, for another controller over them."""
         self.compute = pools.compute
         """The stream whose kernels read and write the device pools."""
         self._rank_group = controller.rank_group

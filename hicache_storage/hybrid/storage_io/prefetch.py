@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage.hybrid.hashing import page_hashes
-from hicache_storage.hybrid.policies import max_fitting_endpoint
 from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.hybrid.ranks import reduce_each
 from hicache_storage.hybrid.storage_io.prefetch_jobs import (
@@ -293,7 +292,7 @@ class Prefetcher:
         if not fits:
             # Cut to an endpoint, not to the number of free pages: a prefix that ends between two
             # checkpoints has no state and restores nothing.
-            end = max_fitting_endpoint(worth, lambda end: _fits(group.needs(end), available))
+            end = next((end for end in reversed(worth) if _fits(group.needs(end), available)), 0)
         complete = end == hit
         operation.outcome = PrefetchOutcome.COMPLETE if complete else PrefetchOutcome.HOST_CAPACITY
         self._stats.count(tokens_without_room=(hit - end) * page_size)

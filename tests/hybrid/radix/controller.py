@@ -88,7 +88,7 @@ class WorldController:
             page_size=page_size,
             device=(sizes["device_kv"], sizes["device_states"]),
             seed=seed,
-            rules=replace(RULES, threshold_tokens=threshold),
+            prefetch=replace(RULES, threshold_tokens=threshold),
         )
         made = cls(stack, seed)
         made.attach()

@@ -33,23 +33,6 @@ def test_a_prefix_comes_back_in_its_namespace_only(world):
     world.cache.reset()
 
 
-def test_what_fits_is_cut_to_a_checkpoint(make_world):
-    """Checkpoints after 2 and 8 of 8 pages, 5 pages free: the first 2 pages come back (defect
-    D1)."""
-    world = make_world(host_kv=18, grid=4)
-    served(world, LONG, 4)
-    forget(world)
-    # A request keeps four of the nine host pages.
-    keeper = tuple(range(80, 88))
-    served(world, keeper)
-    world.cache.evict(100, 100)
-    lock = world.cache.lock(world.cache.match(keeper))
-    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
-    fetch(world, LONG)
-    assert world.cache.match(LONG).host_length == 4
-    world.cache.unlock(lock)
-
-
 def test_without_states_what_fits_is_cut_to_a_page(make_world):
     """MLA with an indexer: of the same 8 pages 5 come back, with their index, and the next request
     computes from there."""
@@ -90,14 +73,6 @@ def test_what_was_fetched_is_not_backed_up_again(world):
     world.cache.unlock(lock)
     world.settle()
     assert world.controller.stats().pages_backed_up == backed_up
-
-
-def test_nothing_under_the_threshold_is_fetched(make_world):
-    world = make_world(threshold=17)
-    served(world, LONG)
-    forget(world)
-    assert not world.cache.prefetch_from_storage("r", LONG)
-    assert world.cache.check_prefetch("r")
 
 
 def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(make_world):

@@ -56,8 +56,8 @@ def refresh_kv_only(cache, node):
 
 def refresh_all_states(lru, node):
     for each in node.upward():
-        if each in lru._order:
-            lru._order.move_to_end(each)
+        if each in lru.order:
+            lru.order.move_to_end(each)
 
 
 def free_twice(lru, slots):
@@ -66,9 +66,9 @@ def free_twice(lru, slots):
 
 
 def end_without_freeing(prefetching, request_id):
-    running = prefetching._running.get(request_id)
+    running = prefetching.running.get(request_id)
     if running is not None and not running.is_wanted():
-        del prefetching._running[request_id]
+        del prefetching.running[request_id]
         prefetching._controller.prefetcher.terminate(running.operation)
         return 0
     return END(prefetching, request_id)

@@ -75,6 +75,9 @@ class World:
         self.cache = HiMambaRadixCache(
             self.controller, checkpoint_grid=self.grid, write_policy=self.policy
         )
+        self.tree, self.ownership = self.cache._tree, self.cache._ownership
+        self.locks, self.prefetches = self.cache._locks, self.cache._prefetches
+        self.write_back = self.cache._write_back
         self.kv_slots, self.state_slots = self.controller.kv_slots, self.controller.state_slots
         self.device = self.controller.device_memory
 
@@ -182,12 +185,7 @@ class World:
     def settle(self) -> None:
         """Let everything that was begun end, prefetches excepted."""
         self.cache.start_loading()
-        eventually(
-            lambda: (
-                self.cache.poll()
-                or not (self.cache._write_back.running or self.cache._locks.loading)
-            )
-        )
+        eventually(lambda: self.cache.poll() or not (self.write_back.running or self.locks.loading))
 
     def take_host(self, pages, states) -> None:
         """Let somebody else use so many host pages and states, as far as they are free; what it had
@@ -313,14 +311,6 @@ class World:
         self.check_slots()
         self.check_bytes()
 
-    @property
-    def tree(self):
-        return self.cache._tree
-
-    @property
-    def ownership(self):
-        return self.cache._ownership
-
     def prefix(self, node):
         return tuple(token for each in reversed(list(node.upward())) for token in each.tokens)
 
@@ -373,18 +363,18 @@ class World:
             )
 
     def check_locks(self):
-        cache, expected = self.cache, Counter()
+        expected = Counter()
         held = [
-            *(lock.slots for lock in cache._locks._held.values()),
-            *cache._locks._loads.values(),
+            *(lock.slots for lock in self.locks.held.values()),
+            *self.locks.loads.values(),
             *(
                 copy.locks
-                for copies in (cache._write_back._writes, cache._write_back._stores)
+                for copies in (self.write_back.writes, self.write_back.stores)
                 for copy in copies.values()
             ),
-            *(prefetch.kept for prefetch in cache._prefetches._running.values()),
+            *(prefetch.kept for prefetch in self.prefetches.running.values()),
         ]
-        for locks in filter(None, cache._locks._loads.values()):
+        for locks in filter(None, self.locks.loads.values()):
             kept = {lru.tier for lru in locks.nodes if lru.kind is SlotKind.KV}
             assert kept == {"device", "host"}, "a load may lose what it reads or writes"
         for locks in filter(None, held):
