@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import NoneType
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
@@ -189,7 +189,8 @@ class StackConfig:
             layout=self.layout,
             kv_replicated=self.attention.replicated,
         )
-        return self.parallel.identity(replace(base, **texts))
+        given: dict[str, Any] = dict(texts)
+        return self.parallel.identity(replace(base, **given))
 
     def _check_choices(self) -> None:
         layouts = self.attention.layouts
