@@ -7,6 +7,7 @@ with a gap, a cursor that was removed, a store that was made anew) it lists the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -43,6 +44,9 @@ MAX_REMOVALS = 32
 
 MAX_RELISTS = 8
 """Limit on listing a directory again because other processes change it meanwhile."""
+
+MAX_CATCH_UPS = 64
+"""Limit on attempts of one call to read the indexes of bundles that others replace meanwhile."""
 
 
 def no_deadline() -> bool:
@@ -97,8 +101,8 @@ class BundleSet:
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
         """Being added; left non-empty only by an interrupt."""
-        self.index: Callable[[Callable[[], bool]], bool] = lambda expired: True
-        """Reads the indexes of new bundles, without the lock; returns `False` if files are gone."""
+        self.index: Callable[[Callable[[], bool]], None] = lambda expired: None
+        """Reads the indexes of new bundles, without the lock."""
         self._generation = -1
         self._epoch = -1
         self._invalidations = 0
@@ -135,21 +139,37 @@ class BundleSet:
         return self._generation >= snapshot.generation
 
     def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
-        """Apply the events that have been announced.
+        """Apply the events that have been announced, and read the indexes of new bundles.
 
         Args:
             expired: returns whether the caller's deadline has passed: then indexes are left for the
                 next call to read.
 
         Raises:
-            OSError: the bundles could not be listed.
+            OSError: the bundles could not be listed, or are replaced faster than they are read.
         """
-        if self.is_current(snapshot):
-            return
         waited, announced = set[BundleName](), set[BundleName]()
-        for attempt in range(MAX_RELISTS + 1):
-            unannounced = self._catch_up(snapshot, announced, expired, last=attempt == MAX_RELISTS)
-            if not unannounced:
+        for attempt in range(MAX_CATCH_UPS):
+            plan = self._begin_catch_up(snapshot, announced, last=attempt >= MAX_RELISTS)
+            if isinstance(plan, set):
+                # A page reported here must be found by every later caller. In most cases the writer
+                # is about to announce it: wait for one more listing.
+                late = plan & waited
+                # A bundle found by two listings in turn: its writer was probably killed between the
+                # rename and the announcement. This storage is about to report its pages, so it
+                # announces the bundle itself.
+                if late:
+                    self._announce_found([Found(name) for name in late])
+                    announced |= late
+                waited = plan
+                snapshot = self._feed.read()
+                continue
+            # New bundles are visible before old ones are removed: a replacement holds the pages of
+            # the bundle that it replaces. A file that is gone, here or in another thread, has
+            # perhaps a replacement that is not announced yet, which only a listing shows: nothing
+            # is removed before that.
+            self.index(expired)
+            if self.is_current(snapshot) if plan is None else self._end_catch_up(snapshot, plan):
                 # Left behind by killed processes. Their removal is announced again: storages that
                 # do not list may still report the pages.
                 orphans = self._orphans
@@ -157,74 +177,35 @@ class BundleSet:
                 with contextlib.suppress(OSError):
                     self.remove_files(orphans, void=True)
                 return
-            # A page reported here must be found by every later caller. In most cases the writer is
-            # about to announce it: wait for one more listing.
-            late = unannounced & waited
-            # A bundle found by two listings in turn: its writer was probably killed between the
-            # rename and the announcement. This storage is about to report its pages, so it
-            # announces the bundle itself.
-            if late:
-                self._announce_found([Found(name) for name in late])
-                announced |= late
-            waited = unannounced
-            snapshot = self._feed.read()
+        # Counted as a fault. To go on without the replacements would be misses that nobody counts.
+        raise OSError(
+            errno.ESTALE, f"bundles in {self.directory} are replaced faster than they are read"
+        )
 
-    def _catch_up(
-        self,
-        snapshot: FeedSnapshot,
-        announced: set[BundleName],
-        expired: Callable[[], bool],
-        *,
-        last: bool,
-    ) -> set[BundleName]:
-        """Apply the announced events, or, where some are missing, a listing of the directory.
+    def _begin_catch_up(
+        self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool
+    ) -> _CatchUp | set[BundleName] | None:
+        """Add the new bundles of the events, or, where some are missing, of a listing.
 
         Args:
             announced: bundles that were unannounced before and that this call has announced.
             last: apply the listing even if some of its bundles are unannounced.
 
         Returns:
-            Bundles that are in place and unannounced, apart from those in `announced`; nothing was
-            applied then.
+            The steps that remain; None if there is nothing to apply; or bundles that are in place
+            and unannounced, apart from those in `announced`, and nothing is changed.
         """
-        for attempt in range(MAX_RELISTS + 1):
-            with self.lock:
-                if self._generation >= snapshot.generation:
-                    return set()
-                plan = self._begin_catch_up(snapshot, announced, last=last)
-                if not isinstance(plan, _CatchUp):
-                    return plan
-            # New bundles are visible before old ones are removed: a replacement holds the pages of
-            # the bundle that it replaces.
-            if not self.index(expired) and attempt < MAX_RELISTS:
-                # A file that is gone may have a replacement that is not announced yet.
-                self.invalidate()
-                continue
-            with self.lock:
-                if self._invalidations != plan.invalidations and attempt < MAX_RELISTS:
-                    # Another thread has found a file gone, perhaps one of this plan: the pages are
-                    # in a replacement that only a listing shows, so nothing is removed before.
-                    continue
-                self._remove(plan.removed)
-                # An invalidation during the catch-up asks for a listing that this one has not made.
-                if (
-                    self._invalidations == plan.invalidations
-                    and self._generation < snapshot.generation
-                ):
-                    self._note_positions(plan)
-                    self._buried = set(filter(self._is_unannounced, self._buried))
-                    self._generation = snapshot.generation
-                    self._epoch = snapshot.epoch
-            break
-        return set()
+        if self.is_current(snapshot):
+            return None
+        with self.lock:
+            # Another thread may have applied it meanwhile.
+            if self.is_current(snapshot):
+                return None
+            return self._plan_catch_up(snapshot, announced, last=last)
 
-    def _begin_catch_up(
+    def _plan_catch_up(
         self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool
     ) -> _CatchUp | set[BundleName]:
-        """Add the new bundles, and find out which ones to remove.
-
-        Without `last`, unannounced bundles are returned instead, and nothing is changed.
-        """
         # An earlier call was interrupted while it added bundles.
         if self._adding:
             self._commit_adding()
@@ -245,6 +226,19 @@ class BundleSet:
         # The void ones, too: their writers may announce them later.
         removed = [*self._apply_listing(names), *(bundle.id for bundle in self._orphans)]
         return _CatchUp(removed, seen, invalidations, listed=True)
+
+    def _end_catch_up(self, snapshot: FeedSnapshot, plan: _CatchUp) -> bool:
+        """Remove the old bundles, unless a listing has been requested since the plan was made."""
+        with self.lock:
+            if self._invalidations != plan.invalidations:
+                return False
+            self.remove(plan.removed)
+            if self._generation < snapshot.generation:
+                self._note_positions(plan)
+                self._buried = set(filter(self._is_unannounced, self._buried))
+                self._generation = snapshot.generation
+                self._epoch = snapshot.epoch
+            return True
 
     def invalidate(self) -> None:
         """Make the next call list the bundles, to find also unannounced changes.
@@ -305,10 +299,6 @@ class BundleSet:
         self.used = used
         self._adding = {}
 
-    def remove(self, bundles: Sequence[Bundle]) -> None:
-        """Remove bundles whose files are gone."""
-        self._remove({bundle.id for bundle in bundles})
-
     def remove_files(
         self,
         bundles: Sequence[Bundle],
@@ -352,7 +342,7 @@ class BundleSet:
         bundles = bundles[: len(ids)]
         left, outcomes = list(bundles), list[bool | OSError]()
         try:
-            self._feed.announce_removal(self.namespace, ids, partial(self.remove, bundles))
+            self._feed.announce_removal(self.namespace, ids, partial(self.remove, ids))
             if self._feed.fitting(self.namespace, ids) < len(ids):
                 # Names of cursors have just been found to be shorter here: again, with fewer.
                 return outcomes
@@ -389,9 +379,10 @@ class BundleSet:
             # First: a thread that finds nothing unread takes the bundle set for current.
             self.invalidate()
             self._knows_unannounced = True
-            self.remove(bundles)
+            self.remove([bundle.id for bundle in bundles])
 
-    def _remove(self, ids: Iterable[BundleId]) -> None:
+    def remove(self, ids: Iterable[BundleId]) -> None:
+        """Remove bundles whose files are gone."""
         with self.lock:
             known = list[Bundle]()
             for id in dict.fromkeys(ids):
@@ -688,7 +679,7 @@ class BundleSet:
             else:
                 # A different file, whose bytes must never be read as the known bundle's: that one
                 # is gone.
-                self._remove([id])
+                self.remove([id])
         gone = [id for id in (*self.bundles, *self._prepared) if id not in names]
         self.add(
             [self._bundle_in_place(name) for id, name in names.items() if id not in self.bundles]

@@ -197,6 +197,8 @@ class FileStorage(ObjectStorage):
             )
             loaded.update(outcome.loaded)
             faults += outcome.faults
+        if outcome.gone:
+            faults.append(OSError(errno.ESTALE, "bundles are rewritten faster than they are read"))
         if loaded:
             for page_index in page_indexes:
                 page_index.note_success()

@@ -19,7 +19,7 @@ from hicache_backends.file.bundle import (
     BundleName,
     NotABundleError,
 )
-from hicache_backends.file.bundle_set import MAX_RELISTS, no_deadline
+from hicache_backends.file.bundle_set import no_deadline
 from hicache_backends.file.events import segment_of
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import file_bytes
@@ -133,43 +133,39 @@ class PageIndex:
         Raises:
             OSError: the bundles could not be listed.
         """
+        if self._is_retry_due():
+            with self.bundle_set.lock:
+                self._requeue()
         self.bundle_set.catch_up(snapshot, expired)
-        if self._unreadable and time.monotonic() >= self._retry_at:
-            with self.bundle_set.lock:
-                again = self._unreadable
-                self._unreadable = {}
-                self._unread.update(again)
-        if self._to_recheck and time.monotonic() >= self._recheck_at:
-            with self.bundle_set.lock:
-                self._requeue_invalid()
-        for _ in range(MAX_RELISTS):
-            # A file was gone, here or in another thread: a replacement may hold its pages.
-            if self.read_indexes(expired) and self.bundle_set.is_current(snapshot):
-                return
-            self.bundle_set.catch_up(snapshot, expired)
 
     def is_current(self, snapshot: FeedSnapshot) -> bool:
         """Return whether `catch_up` would do nothing."""
-        now = time.monotonic()
-        retries = (self._unreadable and now >= self._retry_at) or (
-            self._to_recheck and now >= self._recheck_at
-        )
         # The bundle set first: a bundle that another thread adds is among the unread before the set
         # is current.
-        return self.bundle_set.is_current(snapshot) and self.complete and not retries
+        return self.bundle_set.is_current(snapshot) and self.complete and not self._is_retry_due()
 
     @property
     def complete(self) -> bool:
         """Whether every readable index has been read."""
         return not self._unread
 
-    def _requeue_invalid(self) -> None:
-        """Queue the invalid bundles to be read again, if it is time."""
-        if self._to_recheck and time.monotonic() >= self._recheck_at:
-            again = self._to_recheck
+    def _is_retry_due(self) -> bool:
+        now = time.monotonic()
+        return bool(
+            (self._unreadable and now >= self._retry_at)
+            or (self._to_recheck and now >= self._recheck_at)
+        )
+
+    def _requeue(self) -> None:
+        """Queue unreadable and invalid bundles to be read again, if it is time."""
+        now = time.monotonic()
+        if self._unreadable and now >= self._retry_at:
+            self._unread.update(self._unreadable)
+            self._unreadable = {}
+        if self._to_recheck and now >= self._recheck_at:
+            self._unread.update(self._to_recheck)
             self._to_recheck = {}
             self._rechecks += 1
-            self._unread.update(again)
 
     def note_success(self) -> None:
         """Retry unreadable bundles at once: the file system has just served this namespace."""
@@ -249,13 +245,11 @@ class PageIndex:
             for key in bundle.keys:
                 self._forget(key, bundle)
 
-    def read_indexes(self, expired: Callable[[], bool]) -> bool:
+    def read_indexes(self, expired: Callable[[], bool]) -> None:
         """Read the indexes of new bundles, from the event logs or from the bundles.
 
-        Returns:
-            `False` if files are gone; their bundles have been removed.
+        Where files are gone, their bundles are removed, and the bundle set is no longer current.
         """
-        whole = True
         while self._unread and not expired():
             if self._read_logged():
                 continue
@@ -267,12 +261,11 @@ class PageIndex:
                     self._reading_changed.wait(WAIT_SECONDS)
                 continue
             try:
-                whole &= self._read_batch(bundles)
+                self._read_batch(bundles)
             finally:
                 with self._reading_changed:
                     self._reading.difference_update(bundles)
                     self._reading_changed.notify_all()
-        return whole
 
     def _read_logged(self) -> bool:
         """Read one segment of an event log for unread bundles; `False` if there is none left."""
@@ -314,7 +307,7 @@ class PageIndex:
             self._reading.update(bundles)
             return bundles
 
-    def _read_batch(self, bundles: Sequence[Bundle]) -> bool:
+    def _read_batch(self, bundles: Sequence[Bundle]) -> None:
         parts = [
             bundles[at : at + BUNDLES_PER_TASK] for at in range(0, len(bundles), BUNDLES_PER_TASK)
         ]
@@ -341,7 +334,6 @@ class PageIndex:
                     logger.debug("cannot read %s now: %s", bundle.path, index)
                 # Last: after an interrupt it is read again.
                 self._unread.pop(bundle, None)
-        return not gone
 
     def _note_index(self, bundle: Bundle, index: BundleIndex) -> None:
         bundle.envelopes = index.envelopes
@@ -402,6 +394,9 @@ class PageIndex:
         try:
             descriptor = self._descriptors.open(bundle.path, os.O_RDONLY)
         except FileNotFoundError:
+            # A listing on a mount does not tell links from files.
+            if os.path.islink(bundle.path):
+                raise NotABundleError("a link to nothing") from None
             return None
         try:
             # A longer or shorter file has no footer there that would fit the length in its name.

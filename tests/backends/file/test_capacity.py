@@ -505,7 +505,7 @@ def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):
     a.put(chain("a", 8))
     assert b.hit(["other"]) == 0
     bundle_set = b.store.bundle_sets.get(b.namespace)
-    bundle_set.remove(list(bundle_set.bundles.values()))
+    bundle_set.remove(list(bundle_set.bundles))
     bundle_set.invalidate()
     assert b.hit(["other"]) == 0
     assert [b.put(chain(name, 8)) for name in "bcd"] == [[True] * 8] * 3

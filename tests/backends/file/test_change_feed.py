@@ -46,7 +46,7 @@ class Participant:
     def remove(self, name: BundleName) -> None:
         bundle = self.bundle_set.bundles[name.id]
         os.unlink(bundle.path)
-        self.bundle_set.remove([bundle])
+        self.bundle_set.remove([bundle.id])
         self.feed.queue(NAMESPACE, [Removed(name.id)])
         self.feed.announce()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec import structs
 
+from hicache_backends.file import bundle_set as bundle_set_module
+from hicache_backends.file import page_index as page_index_module
 from hicache_backends.file import rewriter as rewriter_module
 from hicache_backends.file.bundle import BundleId, Claim, parse_bundle
 from hicache_backends.file.events import Found
@@ -273,6 +276,48 @@ def test_new_bundles_are_added_before_old_ones_are_removed(rigs):
     assert seen == ["added", "removed"]
 
 
+@contextlib.contextmanager
+def rewritten_whenever_opened(a: Rig, b: Rig, keys: list[str]):
+    """One storage takes a page out of a bundle whenever the other is about to read its index."""
+    left, real = list(keys), b.store.descriptors.open
+
+    def opened(path, *args):
+        if path.endswith((".bundle", ".claimed")) and left:
+            assert a.storage.delete([left.pop(0)]) == [True]
+        return real(path, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(b.store.descriptors, "open", opened)
+        yield
+
+
+def test_pages_whose_bundle_is_rewritten_again_and_again_are_found(rigs):
+    a, b, keys = rigs(), rigs(), chain("k", 40)
+    assert b.hit(keys) == 0
+    a.put(keys)
+    with rewritten_whenever_opened(a, b, keys[:30]):
+        b.store.bundle_sets.get(b.namespace).invalidate()
+        assert b.present(keys[30:]) == [True] * 10
+    assert b.storage.get_stats().faults == 0
+
+
+def test_misses_for_want_of_replacements_are_counted_as_a_fault(rigs, monkeypatch):
+    """A bundle that was replaced faster than a call could read the replacements was dropped, and
+    its pages were misses that nobody counted."""
+    monkeypatch.setattr(bundle_set_module, "MAX_RELISTS", 1)
+    monkeypatch.setattr(bundle_set_module, "MAX_CATCH_UPS", 4, raising=False)
+    monkeypatch.setattr(page_index_module, "MAX_RELISTS", 1, raising=False)
+    a, b, keys = rigs(), rigs(), chain("k", 40)
+    a.put(keys)
+    assert b.hit(keys) == 40
+    with rewritten_whenever_opened(a, b, keys[1:30]):
+        assert a.storage.delete(keys[:1]) == [True]
+        assert b.hit(keys[30:]) == 0
+        assert b.storage.get_stats().faults == 1
+    assert b.hit(keys[30:]) == 10
+    assert b.holds(keys[30:])
+
+
 def test_a_file_gone_under_one_thread_makes_the_others_look_again(rigs, monkeypatch):
     a, b = rigs(), rigs()
     a.put(KEYS)
@@ -280,7 +325,7 @@ def test_a_file_gone_under_one_thread_makes_the_others_look_again(rigs, monkeypa
     (page_index,) = b.store.known_page_indexes([b.storage.pools["kv"].namespace])
     reading, waiting, answered = threading.Event(), threading.Event(), threading.Event()
     read_index, take_unread = page_index._read_index, page_index._take_unread
-    invalidate = page_index.bundle_set.invalidate
+    index = page_index.bundle_set.index
 
     def read(bundle):
         if not reading.is_set():
@@ -296,15 +341,15 @@ def test_a_file_gone_under_one_thread_makes_the_others_look_again(rigs, monkeypa
             waiting.set()
         return bundles
 
-    def invalidate_and_stop():
-        invalidate()
-        if threading.current_thread() is first and not page_index.bundle_set.lock._is_owned():
+    def index_and_stop(expired):
+        index(expired)
+        if threading.current_thread() is first:
             # The other thread goes on before this one lists the bundles.
             assert answered.wait(30)
 
     monkeypatch.setattr(page_index, "_read_index", read)
     monkeypatch.setattr(page_index, "_take_unread", take)
-    monkeypatch.setattr(page_index.bundle_set, "invalidate", invalidate_and_stop)
+    monkeypatch.setattr(page_index.bundle_set, "index", index_and_stop)
     a.storage.delete(KEYS[:1])
     first = threading.Thread(target=b.hit, args=[KEYS[2:]])
     first.start()
@@ -344,7 +389,7 @@ def test_a_file_gone_in_the_middle_of_a_clear_makes_everyone_list(rigs, monkeypa
         # A third process clears too, and does not say so yet; another thread of this storage was
         # about to read the bundle's index.
         a.bundles()[0].unlink()
-        assert not page_index.read_indexes(lambda: False)
+        page_index.read_indexes(lambda: False)
         return clear_listed(page_indexes, call)
 
     monkeypatch.setattr(b.storage, "_clear_listed", clear)

@@ -342,6 +342,18 @@ def test_garbage_under_a_bundles_name_is_ignored_and_counted(rig, garbage, caplo
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
 
 
+def test_a_link_to_nothing_on_a_mount_is_ignored(rig):
+    """A listing there does not tell it from a file, and each lookup took it for a bundle that is
+    replaced again and again."""
+    a, keys = rig(), chain("a", 4)
+    a.put(keys)
+    (a.bundles_path / "aaaaaaaaaa-1-64-3-4.bundle").symlink_to("nothing")
+    b = rig()
+    b.store.paths.asks_server = True
+    assert b.holds(keys)
+    assert (b.store.ignored(), b.storage.get_stats().faults) == (1, 0)
+
+
 def test_a_bundle_that_was_copied_from_another_namespace_is_ignored(rig):
     a, other, keys = rig(), rig(who=identity_of("other")), chain("a", 3)
     a.put(chain("mine", 1))
