@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import struct
@@ -29,7 +30,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from hicache_conformance.injectors.fuse_fs import Passthrough
 
 OPERATIONS = (
     "getattr",
@@ -52,7 +56,6 @@ OPERATIONS = (
     "link",
 )
 _COUNTS = struct.Struct(f"<{len(OPERATIONS)}Q")
-_STAT_FIELDS = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
 
 
 class FileChange(NamedTuple):
@@ -174,141 +177,61 @@ class CountingMount:
         }
 
 
-class _Passthrough:
-    """The operations that libfuse calls, through mfusepy: each counts, waits and passes on."""
-
-    use_ns = True
+class _Counting:
+    """Counts and delays the requests of a pass-through file system, and records changes."""
 
     def __init__(
         self,
-        root: str,
+        inner: Passthrough,
         counts: mmap.mmap,
         delay_seconds: float,
         max_name_bytes: int,
         journal: str,
     ) -> None:
+        self._inner = inner
         self._journal = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if journal else -1
         self._max_name_bytes = max_name_bytes
-        self._root = root
         self._counts = (ctypes.c_uint64 * len(OPERATIONS)).from_buffer(counts)
         self._lock = threading.Lock()
         self._delay = delay_seconds
 
-    def _path(self, operation: str, path: str) -> str:
-        with self._lock:
-            self._counts[OPERATIONS.index(operation)] += 1
-        if self._delay:
-            time.sleep(self._delay)
-        return self._root + path
+    def operation(self, name: str) -> Callable[..., Any]:
+        """The operation that libfuse calls, as a method of the class that mfusepy wants."""
 
-    def _record(self, operation: str, path: str, offset: int = 0, data: bytes = b"") -> None:
-        if self._journal >= 0:
-            record = msgspec.msgpack.encode(FileChange(operation, path, offset, data))
-            os.write(self._journal, len(record).to_bytes(4, "little") + record)
+        # With its signature, from which mfusepy tells what to hand over.
+        @functools.wraps(getattr(type(self._inner), name))
+        def counted(_: object, path: str, *args: Any) -> Any:
+            self._check_names(name, path, *args)
+            if self._journal >= 0 and name in CHANGES:
+                record = msgspec.msgpack.encode(FileChange(name, path, *CHANGES[name](*args)))
+                os.write(self._journal, len(record).to_bytes(4, "little") + record)
+            with self._lock:
+                self._counts[OPERATIONS.index(name)] += 1
+            if self._delay:
+                time.sleep(self._delay)
+            return getattr(self._inner, name)(path, *args)
 
-    def _check_name(self, path: str) -> None:
-        if len(os.path.basename(path)) > self._max_name_bytes:
+        return counted
+
+    def _check_names(self, name: str, path: str, *args: Any) -> None:
+        made = {"create": path, "rename": args[0] if args else ""}.get(name, "")
+        if len(os.path.basename(str(made))) > self._max_name_bytes:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
 
-    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        status = os.lstat(self._path("getattr", path))
-        attributes = {name: getattr(status, name) for name in _STAT_FIELDS}
-        for name in ("st_atime", "st_mtime", "st_ctime"):
-            attributes[name] = getattr(status, f"{name}_ns")
-        return attributes
 
-    def opendir(self, path: str) -> int:
-        os.stat(self._path("opendir", path))
-        return 0
-
-    def readdir(self, path: str, fh: int) -> list[str]:
-        return [".", "..", *os.listdir(self._path("readdir", path))]
-
-    def open(self, path: str, flags: int) -> int:
-        return os.open(self._path("open", path), flags & ~os.O_DIRECT)
-
-    def create(self, path: str, mode: int, flags: int) -> int:
-        self._check_name(path)
-        self._record("create", path)
-        return os.open(self._path("create", path), flags & ~os.O_DIRECT | os.O_CREAT, mode)
-
-    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        self._path("read", path)
-        return os.pread(fh, size, offset)
-
-    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        self._path("write", path)
-        self._record("write", path, offset, data)
-        return os.pwrite(fh, data, offset)
-
-    def flush(self, path: str, fh: int) -> int:
-        self._path("flush", path)
-        return 0
-
-    def release(self, path: str, fh: int) -> int:
-        os.close(fh)
-        return 0
-
-    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
-        self._record("truncate", path, length)
-        os.truncate(self._path("truncate", path), length)
-        return 0
-
-    def unlink(self, path: str) -> int:
-        self._record("unlink", path)
-        os.unlink(self._path("unlink", path))
-        return 0
-
-    def rename(self, old: str, new: str) -> int:
-        self._check_name(new)
-        self._record("rename", old, data=new.encode())
-        os.rename(self._path("rename", old), self._root + new)
-        return 0
-
-    def link(self, target: str, source: str) -> int:
-        os.link(self._path("link", source), self._root + target)
-        return 0
-
-    def mkdir(self, path: str, mode: int) -> int:
-        os.mkdir(self._path("mkdir", path), mode)
-        return 0
-
-    def rmdir(self, path: str) -> int:
-        os.rmdir(self._path("rmdir", path))
-        return 0
-
-    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-        os.utime(self._path("utimens", path), ns=times)
-        return 0
-
-    def fsync(self, path: str, datasync: int, fh: int) -> int:
-        self._path("fsync", path)
-        self._record("fsync", path)
-        os.fsync(fh)
-        return 0
-
-    def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
-        self._path("fsyncdir", path)
-        return 0
-
-    def statfs(self, path: str) -> dict[str, int]:
-        status = os.statvfs(self._path("statfs", path))
-        names = (
-            "f_bsize",
-            "f_frsize",
-            "f_blocks",
-            "f_bfree",
-            "f_bavail",
-            "f_files",
-            "f_ffree",
-            "f_favail",
-            "f_namemax",
-        )
-        return {name: getattr(status, name) for name in names}
+CHANGES: dict[str, Callable[..., tuple[int, bytes]]] = {
+    "create": lambda *_: (0, b""),
+    "write": lambda data, offset, *_: (offset, data),
+    "truncate": lambda length, *_: (length, b""),
+    "unlink": lambda: (0, b""),
+    "rename": lambda new: (0, new.encode()),
+    "fsync": lambda *_: (0, b""),
+}
+"""The requests that are recorded: offset and data of each, from its arguments."""
 
 
 def _serve() -> None:
-    from hicache_conformance.injectors.fuse_fs import load_mfusepy
+    from hicache_conformance.injectors.fuse_fs import Control, Passthrough, load_mfusepy
 
     mfusepy = load_mfusepy()
     parser = argparse.ArgumentParser(description=__doc__)
@@ -325,13 +248,14 @@ def _serve() -> None:
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     with open(options.counts, "r+b") as shared:
         counts = mmap.mmap(shared.fileno(), _COUNTS.size)
-    operations = type("Operations", (_Passthrough, mfusepy.Operations), {})(
-        os.path.abspath(options.backing),
-        counts,
-        options.delay_us / 1e6,
-        options.max_name_bytes,
-        options.journal,
+    inner = Passthrough(os.path.abspath(options.backing), Control())
+    counting = _Counting(
+        inner, counts, options.delay_us / 1e6, options.max_name_bytes, options.journal
     )
+    # No other operations: the kernel asks for none that the file system has not.
+    methods: dict[str, Any] = {name: counting.operation(name) for name in OPERATIONS}
+    methods |= {"use_ns": True, "release": lambda _, path, handle: inner.release(path, handle)}
+    operations = type("Operations", (mfusepy.Operations,), methods)()
     mfusepy.log.setLevel("CRITICAL")
     seconds = options.cache_seconds
     try:

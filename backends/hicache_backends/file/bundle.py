@@ -71,6 +71,9 @@ class BundleId(msgspec.Struct, frozen=True, gc=False):
     writer: str
     sequence: int
 
+    def __str__(self) -> str:
+        return f"{self.writer}-{self.sequence:x}"
+
 
 class Claim(NamedTuple):
     """A claim to replace a bundle, in the name of that bundle.
@@ -113,12 +116,15 @@ class BundleName(msgspec.Struct, frozen=True, gc=False):
         """
         return self if self.claim is None else msgspec.structs.replace(self, claim=None)
 
+    @property
+    def numbers(self) -> str:
+        return f"{self.size:x}-{self.created_us:x}-{self.checksum:x}"
+
     def __str__(self) -> str:
-        plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_us:x}-{self.checksum:x}.bundle"
+        plain = f"{self.writer}-{self.sequence:x}-{self.numbers}.bundle"
         if self.claim is None:
             return plain
-        (pid_scope, pid, started), by = self.claim
-        return f"{plain}.{pid_scope}-{pid:x}-{started:x}-{by.writer}-{by.sequence:x}.claimed"
+        return f"{plain}.{self.claim.process}-{self.claim.replacement}.claimed"
 
 
 _BUNDLE = re.compile(

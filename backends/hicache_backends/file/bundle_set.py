@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from hicache_backends.file.bundle import Bundle, BundleId, BundleName, bundles_among
 from hicache_backends.file.events import Added, Event, Found, Removed, Unlisted
 from hicache_backends.file.paths import MAX_USUAL_BYTES
-from hicache_backends.posix.directories import list_directory, sync_directory
+from hicache_backends.posix.directories import sync_directory
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import file_bytes
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hicache_backends.file.bundle import BundleIndex
     from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
     from hicache_backends.file.events import EventLogs, WriterCursor
-    from hicache_backends.file.paths import StorePaths
 
 
 logger = logging.getLogger(__name__)
@@ -85,9 +84,9 @@ class BundleSet:
     page that stays in the store is found at any moment.
     """
 
-    def __init__(self, namespace: str, paths: StorePaths, feed: ChangeFeed) -> None:
+    def __init__(self, namespace: str, feed: ChangeFeed) -> None:
         self.namespace = namespace
-        self.directory = paths.bundles(namespace)
+        self.directory = feed.paths.bundles(namespace)
         self.lock = threading.RLock()
         self.bundles: dict[BundleId, Bundle] = {}
         self.used = 0
@@ -96,7 +95,6 @@ class BundleSet:
         """Published by this storage, and not announced yet."""
         self._knows_unannounced = False
         """Since `force_relist`, a listing or a missing file may have shown unannounced changes."""
-        self._asks_server = paths.asks_server
         self._feed = feed
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
@@ -355,7 +353,8 @@ class BundleSet:
                 # Gone, or renamed by a claim; only in the latter case it comes back.
                 self.invalidate()
                 with contextlib.suppress(OSError):
-                    present = {name.id for name in bundles_among(self._listed())}
+                    names = bundles_among(self._feed.paths.list_names(self.directory))
+                    present = {name.id for name in names}
                     left = [bundle for bundle in left if bundle.id in present]
         finally:
             # Also after an error or an interrupt: what may still be there comes back.
@@ -619,17 +618,14 @@ class BundleSet:
         each time past a listing, is missing until the process that renames it announces the change:
         then all storages list again.
         """
-        names = self._listed()
+        names = self._feed.paths.list_names(self.directory)
         for _ in range(MAX_RELISTS):
             if sum(map(len, names)) + ENTRY_BYTES * len(names) < ATOMIC_LISTING_BYTES:
                 break
-            before, names = names, self._listed()
+            before, names = names, self._feed.paths.list_names(self.directory)
             if set(names).issuperset(before):
                 break
         return names
-
-    def _listed(self) -> list[str]:
-        return list_directory(self.directory, asks_server=self._asks_server)
 
     def _unannounced(
         self, names: Mapping[BundleId, BundleName], cursors: Mapping[str, WriterCursor]
@@ -705,25 +701,19 @@ def _unlink(path: str) -> bool | OSError:
 class BundleSets:
     """The bundle sets of a store by namespace, created when first asked for."""
 
-    def __init__(self, paths: StorePaths, feed: ChangeFeed) -> None:
-        self._paths = paths
+    def __init__(self, feed: ChangeFeed) -> None:
         self._feed = feed
         self._lock = threading.Lock()
         self._bundle_sets: dict[str, BundleSet] = {}
-        self.on_created: Callable[[BundleSet], None] | None = None
+        self.on_created: Callable[[BundleSet], None] = lambda bundle_set: None
 
     def get(self, namespace: str) -> BundleSet:
-        bundle_set = self._bundle_sets.get(namespace)
-        if bundle_set is not None:
-            return bundle_set
         with self._lock:
-            bundle_set = self._bundle_sets.get(namespace)
-            if bundle_set is None:
-                bundle_set = BundleSet(namespace, self._paths, self._feed)
-                if self.on_created is not None:
-                    self.on_created(bundle_set)
+            if namespace not in self._bundle_sets:
+                bundle_set = BundleSet(namespace, self._feed)
+                self.on_created(bundle_set)
                 self._bundle_sets[namespace] = bundle_set
-            return bundle_set
+            return self._bundle_sets[namespace]
 
     def all(self) -> list[BundleSet]:
         return list(self._bundle_sets.values())

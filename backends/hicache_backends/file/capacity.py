@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicache_backends.file.bundle_set import BundleSets
-    from hicache_backends.file.change_feed import ChangeFeed
     from hicache_backends.file.page_index import PageIndex
-    from hicache_backends.file.paths import StorePaths
     from hicache_backends.file.publisher import Publisher
     from hicache_backends.file.rewriter import Rewriter
-    from hicache_backends.file.temp_files import ServerClock, TempFiles
+    from hicache_backends.file.temp_files import ServerClock
     from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)
@@ -86,6 +84,9 @@ class EvictionQueue:
         self._added: deque[Bundle] = deque()
         self._gone = 0
         """How many have been removed since such were last looked for."""
+
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._added)
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
         """Called by bundle sets, from any thread."""
@@ -170,33 +171,28 @@ class Capacity:
     def __init__(
         self,
         limit: int,
-        paths: StorePaths,
-        feed: ChangeFeed,
         bundle_sets: BundleSets,
-        temp_files: TempFiles,
         publisher: Publisher,
         rewriter: Rewriter,
         page_indexes: Callable[[str], PageIndex | None],
         evicted: Callable[[Namespace, int], None],
-        clock: ServerClock,
     ) -> None:
         self.limit = limit
-        self._paths = paths
-        self._feed = feed
+        self._feed = publisher.feed
+        self._temp_files = publisher.temp_files
         self._bundle_sets = bundle_sets
-        self._temp_files = temp_files
         self._publisher = publisher
         self._rewriter = rewriter
         self._page_indexes = page_indexes
         self._evicted = evicted
         self._lock = threading.Lock()
-        self._queue = EvictionQueue(clock)
+        self.queue = EvictionQueue(self._temp_files.clock)
         self._relist_at = 0.0
         self.full_until = 0.0
         """Until then a full disk evicts nothing: it has been in vain."""
         self._kept = set[tuple[str, BundleId]]()
         """Bundles that could not be removed; tried again after the next listing."""
-        bundle_sets.on_created = lambda bundle_set: bundle_set.listen(self._queue)
+        bundle_sets.on_created = lambda bundle_set: bundle_set.listen(self.queue)
 
     def used(self, expired: Callable[[], bool] = no_deadline) -> int:
         """Bytes in the store: bundles, and the reservations of living processes.
@@ -223,7 +219,7 @@ class Capacity:
             # Also namespaces that no cursor names: their writers were killed before their first
             # announcement.
             self._kept.clear()
-            for namespace in self._paths.namespaces():
+            for namespace in self._feed.paths.namespaces():
                 self._bundle_sets.get(namespace).invalidate()
         for bundle_set in self._bundle_sets.all():
             bundle_set.catch_up(snapshot, expired)
@@ -266,7 +262,7 @@ class Capacity:
                 for bundle in tried:
                     # A victim that could not be removed is tried again by the next call.
                     if not bundle.gone:
-                        self._queue.put_back(bundle)
+                        self.queue.put_back(bundle)
             return max(0, excess)
 
     def drop_removed(self) -> None:
@@ -274,14 +270,14 @@ class Capacity:
         # `make_room` holds the lock during I/O. The next flush will try again.
         if self._lock.acquire(blocking=False):
             try:
-                self._queue.drop_removed()
+                self.queue.drop_removed()
             finally:
                 self._lock.release()
 
     def _victims(self, excess: int, tried: list[Bundle]) -> list[Bundle]:
         """Take out as many bundles as free so many bytes; `tried` gets all that were looked at."""
         victims = list[Bundle]()
-        while excess > 0 and (victim := self._queue.pop()) is not None:
+        while excess > 0 and (victim := self.queue.pop()) is not None:
             tried.append(victim)
             if (victim.namespace, victim.id) in self._kept:
                 bundle_set = self._bundle_sets.get(victim.namespace)

@@ -40,7 +40,6 @@ from hicache_backends.file.paths import BIRTH_NAME
 from hicache_backends.posix.directories import (
     Attributes,
     cached_attributes,
-    list_directory,
     server_attributes,
 )
 from hicache_backends.posix.files import Handle
@@ -60,8 +59,6 @@ IDLE_WRITER_SECONDS = 24 * 3600.0
 
 MAX_SEEN_TAGS = 64
 """Tags of counter values that are remembered."""
-
-NO_CURSORS: Mapping[str, WriterCursor] = {}
 
 REVALIDATION_SECONDS = 2.0
 """How long a file system that was mounted over the old one can go unnoticed, in seconds."""
@@ -186,7 +183,7 @@ class FeedSnapshot:
 
     def of(self, namespace: str) -> Mapping[str, WriterCursor]:
         """The cursors of a namespace, by writer."""
-        return self.cursors.get(namespace, NO_CURSORS)
+        return self.cursors.get(namespace, {})
 
 
 class ChangeFeed:
@@ -199,18 +196,11 @@ class ChangeFeed:
     find.
     """
 
-    def __init__(
-        self,
-        paths: StorePaths,
-        writer: str,
-        *,
-        syncs: bool = False,
-    ) -> None:
+    def __init__(self, paths: StorePaths, writer: str, *, syncs: bool = False) -> None:
         self.writer = writer
         self.syncs = syncs
         self.lock = threading.RLock()
-        self._paths = paths
-        self._asks_server = paths.asks_server
+        self.paths = paths
         self.counter = ChangeCounter(paths.counter, asks_server=paths.asks_server)
         self._list_lock = threading.Lock()
         self._seen_tags: deque[int] = deque(maxlen=MAX_SEEN_TAGS)
@@ -445,8 +435,9 @@ class ChangeFeed:
         # An announcement that failed is made again, and has been logged.
         fresh = max(first, self._logged.get(after.namespace, 0) + 1)
         if fresh <= after.sequence:
-            # Errors are ignored: a reader that finds a gap in the log lists the bundles instead.
-            self.logs.append(after.namespace, self.writer, fresh, events[fresh - first :])
+            # A reader that finds a gap in the log lists the bundles instead.
+            with contextlib.suppress(OSError):
+                self.logs.append(after.namespace, self.writer, fresh, events[fresh - first :])
             self._logged[after.namespace] = after.sequence
         return []
 
@@ -456,7 +447,7 @@ class ChangeFeed:
         Raises:
             OSError: they could not be listed.
         """
-        names = list_directory(self._paths.retired, asks_server=self._asks_server)
+        names = self.paths.list_names(self.paths.retired)
         cursors = [parse_cursor(name) for name in names if name.startswith(namespace)]
         return {
             cursor.writer: cursor
@@ -468,7 +459,7 @@ class ChangeFeed:
         for writer, cursor in self.retired(namespace).items():
             if writer not in needed:
                 with contextlib.suppress(OSError):
-                    os.unlink(f"{self._paths.retired}/{cursor}")
+                    os.unlink(f"{self.paths.retired}/{cursor}")
 
     def retire_idle_cursors(self, clock: ServerClock) -> None:
         """Move aside the cursors of writers that are idle for a day, if there are many cursors.
@@ -478,10 +469,10 @@ class ChangeFeed:
         """
         # No lock: a cursor that its writer renames meanwhile is missing under its old name, and
         # stays.
-        names = os.listdir(self._paths.writers)
+        names = os.listdir(self.paths.writers)
         if not any(map(BIRTH_NAME.fullmatch, names)):
             # The process that made the store was killed before it could.
-            self._paths.mark_birth()
+            self.paths.mark_birth()
         if len(names) <= MANY_CURSORS:
             return
         idle = list[str]()
@@ -491,23 +482,21 @@ class ChangeFeed:
                 continue
             with contextlib.suppress(OSError):
                 if clock.age_seconds(
-                    os.stat(f"{self._paths.writers}/{name}").st_ctime_ns
+                    os.stat(f"{self.paths.writers}/{name}").st_ctime_ns
                 ) > IDLE_WRITER_SECONDS and not self._has_leftovers(cursor):
                     idle.append(name)
         if idle:
-            os.makedirs(self._paths.retired, exist_ok=True)
+            os.makedirs(self.paths.retired, exist_ok=True)
         for name in idle:
             with contextlib.suppress(OSError):
-                os.rename(f"{self._paths.writers}/{name}", f"{self._paths.retired}/{name}")
+                os.rename(f"{self.paths.writers}/{name}", f"{self.paths.retired}/{name}")
 
     def _has_leftovers(self, cursor: WriterCursor) -> bool:
         """Return whether files are there whose removal the cursor ends with."""
         removing = cursor.removing
         return bool(removing) and any(
             name.id in removing
-            for name in bundles_among(
-                list_directory(self._paths.bundles(cursor.namespace), asks_server=self._asks_server)
-            )
+            for name in bundles_among(self.paths.list_names(self.paths.bundles(cursor.namespace)))
         )
 
     def close(self) -> None:
@@ -527,7 +516,7 @@ class ChangeFeed:
         return value
 
     def _list(self, value: Attributes | None) -> FeedSnapshot:
-        names = list_directory(self._paths.writers, asks_server=self._asks_server) if value else []
+        names = self.paths.list_names(self.paths.writers) if value else []
         parsed = self._parsed
         self._parsed = {
             name: parsed[name] if name in parsed else parse_cursor(name) for name in names
@@ -553,10 +542,10 @@ class ChangeFeed:
         return FeedSnapshot(last.generation + 1, last.epoch + (not same), cursors)
 
     def _move(self, before: WriterCursor | None, after: WriterCursor) -> None:
-        path = f"{self._paths.writers}/{after}"
+        path = f"{self.paths.writers}/{after}"
         if before is not None:
             try:
-                os.rename(f"{self._paths.writers}/{before}", path)
+                os.rename(f"{self.paths.writers}/{before}", path)
             except FileNotFoundError:
                 pass  # Retired as idle, or the store was deleted; a new one holds the same events.
             else:
@@ -565,6 +554,6 @@ class ChangeFeed:
         try:
             descriptor = os.open(path, flags, 0o666)
         except FileNotFoundError:
-            self._paths.create()
+            self.paths.create()
             descriptor = os.open(path, flags, 0o666)
         os.close(descriptor)

@@ -14,7 +14,7 @@ from hicache_backends.file.rewriter import DamageInspection
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import FULL
-from hicache_storage.objects import ObjectStorage
+from hicache_storage.objects import ObjectRead, ObjectStorage
 from hicache_storage.spec import (
     Capabilities,
     Durability,
@@ -25,7 +25,7 @@ from hicache_storage.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from hicache_backends.file.config import FileConfig
     from hicache_backends.file.page_index import Extent, Location, PageIndex
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         Call,
         LookupBatch,
         Namespace,
-        ObjectRead,
         ObjectWrite,
         ReadBatch,
         WriteBatch,
@@ -43,10 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 12
-"""Limit on looking up a bundle again that is rewritten while a call uses it.
+MAX_ATTEMPTS = 13
+"""Limit on reading pages whose bundles are rewritten while a call uses them.
 
-Every other process may rewrite it once.
+Every other process may rewrite one once.
 """
 
 MAX_CLEAR_ATTEMPTS = 64
@@ -156,48 +155,35 @@ class FileStorage(ObjectStorage):
         page_indexes = store.cached_page_indexes([batch.namespace for batch in batches])
         if page_indexes is None:
             return None
-        if store.capacity is not None:
-            for page_index, batch in zip(page_indexes, batches, strict=True):
-                page_index.touch([*call.prefix_keys, *batch.keys])
+        self._touch(page_indexes, (batch.keys for batch in batches), call)
         return _contained(page_indexes, batches)
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         store = self.store
         page_indexes = store.page_indexes([batch.namespace for batch in batches], call.expired)
-        if store.capacity is not None:
-            for page_index, batch in zip(page_indexes, batches, strict=True):
-                page_index.touch([*call.prefix_keys, *batch.keys])
+        self._touch(page_indexes, (batch.keys for batch in batches), call)
         store.after_call()
         return _contained(page_indexes, batches)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        store = self.store
+        store, loaded, faults = self.store, set[ObjectRead](), list[OSError]()
         namespaces = [batch.namespace for batch in batches]
         page_indexes = store.page_indexes(namespaces, call.expired)
-        if store.capacity is not None:
-            for page_index, batch in zip(page_indexes, batches, strict=True):
-                page_index.touch([*call.prefix_keys, *[read.key for read in batch.reads]])
-        outcome = store.reader.read(
-            _extents(page_indexes, [batch.reads for batch in batches]), call
-        )
-        loaded, faults = set(outcome.loaded), outcome.faults
+        self._touch(page_indexes, ([read.key for read in batch.reads] for batch in batches), call)
+        reads: Sequence[Sequence[ObjectRead]] = [batch.reads for batch in batches]
         for _ in range(MAX_ATTEMPTS):
+            outcome = store.reader.read(_extents(page_indexes, reads), call)
+            loaded.update(outcome.loaded)
+            faults += outcome.faults
             if not outcome.gone:
                 break
             # Rewritten or evicted by another process; a listing finds them if they still exist.
-            store.invalidate([run.bundle for run in outcome.gone])
+            for namespace in {extent.bundle.namespace for extent in outcome.gone}:
+                store.bundle_sets.get(namespace).invalidate()
+            again = {read for extent in outcome.gone for read in extent.reads}
+            reads = [[read for read in some if read in again] for some in reads]
             page_indexes = store.page_indexes(namespaces, call.expired)
-            again = {read for run in outcome.gone for read in run.reads}
-            outcome = store.reader.read(
-                _extents(
-                    page_indexes,
-                    [[read for read in batch.reads if read in again] for batch in batches],
-                ),
-                call,
-            )
-            loaded.update(outcome.loaded)
-            faults += outcome.faults
-        if outcome.gone:
+        else:
             faults.append(OSError(errno.ESTALE, "bundles are rewritten faster than they are read"))
         if loaded:
             for page_index in page_indexes:
@@ -212,14 +198,15 @@ class FileStorage(ObjectStorage):
         if page_indexes is None:
             return False
         extents = _extents(page_indexes, [batch.reads for batch in batches])
-        if sum([len(run.reads) for run in extents]) < sum([len(batch.reads) for batch in batches]):
+        if sum([len(extent.reads) for extent in extents]) < sum(
+            [len(batch.reads) for batch in batches]
+        ):
             return False
         if not store.reader.read_cached(extents, call):
             return False
-        for page_index, batch in zip(page_indexes, batches, strict=True):
+        for page_index in page_indexes:
             page_index.note_success()
-            if store.capacity is not None:
-                page_index.touch([*call.prefix_keys, *[read.key for read in batch.reads]])
+        self._touch(page_indexes, ([read.key for read in batch.reads] for batch in batches), call)
         store.after_call(may_wait=False)
         return True
 
@@ -283,13 +270,7 @@ class FileStorage(ObjectStorage):
             strict=True,
         ):
             conclusive &= page_index.complete
-            inspection = DamageInspection(
-                page_index,
-                store.reader,
-                store.descriptors,
-                call,
-                verifies=self._config.verify_checksums,
-            )
+            inspection = DamageInspection(page_index, store.reader, call)
             store.rewriter.drop_all(
                 page_index,
                 partial(inspection.damaged, dict.fromkeys(read.key for read in batch.reads)),
@@ -298,6 +279,14 @@ class FileStorage(ObjectStorage):
         # Where some copy may still be damaged, the SDK hides the page until the next set has
         # written it anew.
         return conclusive
+
+    def _touch(
+        self, page_indexes: Sequence[PageIndex], keys: Iterable[Sequence[str]], call: Call
+    ) -> None:
+        """With a capacity, record a use of pages and of the prefix of a call."""
+        if self.store.capacity is not None:
+            for page_index, some in zip(page_indexes, keys, strict=True):
+                page_index.touch([*call.prefix_keys, *some])
 
     def _clear_listed(self, page_indexes: Sequence[PageIndex], call: Call) -> bool:
         """Remove all bundles that are known.
@@ -430,9 +419,9 @@ def _extents(
     page_indexes: Sequence[PageIndex], reads: Sequence[Sequence[ObjectRead]]
 ) -> list[Extent]:
     return [
-        run
+        extent
         for page_index, some in zip(page_indexes, reads, strict=True)
-        for run in page_index.locate(some)
+        for extent in page_index.locate(some)
     ]
 
 

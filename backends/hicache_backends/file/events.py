@@ -8,7 +8,8 @@ any of these files may be deleted at any time.
 ```
 <namespace>/events/<writer>-<segment>.events     SEGMENT_EVENTS consecutive events of one writer
 
-block   a header of 32 bytes, and a body in MessagePack: one entry for each event
+block   a header of 32 bytes, and a body in MessagePack: for each event its text, as in a cursor's
+        name; the keys, separated by NUL, and the envelopes of its bundle, if there are few
   0   4   magic "HCEV"
   4   4   length of the body, little endian like all numbers here
   8   8   number of the first event
@@ -17,8 +18,8 @@ block   a header of 32 bytes, and a body in MessagePack: one entry for each even
   24  8   xxh3_64 of the header up to here and of the body
 ```
 
-An entry has the index of its bundle, if that is short. So storages learn of many small bundles,
-also when they open the store, by reading a few logs instead of opening each bundle.
+With the indexes storages learn of many small bundles, also when they open the store, by reading a
+few logs instead of opening each bundle.
 """
 
 from __future__ import annotations
@@ -28,24 +29,17 @@ import os
 import re
 import struct
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
 from hicache_backends.file.bundle import BundleId, BundleIndex, BundleName, is_plausible
-from hicache_backends.file.paths import (
-    HEX,
-    MAX_CREATED_US,
-    MAX_FILE_BYTES,
-    NAMESPACE_PATTERN,
-    WRITER_PATTERN,
-)
+from hicache_backends.file.paths import HEX, NAMESPACE_PATTERN, WRITER_PATTERN
 from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from hicache_backends.file.paths import StorePaths
 
@@ -80,7 +74,7 @@ class Added(msgspec.Struct, frozen=True, gc=False):
     """For the event log; a cursor's name has no room for it."""
 
     def __str__(self) -> str:
-        return f"a{self.bundle.size:x}-{self.bundle.created_us:x}-{self.bundle.checksum:x}"
+        return f"a{self.bundle.numbers}"
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
@@ -89,7 +83,7 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
     bundle: BundleId
 
     def __str__(self) -> str:
-        return f"r{self.bundle.writer}-{self.bundle.sequence:x}"
+        return f"r{self.bundle}"
 
 
 class Found(msgspec.Struct, frozen=True, gc=False):
@@ -101,10 +95,7 @@ class Found(msgspec.Struct, frozen=True, gc=False):
     bundle: BundleName
 
     def __str__(self) -> str:
-        name = self.bundle
-        return (
-            f"f{name.writer}-{name.sequence:x}-{name.size:x}-{name.created_us:x}-{name.checksum:x}"
-        )
+        return f"f{self.bundle.id}-{self.bundle.numbers}"
 
 
 class Unlisted(msgspec.Struct, frozen=True, gc=False):
@@ -116,9 +107,24 @@ class Unlisted(msgspec.Struct, frozen=True, gc=False):
 
 Event = Added | Removed | Found | Unlisted
 
-_ADDED_TEXT = re.compile(f"a({HEX})-({HEX})-({HEX})")
-_REMOVED_TEXT = re.compile(f"r({WRITER_PATTERN})-({HEX})")
-_FOUND_TEXT = re.compile(f"f({WRITER_PATTERN})-({HEX})-({HEX})-({HEX})-({HEX})")
+_ID, _NUMBERS = f"({WRITER_PATTERN})-({HEX})", f"({HEX})-({HEX})-({HEX})"
+_ADDED = re.compile(f"a{_NUMBERS}")
+_REMOVED = re.compile(f"r{_ID}")
+_FOUND = re.compile(f"f{_ID}-{_NUMBERS}")
+
+
+def parse_event(text: str, writer: str, number: int, index: BundleIndex | None = None) -> Event:
+    """Parse an event of a writer; one that makes no sense stands for unknown changes."""
+    if match := _ADDED.fullmatch(text):
+        name = BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16))
+        return Added(name, index) if is_plausible(name) else Unlisted()
+    if match := _REMOVED.fullmatch(text):
+        return Removed(BundleId(match[1], int(match[2], 16)))
+    if match := _FOUND.fullmatch(text):
+        size, created_us, checksum = int(match[3], 16), int(match[4], 16), int(match[5], 16)
+        name = BundleName(match[1], int(match[2], 16), size, created_us, checksum)
+        return Found(name) if is_plausible(name) else Unlisted()
+    return Unlisted()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +170,23 @@ class WriterCursor:
     @property
     def removing(self) -> set[BundleId]:
         """The bundles whose removal the cursor ends with: their files may still be there."""
-        matches = map(_REMOVED_TEXT.fullmatch, reversed(self.events))
-        return {
-            BundleId(match[1], int(match[2], 16)) for match in takewhile(bool, matches) if match
-        }
+        bundles = set[BundleId]()
+        for text in reversed(self.events):
+            event = parse_event(text, self.writer, 0)
+            if not isinstance(event, Removed):
+                break
+            bundles.add(event.bundle)
+        return bundles
 
     def since(self, sequence: int) -> list[Event] | None:
         """The events after the one numbered `sequence`; None if the name has dropped some."""
-        missed = self.sequence - sequence
-        if missed > len(self.events):
+        first = self.sequence - len(self.events) + 1
+        if sequence + 1 < first:
             return None
-        first, events = self.sequence - len(self.events) + 1, list[Event]()
-        for number in range(sequence + 1, self.sequence + 1):
-            event = _parse_event(self.events[number - first], self.writer, number)
-            if event is None:
-                return None
-            events.append(event)
-        return events
+        return [
+            parse_event(self.events[number - first], self.writer, number)
+            for number in range(sequence + 1, self.sequence + 1)
+        ]
 
 
 _CURSOR = re.compile(
@@ -203,42 +209,25 @@ def parse_cursor(text: str) -> WriterCursor | None:
     )
 
 
-def _parse_event(text: str, writer: str, number: int) -> Event | None:
-    if match := _ADDED_TEXT.fullmatch(text):
-        name = BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16))
-        return Added(name) if is_plausible(name) else None
-    if match := _REMOVED_TEXT.fullmatch(text):
-        return Removed(BundleId(match[1], int(match[2], 16)))
-    if match := _FOUND_TEXT.fullmatch(text):
-        name = BundleName(
-            match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16)
-        )
-        return Found(name) if is_plausible(name) else None
-    return None
-
-
-_ADDED, _REMOVED, _FOUND, _UNLISTED = range(4)
-
-
-_Number = Annotated[int, msgspec.Meta(ge=0)]
-
-
 class _Entry(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """One event. Its number follows from its place, and so does the writer of an added bundle."""
+    """One event. Its number follows from its place."""
 
-    kind: int
-    writer: str = ""
-    sequence: _Number = 0
-    size: _Number = 0
-    created_us: _Number = 0
-    checksum: _Number = 0
+    text: str
     keys: str = ""
     envelopes: bytes = b""
+
+    @property
+    def index(self) -> BundleIndex | None:
+        """The index; None if there is none, or an inconsistent one."""
+        if not self.keys:
+            return None
+        keys = tuple(self.keys.split("\0"))
+        whole = len(self.envelopes) == len(keys) * ENVELOPE_BYTES
+        return BundleIndex(keys, self.envelopes) if whole else None
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[_Entry]).decode
-_WRITER = re.compile(WRITER_PATTERN)
 _SEGMENT = re.compile(f"({WRITER_PATTERN})-(0|[1-9a-f][0-9a-f]*)\\.events")
 
 
@@ -256,14 +245,17 @@ class EventLogs:
         """By namespace and writer: a segment, where the last block begins that was read of it, and
         that one's first event."""
 
-    def append(self, namespace: str, writer: str, first: int, events: Sequence[Event]) -> bool:
-        """Append a writer's events, numbered from `first`; return `False` if that failed."""
-        try:
-            for segment, number, some in _by_segment(first, events):
-                self._append(namespace, writer, segment, _block(number, some))
-        except OSError:
-            return False
-        return True
+    def append(self, namespace: str, writer: str, first: int, events: Sequence[Event]) -> None:
+        """Append a writer's events, numbered from `first`.
+
+        Raises:
+            OSError: some are missing; a reader that finds the gap lists the bundles instead.
+        """
+        while events:
+            segment = _segment_of(first)
+            some = events[: (segment + 1) * SEGMENT_EVENTS + 1 - first]
+            self._append(namespace, writer, segment, _block(first, some))
+            first, events = first + len(some), events[len(some) :]
 
     def since(self, namespace: str, writer: str, seen: int, last: int) -> list[Event] | None:
         """The events numbered `seen + 1` to `last`; None if the log has a gap."""
@@ -277,7 +269,7 @@ class EventLogs:
                 if first > seen + 1:
                     return None
                 events += [
-                    _event(writer, first + n, entries[n])
+                    parse_event(entries[n].text, writer, first + n, entries[n].index)
                     for n in range(seen + 1 - first, len(entries))
                 ]
                 seen, position = first + len(entries) - 1, (segment, start + at, first)
@@ -289,15 +281,16 @@ class EventLogs:
         return events[: len(events) - (seen - last)]
 
     def indexes(
-        self, namespace: str, wanted: Container[BundleName], segment: tuple[str, int]
+        self, namespace: str, wanted: Iterable[BundleName], segment: tuple[str, int]
     ) -> dict[BundleName, BundleIndex]:
         """The indexes of bundles in one segment."""
-        writer, found = segment[0], dict[BundleName, BundleIndex]()
+        names, found = {name.sequence: name for name in wanted}, dict[BundleName, BundleIndex]()
         for _, first, entries in _blocks(self._read(namespace, *segment), 0):
             for number, entry in enumerate(entries, start=first):
-                if entry.kind == _ADDED and entry.keys:
-                    name = BundleName(writer, number, entry.size, entry.created_us, entry.checksum)
-                    if name in wanted and (index := _index(entry)) is not None:
+                name = names.get(number)
+                if name is not None and entry.text == f"a{name.numbers}":
+                    index = entry.index
+                    if index is not None:
                         found[name] = index
         return found
 
@@ -327,10 +320,8 @@ class EventLogs:
                 os.unlink(self._path(namespace, *segment))
 
     def _append(self, namespace: str, writer: str, segment: int, block: bytes) -> None:
-        path, flags = (
-            self._path(namespace, writer, segment),
-            os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
-        )
+        path = self._path(namespace, writer, segment)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             descriptor = os.open(path, flags, 0o666)
         except FileNotFoundError:
@@ -377,20 +368,6 @@ def _segment_of(number: int) -> int:
     return (number - 1) // SEGMENT_EVENTS
 
 
-def _by_segment(first: int, events: Sequence[Event]) -> Iterator[tuple[int, int, Sequence[Event]]]:
-    """Divide consecutive events at the ends of segments.
-
-    Yields:
-        Segment, number of the first event, events.
-    """
-    at = 0
-    while at < len(events):
-        segment = _segment_of(first + at)
-        end = min(len(events), (segment + 1) * SEGMENT_EVENTS + 1 - first)
-        yield segment, first + at, events[at:end]
-        at = end
-
-
 def _block(first: int, events: Sequence[Event]) -> bytes:
     body = _encode([_entry(event) for event in events])
     header = _HEADER.pack(_MAGIC, len(body), first, len(events), 0)
@@ -425,52 +402,7 @@ def _blocks(content: bytes, seen: int) -> Iterator[tuple[int, int, list[_Entry]]
 
 
 def _entry(event: Event) -> _Entry:
-    match event:
-        case Added(name, index):
-            if index is None or len(index.keys) > MAX_LOGGED_PAGES:
-                return _Entry(_ADDED, "", 0, name.size, name.created_us, name.checksum)
-            return _Entry(
-                _ADDED,
-                "",
-                0,
-                name.size,
-                name.created_us,
-                name.checksum,
-                "\0".join(index.keys),
-                index.envelopes,
-            )
-        case Found(name):
-            return _Entry(
-                _FOUND, name.writer, name.sequence, name.size, name.created_us, name.checksum
-            )
-        case Removed(bundle):
-            return _Entry(_REMOVED, bundle.writer, bundle.sequence)
-        case Unlisted():
-            return _Entry(_UNLISTED)
-
-
-def _event(writer: str, number: int, entry: _Entry) -> Event:
-    kind = entry.kind
-    if kind == _REMOVED:
-        return Removed(BundleId(entry.writer, entry.sequence))
-    if entry.size > MAX_FILE_BYTES or entry.created_us > MAX_CREATED_US:
-        return Unlisted()
-    if kind == _ADDED:
-        name = BundleName(writer, number, entry.size, entry.created_us, entry.checksum)
-        return Added(name, _index(entry) if entry.keys else None)
-    # Checked, since the writer becomes part of a path.
-    if kind == _FOUND and _WRITER.fullmatch(entry.writer):
-        return Found(
-            BundleName(entry.writer, entry.sequence, entry.size, entry.created_us, entry.checksum)
-        )
-    return Unlisted()
-
-
-def _index(entry: _Entry) -> BundleIndex | None:
-    """The index in an entry; None if it is inconsistent."""
-    keys = tuple(entry.keys.split("\0"))
-    return (
-        BundleIndex(keys, entry.envelopes)
-        if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES
-        else None
-    )
+    index = event.index if isinstance(event, Added) else None
+    if index is None or len(index.keys) > MAX_LOGGED_PAGES:
+        return _Entry(str(event))
+    return _Entry(str(event), "\0".join(index.keys), index.envelopes)

@@ -107,7 +107,7 @@ class PageIndex:
         """Bundles whose index is still to be read; until then their pages are misses."""
         self._reading = set[Bundle]()
         """Unread bundles that some thread is reading."""
-        self._reading_changed = threading.Condition()
+        self.reading_changed = threading.Condition()
         self._search_logs = False
         """Many are unread, and perhaps in the event logs."""
         self._logged: dict[tuple[str, int], dict[BundleName, Bundle]] = {}
@@ -257,15 +257,15 @@ class PageIndex:
             if not bundles:
                 # Other threads read the rest. Polling, so that a thread that hangs in the file
                 # system holds no call past its deadline.
-                with self._reading_changed:
-                    self._reading_changed.wait(WAIT_SECONDS)
+                with self.reading_changed:
+                    self.reading_changed.wait(WAIT_SECONDS)
                 continue
             try:
                 self._read_batch(bundles)
             finally:
-                with self._reading_changed:
+                with self.reading_changed:
                     self._reading.difference_update(bundles)
-                    self._reading_changed.notify_all()
+                    self.reading_changed.notify_all()
 
     def _read_logged(self) -> bool:
         """Read one segment of an event log for unread bundles; `False` if there is none left."""
@@ -302,7 +302,7 @@ class PageIndex:
         """
         with self.bundle_set.lock:
             unread = list(islice(self._unread, len(self._reading) + BUNDLES_PER_STEP))
-        with self._reading_changed:
+        with self.reading_changed:
             bundles = [bundle for bundle in unread if bundle not in self._reading]
             self._reading.update(bundles)
             return bundles

@@ -27,7 +27,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from hicache_backends.posix.directories import make_last
+from hicache_backends.posix.directories import list_directory, make_last
 
 FORMAT = "hicache-file-1"
 """The layout's version is a directory, so that two versions can share a path without seeing each
@@ -92,6 +92,14 @@ class StorePaths:
         path = f"{self.writers}/{random_writer()}.birth"
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
+    def list_names(self, path: str) -> list[str]:
+        """Names of the files in a directory of the store; empty if it is missing.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+        return list_directory(path, asks_server=self.asks_server)
+
     def bundles(self, namespace: str) -> str:
         return f"{self.root}/{namespace}/bundles"
 
@@ -114,6 +122,9 @@ class ProcessId(NamedTuple):
     started: int
     """Clock ticks from boot to the start of the process: a PID is used again, the two together are
     not."""
+
+    def __str__(self) -> str:
+        return f"{self.pid_scope}-{self.pid:x}-{self.started:x}"
 
 
 def current_process() -> ProcessId:

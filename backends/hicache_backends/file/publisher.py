@@ -15,7 +15,7 @@ from hicache_backends.file.bundle import BundleName, Claim, bundles_among
 from hicache_backends.file.bundle_set import no_deadline
 from hicache_backends.file.events import Added, Removed
 from hicache_backends.file.paths import has_exited
-from hicache_backends.posix.directories import list_directory, sync_directory
+from hicache_backends.posix.directories import sync_directory
 from hicache_backends.posix.faults import detached
 from hicache_storage.spec import StorageRefusedError
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.bundle_set import BundleSet
     from hicache_backends.file.change_feed import ChangeFeed
     from hicache_backends.file.page_index import PageIndex
-    from hicache_backends.file.paths import StorePaths
-    from hicache_backends.file.temp_files import ServerClock, TempFiles, TemporaryName
+    from hicache_backends.file.temp_files import TempFiles, TemporaryName
     from hicache_backends.file.writer import PendingBundle
     from hicache_storage.objects import Call
 
@@ -46,28 +45,14 @@ class Publisher:
     pages; from then on it is void. So the work of a loser is never visible, and a process that is
     killed at any step loses no page.
 
-    Args:
-        abandoned_seconds: a claim of a process on another machine is ignored after so long. Until
-            then the bundle is read as before, and neither removed nor evicted; others are evicted
-            instead.
+    A claim of a process on another machine is ignored after `abandoned_seconds`. Until then the
+    bundle is read as before, and neither removed nor evicted; others are evicted instead.
     """
 
-    def __init__(
-        self,
-        paths: StorePaths,
-        feed: ChangeFeed,
-        temp_files: TempFiles,
-        clock: ServerClock,
-        *,
-        syncs: bool,
-        abandoned_seconds: float,
-    ) -> None:
-        self._clock = clock
-        self._paths = paths
-        self._feed = feed
-        self._temp_files = temp_files
-        self._syncs = syncs
-        self._abandoned_seconds = abandoned_seconds
+    def __init__(self, feed: ChangeFeed, temp_files: TempFiles) -> None:
+        self.feed = feed
+        self.temp_files = temp_files
+        self._paths = feed.paths
         self._described: set[str] = set()
         self._void: dict[BundleId, Bundle] = {}
         """Claimed bundles of this storage that are still to be unlinked, by their replacements."""
@@ -114,10 +99,10 @@ class Publisher:
             for pending in pending_bundles
             if (bundle := self._publish(pending, call)) is not None
         ]
-        if self._syncs:
+        if self.feed.syncs:
             for directory in {bundle.directory for _, bundle in published}:
                 sync_directory(directory)
-        self._feed.announce()
+        self.feed.announce()
         return published
 
     def remove(
@@ -176,22 +161,22 @@ class Publisher:
             OSError: the replacement failed, and all pages are where they were; or it is done, and
                 may not survive a loss of power.
         """
-        bundle_set, temporary = page_index.bundle_set, self._temp_files.path(name)
+        bundle_set, temporary = page_index.bundle_set, self.temp_files.path(name)
         fault: OSError | None = None
         with bundle_set.removing:
             self._remove_void(bundle_set, old.id)
-            with bundle_set.lock, self._feed.lock:
+            with bundle_set.lock, self.feed.lock:
                 try:
                     self._check_unclaimed(old)
                 except FileNotFoundError:
                     bundle_set.invalidate()
                     raise
-                sequence = self._feed.take_sequence(old.namespace, bundle_set.invalidate)
+                sequence = self.feed.take_sequence(old.namespace, bundle_set.invalidate)
                 new = bundle_set.bundle(
-                    BundleName(self._feed.writer, sequence, size, old.name.created_us, checksum),
+                    BundleName(self.feed.writer, sequence, size, old.name.created_us, checksum),
                     index,
                 )
-                claim = Claim(self._temp_files.process, new.id)
+                claim = Claim(self.temp_files.process, new.id)
                 claimed = msgspec.structs.replace(old.name, claim=claim)
                 path = f"{old.directory}/{claimed}"
                 # Claim, replace, announce, unlink. A process killed after the claim leaves the old
@@ -216,13 +201,13 @@ class Publisher:
                 new.touched = old.touched
                 new.modified = old.modified
                 bundle_set.add([new])
-                self._feed.describe(old.namespace, Added(new.name, index))
+                self.feed.describe(old.namespace, Added(new.name, index))
                 # In one announcement, and in every further one until the claimed file is gone:
                 # without its replacement, which another process may remove, it would hold its pages
                 # again.
-                self._feed.removing[old.namespace] = [old.id]
+                self.feed.removing[old.namespace] = [old.id]
             try:
-                if self._syncs:
+                if self.feed.syncs:
                     sync_directory(new.directory)
             except OSError as error:
                 fault = detached(error)
@@ -262,33 +247,36 @@ class Publisher:
         if self._is_abandoned(bundle, claim):
             # The claimant is gone, so its state is final: it either put the replacement in place or
             # not.
-            names = list_directory(bundle.directory, asks_server=self._paths.asks_server)
-            if all(name.id != claim.replacement for name in bundles_among(names)):
+            names = bundles_among(self._paths.list_names(bundle.directory))
+            if all(name.id != claim.replacement for name in names):
                 return
         raise FileNotFoundError(f"{bundle.path} is being replaced")
 
     def _is_abandoned(self, bundle: Bundle, claim: Claim) -> bool:
-        if claim.replacement.writer == self._feed.writer:
+        if claim.replacement.writer == self.feed.writer:
             # This storage's own claim, whose replacement failed: it claims and replaces under a
             # lock that is held now.
             return True
         dead = has_exited(claim.process)
         if dead is not None:
             return dead
-        return self._clock.age_seconds(os.stat(bundle.path).st_ctime_ns) > self._abandoned_seconds
+        return (
+            self.temp_files.clock.age_seconds(os.stat(bundle.path).st_ctime_ns)
+            > self.temp_files.abandoned_seconds
+        )
 
     def _publish(self, pending: PendingBundle, call: Call) -> Bundle | None:
         bundle_set, index = pending.page_index.bundle_set, pending.index
         if index is None:
             return None
-        with bundle_set.lock, self._feed.lock:
+        with bundle_set.lock, self.feed.lock:
             if call.expired():
-                self._temp_files.discard(pending.name)
+                self.temp_files.discard(pending.name)
                 return None
-            namespace, temporary = bundle_set.namespace, self._temp_files.path(pending.name)
-            sequence = self._feed.take_sequence(namespace, bundle_set.invalidate)
+            namespace, temporary = bundle_set.namespace, self.temp_files.path(pending.name)
+            sequence = self.feed.take_sequence(namespace, bundle_set.invalidate)
             name = BundleName(
-                self._feed.writer, sequence, pending.size, pending.created_us, pending.checksum
+                self.feed.writer, sequence, pending.size, pending.created_us, pending.checksum
             )
             bundle = bundle_set.bundle(name, index)
             try:
@@ -306,24 +294,24 @@ class Publisher:
                 except OSError:
                     bundle_set.invalidate()
                 else:
-                    self._feed.describe(namespace, Removed(name.id))
+                    self.feed.describe(namespace, Removed(name.id))
                 return None
             # Not visible in this process yet: other storages do not look for it before the
             # announcement, and would deny a page that this one has reported.
             bundle_set.prepare_add(bundle)
-            self._feed.describe(
+            self.feed.describe(
                 namespace, Added(name, index), partial(bundle_set.commit_add, bundle)
             )
         return bundle
 
     def _move(self, pending: PendingBundle, path: str) -> None:
         try:
-            os.rename(self._temp_files.path(pending.name), path)
+            os.rename(self.temp_files.path(pending.name), path)
         except FileNotFoundError:
             # Either the store was deleted, or the temporary file was collected as abandoned; the
             # second rename fails only in the latter case.
             self._create(pending.page_index)
-            os.rename(self._temp_files.path(pending.name), path)
+            os.rename(self.temp_files.path(pending.name), path)
 
     def _create(self, page_index: PageIndex) -> None:
         """Make a namespace's directories, and a description for people; all write the same."""
@@ -333,11 +321,11 @@ class Publisher:
         self._paths.create()
         os.makedirs(directory, exist_ok=True)
         # Directories of one mount may refuse renames between them.
-        trial = f"{directory}/{self._temp_files.name(0)}"
-        self._temp_files.write(trial, b"")
+        trial = f"{directory}/{self.temp_files.name(0)}"
+        self.temp_files.write(trial, b"")
         os.unlink(trial)
         self._described.add(namespace.name)
-        if self._syncs:
+        if self.feed.syncs:
             sync_directory(self._paths.root)
             sync_directory(above)
         description = f"{above}/namespace.json"
@@ -345,6 +333,6 @@ class Publisher:
             return
         text = msgspec.json.format(msgspec.json.encode(namespace.describe()), indent=2)
         try:
-            self._temp_files.write(description, text + b"\n")
+            self.temp_files.write(description, text + b"\n")
         except OSError as error:
             logger.debug("cannot describe namespace %s: %s", namespace.name, error)

@@ -49,14 +49,10 @@ MAX_OPEN_EXTENTS = 64
 
 
 @dataclass(slots=True, eq=False)
-class ReadChunk:
-    """Consecutive pages of one bundle, read at a time."""
+class ReadChunk(Extent):
+    """Pages that are read at a time."""
 
     handle: Handle
-    bundle: Bundle
-    page: int
-    """Number of the first one."""
-    reads: list[ObjectRead]
     cached: bool
     """All of it is in the page cache, and can be read without waiting."""
     may_wait: bool = True
@@ -82,44 +78,32 @@ class ReadOutcome:
     """Errors that kept other pages from being read."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Reader:
     """Reads batches of pages. Safe for many threads.
 
-    Args:
+    Attributes:
         buffers: where reads go first; None to read straight into the host pool, which holds the
             caller until that is done.
-        trusts_cache: pages in the page cache of a local file system are read straight into the host
-            pool all the same.
         threads: limit on threads for one call.
         bytes_per_thread: a thread is used for at least so many bytes.
         direct: read past the page cache where the file system and the buffers allow it.
+        trusts_cache: pages in the page cache of a local file system are read straight into the host
+            pool all the same.
         verifies: whether checksums are verified.
         retires_bad_sectors: an I/O error that stays with one page, while others of its bundle can
             be read, is damage.
     """
 
-    def __init__(
-        self,
-        descriptors: Descriptors,
-        thread_pool: ThreadPool,
-        buffers: Buffers | None,
-        *,
-        threads: int,
-        bytes_per_thread: int,
-        direct: bool,
-        trusts_cache: bool,
-        verifies: bool,
-        retires_bad_sectors: bool,
-    ) -> None:
-        self._descriptors = descriptors
-        self._thread_pool = thread_pool
-        self._buffers = buffers
-        self._threads = threads
-        self._bytes_per_thread = bytes_per_thread
-        self._direct = direct
-        self._verifies = verifies
-        self.trusts_cache = trusts_cache and buffers is not None
-        self._retires_bad_sectors = retires_bad_sectors
+    descriptors: Descriptors
+    thread_pool: ThreadPool
+    buffers: Buffers | None
+    threads: int
+    bytes_per_thread: int
+    direct: bool
+    trusts_cache: bool
+    verifies: bool
+    retires_bad_sectors: bool
 
     def read(self, extents: Sequence[Extent], call: Call) -> ReadOutcome:
         """Read pages into their buffers, and verify them."""
@@ -141,14 +125,14 @@ class Reader:
             return False
         chunks = list[ReadChunk]()
         for extent in extents:
-            handle = self._descriptors.borrow_cached(extent.bundle.path, os.O_NOATIME)
+            handle = self.descriptors.borrow_cached(extent.bundle.path, os.O_NOATIME)
             if handle is None or not self._is_cached(extent, handle):
                 return False
             chunks += self._split(extent, handle, cached=True, may_wait=False)
         outcome = ReadOutcome()
         # A worker that hangs in another call takes no part of this one: the caller reads what no
         # worker has begun.
-        self._thread_pool.run(
+        self.thread_pool.run(
             [
                 partial(self._read_cached_chunks, chunks, call, outcome)
                 for chunks in self._split_among_threads(chunks)
@@ -175,7 +159,7 @@ class Reader:
         Their bundles are closed, or left to the cache of descriptors, on return.
         """
         tasks = self._split_among_threads(self._open_extents(left, outcome))
-        self._thread_pool.run(
+        self.thread_pool.run(
             [partial(self._read_chunks, chunks, call, outcome) for chunks in tasks]
         )
 
@@ -201,7 +185,7 @@ class Reader:
         """Open an extent's bundle, begin to read ahead, and divide the extent into chunks."""
         handle = self._handle(extent.bundle)
         cached = self._is_cached(extent, handle)
-        if not cached and not self._direct:
+        if not cached and not self.direct:
             # Costs nothing where the pages are cached, and doubles the speed where they are not.
             os.posix_fadvise(handle.descriptor, *_byte_range(extent), os.POSIX_FADV_WILLNEED)
         return self._split(extent, handle, cached=cached, may_wait=True)
@@ -217,10 +201,10 @@ class Reader:
         step = max(1, CHUNK_BYTES // extent.reads[0].namespace.page_bytes)
         return [
             ReadChunk(
-                handle,
                 extent.bundle,
                 extent.page + at,
                 extent.reads[at : at + step],
+                handle,
                 cached,
                 may_wait,
             )
@@ -228,21 +212,21 @@ class Reader:
         ]
 
     def _handle(self, bundle: Bundle) -> Handle:
-        wanted = os.O_DIRECT if self._direct else os.O_NOATIME if self.trusts_cache else 0
+        wanted = os.O_DIRECT if self.direct else os.O_NOATIME if self.trusts_cache else 0
         try:
-            return self._descriptors.borrow(bundle.path, wanted)
+            return self.descriptors.borrow(bundle.path, wanted)
         except OSError as error:
             if wanted == os.O_DIRECT and error.errno == errno.EINVAL:
                 self._disable_direct(bundle)
             elif wanted != os.O_NOATIME or error.errno != errno.EPERM:
                 raise
             # EPERM: O_NOATIME is only for the owner of the file.
-            return self._descriptors.borrow(bundle.path)
+            return self.descriptors.borrow(bundle.path)
 
     def _split_among_threads(self, chunks: list[ReadChunk]) -> list[list[ReadChunk]]:
         """Divide chunks into tasks of about equal length, one for each thread."""
         total = sum([chunk.size for chunk in chunks])
-        count = min(self._threads, total // self._bytes_per_thread)
+        count = min(self.threads, total // self.bytes_per_thread)
         if count < 2:
             return [chunks] if chunks else []
         tasks, done = [list[ReadChunk]() for _ in range(count)], 0
@@ -264,19 +248,19 @@ class Reader:
         try:
             whole = self._read_pages(chunk, call)
         except OSError as error:
-            # By the handle, not by `self._direct`: another piece of this call may have turned that
+            # By the handle, not by `self.direct`: another piece of this call may have turned that
             # off already.
             if error.errno == errno.EINVAL and chunk.handle.flags & os.O_DIRECT:
                 self._disable_direct(chunk.bundle)
-                chunk.handle = self._descriptors.borrow(chunk.bundle.path)
+                chunk.handle = self.descriptors.borrow(chunk.bundle.path)
                 self._read_chunk(chunk, call, outcome)
                 return
             # The open file may belong to a mount that has died, and be in order when it is opened
             # again.
-            self._descriptors.forget(chunk.bundle.path)
+            self.descriptors.forget(chunk.bundle.path)
             if error.errno == errno.ESTALE:
                 # What NFS says of an open file that another node has removed.
-                outcome.gone.append(Extent(chunk.bundle, chunk.page, chunk.reads))
+                outcome.gone.append(chunk)
                 return
             if len(chunk.reads) == 1:
                 chunk.reads[0].damaged = self._is_bad_sector(chunk, error)
@@ -303,15 +287,15 @@ class Reader:
 
         The pages are in the cache of its core then.
         """
-        if chunk.page_bytes > CHUNK_BYTES and (self._verifies or self._buffers is not None):
+        if chunk.page_bytes > CHUNK_BYTES and (self.verifies or self.buffers is not None):
             return self._read_long_page(chunk, call)
-        if self._buffers is None:
+        if self.buffers is None:
             return bool(self._read_in_place(chunk, call, read_into))
         if chunk.cached:
             whole = self._read_in_place(chunk, call, read_cached_into)
             if whole is not None or not chunk.may_wait:
                 return bool(whole)
-        return self._read_buffered(chunk, self._buffers, call)
+        return self._read_buffered(chunk, self.buffers, call)
 
     def _read_in_place(self, chunk: ReadChunk, call: Call, read_all: ReadAll) -> bool | None:
         """Read into the host pool; the caller does not leave meanwhile."""
@@ -347,7 +331,7 @@ class Reader:
 
     def _read_long_page(self, chunk: ReadChunk, call: Call) -> bool:
         read, offset = chunk.reads[0], chunk.page * chunk.page_bytes
-        checksum = running_checksum() if self._verifies else None
+        checksum = running_checksum() if self.verifies else None
         for buffer in read.buffers:
             for at in range(0, len(buffer), CHUNK_BYTES):
                 target = buffer[at : at + CHUNK_BYTES]
@@ -367,16 +351,16 @@ class Reader:
         call: Call,
     ) -> bool:
         descriptor = chunk.handle.descriptor
-        if self._buffers is None or chunk.cached:
-            read_all: ReadAll = read_into if self._buffers is None else read_cached_into
+        if self.buffers is None or chunk.cached:
+            read_all: ReadAll = read_into if self.buffers is None else read_cached_into
             with call.shield() as active:
                 raise_if_cancelled(active)
                 whole = read_all(descriptor, [target], offset)
                 if whole and checksum is not None:
                     checksum.update(target)
-            if whole is not None or self._buffers is None or not chunk.may_wait:
+            if whole is not None or self.buffers is None or not chunk.may_wait:
                 return bool(whole)
-        with self._buffers.lend(call) as buffer:
+        with self.buffers.lend(call) as buffer:
             chunks = buffer[: len(target)]
             if not read_into(descriptor, [chunks], offset):
                 return False
@@ -388,7 +372,7 @@ class Reader:
         return True
 
     def _checksum(self, page: memoryview) -> int | None:
-        if not self._verifies:
+        if not self.verifies:
             return None
         checksum = running_checksum()
         checksum.update(page)
@@ -399,24 +383,24 @@ class Reader:
 
         It is if the file system can still read the footer of the same file.
         """
-        if error.errno != errno.EIO or not self._retires_bad_sectors:
+        if error.errno != errno.EIO or not self.retires_bad_sectors:
             return False
         end = chunk.bundle.name.size - FOOTER_BYTES
         try:
-            handle = self._descriptors.borrow(chunk.bundle.path)
+            handle = self.descriptors.borrow(chunk.bundle.path)
             os.posix_fadvise(handle.descriptor, end, FOOTER_BYTES, os.POSIX_FADV_DONTNEED)
             return read_into(handle.descriptor, [memoryview(bytearray(FOOTER_BYTES))], end)
         except OSError:
             return False
 
     def _disable_direct(self, bundle: Bundle) -> None:
-        if self._direct:
+        if self.direct:
             logger.warning(
                 "direct_io is not possible for %s with these buffers; reading through the page "
                 "cache",
                 bundle.path,
             )
-        self._direct = False
+        self.direct = False
 
 
 def _byte_range(extent: Extent) -> tuple[int, int]:

@@ -21,11 +21,9 @@ from hicache_storage.objects import ObjectRead
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
 
-    from hicache_backends.file.change_feed import ChangeFeed
     from hicache_backends.file.page_index import Location, PageIndex
     from hicache_backends.file.publisher import Publisher
     from hicache_backends.file.reader import Reader
-    from hicache_backends.file.temp_files import TempFiles
     from hicache_backends.posix.files import Descriptors
     from hicache_storage.objects import Call, Namespace
 
@@ -47,20 +45,15 @@ class Rewriter:
 
     def __init__(
         self,
-        feed: ChangeFeed,
-        temp_files: TempFiles,
-        descriptors: Descriptors,
         publisher: Publisher,
+        descriptors: Descriptors,
         damaged: Callable[[Namespace, int], None],
-        *,
-        syncs: bool,
     ) -> None:
-        self._feed = feed
-        self._temp_files = temp_files
-        self._descriptors = descriptors
+        self._feed = publisher.feed
+        self._temp_files = publisher.temp_files
         self._publisher = publisher
+        self._descriptors = descriptors
         self._damaged = damaged
-        self._syncs = syncs
 
     def drop_all(self, page_index: PageIndex, find: Callable[[], Sequence[Location]]) -> None:
         """Drop all pages that `find` returns, and announce it.
@@ -132,7 +125,7 @@ class Rewriter:
                 # The copy inherits the recency: a rewrite is not a use, and must not save the pages
                 # from eviction.
                 os.utime(descriptor, ns=(bundle.recency, bundle.recency))
-                if self._syncs:
+                if self._feed.syncs:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -216,20 +209,10 @@ class DamageInspection:
     that has been written since, or that was misread once, is sound and stays.
     """
 
-    def __init__(
-        self,
-        page_index: PageIndex,
-        reader: Reader,
-        descriptors: Descriptors,
-        call: Call,
-        *,
-        verifies: bool,
-    ) -> None:
+    def __init__(self, page_index: PageIndex, reader: Reader, call: Call) -> None:
         self._page_index = page_index
         self._reader = reader
-        self._descriptors = descriptors
         self._call = call
-        self._verifies = verifies
         # On a page of memory, as O_DIRECT wants it.
         self._buffer = memoryview(mmap.mmap(-1, page_index.namespace.page_bytes))
         self.conclusive = True
@@ -248,12 +231,12 @@ class DamageInspection:
     def _is_damaged(self, key: str, location: Location) -> bool:
         bundle, page = location
         # Read through a new descriptor: the open file may belong to a mount that has died.
-        self._descriptors.forget(bundle.path)
+        self._reader.descriptors.forget(bundle.path)
         read = ObjectRead(
             self._page_index.namespace,
             key,
             self._parts(),
-            verifies_checksum=self._verifies,
+            verifies_checksum=self._reader.verifies,
             call=self._call,
         )
         outcome = self._reader.read([Extent(bundle, page, [read])], self._call)

@@ -33,9 +33,8 @@ from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from hicache_backends.file.bundle import Bundle
     from hicache_backends.file.config import FileConfig
     from hicache_storage.objects import Namespace
 
@@ -44,12 +43,10 @@ logger = logging.getLogger(__name__)
 LOCAL_THREADS = 4
 NETWORK_THREADS = 8
 
-LOCAL_BYTES_PER_THREAD = 4 << 20
+BYTES_PER_THREAD = 4 << 20
 """From the page cache, a second thread gains up to 1.4x at 8 MiB a call, 1.8x at 32 MiB, and nothing
 at 2 MiB. Where idle cores of a virtual machine have halted, it gains nothing at 32 MiB, and a call of
 8 MiB takes up to half as long again."""
-
-NETWORK_BYTES_PER_THREAD = 4 << 20
 
 DIRECT_BYTES_PER_THREAD = 1 << 20
 """Past the page cache a local disk is kept busy by requests of several threads: with one at a time,
@@ -109,7 +106,7 @@ class Store:
         self.descriptors = Descriptors(config.open_files)
         self.clock = ServerClock()
         self.feed = ChangeFeed(self.paths, random_writer(), syncs=config.fsync)
-        self.bundle_sets = BundleSets(self.paths, self.feed)
+        self.bundle_sets = BundleSets(self.feed)
         self.temp_files = TempFiles(
             self.paths,
             self.feed.writer,
@@ -117,29 +114,26 @@ class Store:
             self.clock,
             abandoned_seconds=config.abandoned_seconds,
         )
-        self.publisher = Publisher(
-            self.paths,
-            self.feed,
-            self.temp_files,
-            self.clock,
-            syncs=config.fsync,
-            abandoned_seconds=config.abandoned_seconds,
-        )
-        self.rewriter = Rewriter(
-            self.feed,
-            self.temp_files,
-            self.descriptors,
-            self.publisher,
-            damaged,
-            syncs=config.fsync,
-        )
+        self.publisher = Publisher(self.feed, self.temp_files)
+        self.rewriter = Rewriter(self.publisher, self.descriptors, damaged)
         self.may_hang = not mount.is_memory or config.hung_reads == "bounce_buffer"
         waits = config.hung_reads == "wait" or not self.may_hang
         self.buffers = None if waits else Buffers(READ_BYTES)
-        self.reader = self._make_reader(config, threads=threads, direct=direct)
+        self.reader = Reader(
+            descriptors=self.descriptors,
+            thread_pool=self.thread_pool,
+            buffers=self.buffers,
+            threads=threads,
+            bytes_per_thread=DIRECT_BYTES_PER_THREAD
+            if direct and mount.is_local
+            else BYTES_PER_THREAD,
+            direct=direct,
+            trusts_cache=mount.is_local and config.hung_reads == "auto" and not waits,
+            verifies=config.verify_checksums,
+            retires_bad_sectors=mount.is_local,
+        )
         self.writer = Writer(
-            self.temp_files,
-            self.clock,
+            temp_files=self.temp_files,
             preallocates=mount.preallocates,
             syncs=config.fsync,
             threads=threads,
@@ -151,11 +145,16 @@ class Store:
         self._epoch = 0
         self._flush_at = time.monotonic() + FLUSH_SECONDS
         self._collect_at = time.monotonic() + COLLECT_SECONDS
-        self.capacity = (
-            None
-            if config.capacity_bytes is None
-            else self._make_capacity(config.capacity_bytes, evicted)
-        )
+        self.capacity: Capacity | None = None
+        if config.capacity_bytes is not None:
+            self.capacity = Capacity(
+                config.capacity_bytes,
+                self.bundle_sets,
+                self.publisher,
+                self.rewriter,
+                self._page_indexes.get,
+                evicted,
+            )
         self._tidy()
 
     def page_indexes(
@@ -199,11 +198,6 @@ class Store:
             self._page_indexes.get(namespace.name) or self._open(namespace)
             for namespace in namespaces
         ]
-
-    def invalidate(self, bundles: Iterable[Bundle]) -> None:
-        """Make the next call list the namespaces of bundles whose files seem to be gone."""
-        for namespace in {bundle.namespace for bundle in bundles}:
-            self.bundle_sets.get(namespace).invalidate()
 
     def after_call(self, *, may_wait: bool = True) -> None:
         """Start periodic maintenance that must not delay a call.
@@ -317,35 +311,6 @@ class Store:
                 self._page_indexes[namespace.name] = page_index
             return page_index
 
-    def _make_reader(self, config: FileConfig, *, threads: int, direct: bool) -> Reader:
-        return Reader(
-            self.descriptors,
-            self.thread_pool,
-            self.buffers,
-            threads=threads,
-            bytes_per_thread=_bytes_per_thread(self.is_local, direct),
-            direct=direct,
-            trusts_cache=self.is_local and config.hung_reads == "auto",
-            verifies=config.verify_checksums,
-            retires_bad_sectors=self.is_local,
-        )
-
-    def _make_capacity(
-        self, limit_bytes: int, evicted: Callable[[Namespace, int], None]
-    ) -> Capacity:
-        return Capacity(
-            limit_bytes,
-            self.paths,
-            self.feed,
-            self.bundle_sets,
-            self.temp_files,
-            self.publisher,
-            self.rewriter,
-            self._page_indexes.get,
-            evicted,
-            self.clock,
-        )
-
     def _create(self, *, syncs: bool) -> None:
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ConfigError(f"path {self.path!r} is a file; name a directory")
@@ -375,12 +340,6 @@ class Store:
             raise StorageUnavailableError(
                 f"cannot list the store in {self.path!r}: {error}"
             ) from error
-
-
-def _bytes_per_thread(local: bool, direct: bool) -> int:
-    if not local:
-        return NETWORK_BYTES_PER_THREAD
-    return DIRECT_BYTES_PER_THREAD if direct else LOCAL_BYTES_PER_THREAD
 
 
 def _default_threads(local: bool) -> int:

@@ -24,7 +24,6 @@ from hicache_backends.file.paths import (
     current_process,
     has_exited,
 )
-from hicache_backends.posix.directories import list_directory
 from hicache_backends.posix.files import file_bytes
 
 if TYPE_CHECKING:
@@ -53,10 +52,7 @@ class TemporaryName(NamedTuple):
     size: int
 
     def __str__(self) -> str:
-        pid_scope, pid, started = self.process
-        return (
-            f"{pid_scope}-{pid:x}-{started:x}-{self.writer}-{self.number:x}-{self.size:x}.temporary"
-        )
+        return f"{self.process}-{self.writer}-{self.number:x}-{self.size:x}.temporary"
 
 
 _TEMPORARY = re.compile(
@@ -84,12 +80,12 @@ class ServerClock:
     """
 
     def __init__(self, source: Callable[[], int] = time.time_ns) -> None:
-        self._source = source
+        self.source = source
         self._offset_ns = 0
 
     def now_ns(self) -> int:
         """Nanoseconds since 1970 by the file server's clock, within some seconds."""
-        return self._source() + self._offset_ns
+        return self.source() + self._offset_ns
 
     def age_seconds(self, moment_ns: int) -> float:
         """Seconds since a moment of the file server's clock."""
@@ -104,11 +100,11 @@ class ServerClock:
         Raises:
             OSError: of `ask`.
         """
-        before = self._source()
+        before = self.source()
         moment = ask()
         # The server's moment lies between the two readings of this clock. Only the difference that
         # cannot be explained by the time of the request is corrected.
-        offset = min(moment - before, max(self._offset_ns, moment - self._source()))
+        offset = min(moment - before, max(self._offset_ns, moment - self.source()))
         self._offset_ns = offset if abs(offset) > TOLERANCE_NS else 0
 
 
@@ -130,11 +126,11 @@ class TempFiles:
         *,
         abandoned_seconds: float,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
+        self.abandoned_seconds = abandoned_seconds
         self._paths = paths
         self._writer = writer
         self._descriptors = descriptors
-        self._abandoned_seconds = abandoned_seconds
         self.process = current_process()
         self._numbers = itertools.count()
         self._max_reserved = MAX_USUAL_BYTES
@@ -209,7 +205,7 @@ class TempFiles:
         Raises:
             OSError: the files could not be listed.
         """
-        texts = list_directory(self._paths.temporaries, asks_server=self._paths.asks_server)
+        texts = self._paths.list_names(self._paths.temporaries)
         sizes = list(map(self._reserved, filter(None, map(parse_temporary, texts))))
         return sum(filter(None, sizes)), sizes.count(None)
 
@@ -225,9 +221,9 @@ class TempFiles:
         path, age = self.path(name), math.inf
         with contextlib.suppress(OSError):
             # The server gives the mtime, and its clock is asked for the age.
-            age = self._clock.age_seconds(os.lstat(path).st_mtime_ns)
+            age = self.clock.age_seconds(os.lstat(path).st_mtime_ns)
             # A process that cannot be checked from this machine: the age decides.
-            if exited or (exited is None and age > self._abandoned_seconds):
+            if exited or (exited is None and age > self.abandoned_seconds):
                 os.unlink(path)
                 return None
         if exited or age > RESERVATION_SECONDS or name.size > self._max_reserved:

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import BundleIndex, tail_checksum
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_backends.file.page_index import PageIndex
-    from hicache_backends.file.temp_files import ServerClock, TempFiles, TemporaryName
+    from hicache_backends.file.temp_files import TempFiles, TemporaryName
     from hicache_storage.objects import Call, ObjectWrite
 
 logger = logging.getLogger(__name__)
@@ -70,10 +70,11 @@ class PendingBundle:
         return [write.key for write in self.writes]
 
 
+@dataclass(eq=False, kw_only=True)
 class Writer:
     """Writes pages to temporary files that are complete bundles. Safe for many threads.
 
-    Args:
+    Attributes:
         preallocates: whether the file system reserves room quickly; 15 to 30% faster there, and a
             full disk is noticed before the first page is written.
         syncs: make the bytes survive a loss of power.
@@ -82,26 +83,14 @@ class Writer:
         chunk_bytes: written with one system call.
     """
 
-    def __init__(
-        self,
-        temp_files: TempFiles,
-        clock: ServerClock,
-        *,
-        preallocates: bool,
-        syncs: bool,
-        threads: int,
-        min_bundle_bytes: int,
-        chunk_bytes: int,
-    ) -> None:
-        self._temp_files = temp_files
-        self._clock = clock
-        self._preallocates = preallocates
-        self._syncs = syncs
-        self._threads = threads
-        self._min_bundle_bytes = min_bundle_bytes
-        self._chunk_bytes = chunk_bytes
-        self._lock = threading.Lock()
-        self._last_timestamp = 0
+    temp_files: TempFiles
+    preallocates: bool
+    syncs: bool
+    threads: int
+    min_bundle_bytes: int
+    chunk_bytes: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _last_timestamp: int = 0
 
     def plan(
         self, page_index: PageIndex, writes: Sequence[ObjectWrite], limit: int | None = None
@@ -115,7 +104,7 @@ class Writer:
         total = len(writes) * page_bytes
         count = max(
             1,
-            min(self._threads, total // self._min_bundle_bytes),
+            min(self.threads, total // self.min_bundle_bytes),
             -(-total // MAX_BUNDLE_BYTES),
         )
         step = max(1, min(-(-len(writes) // count), MAX_BUNDLE_BYTES // page_bytes))
@@ -130,7 +119,7 @@ class Writer:
             if limit is not None:
                 limit -= size
             pending_bundles.append(
-                PendingBundle(page_index, some, self._temp_files.name(size), size, created_us, 0)
+                PendingBundle(page_index, some, self.temp_files.name(size), size, created_us, 0)
             )
         if len(pending_bundles) > 1:
             for rank, pending in enumerate(reversed(pending_bundles), start=1):
@@ -143,7 +132,9 @@ class Writer:
         Of two copies of a page it must be certain which one is newer.
         """
         with self._lock:
-            self._last_timestamp = max(self._clock.now_ns() // 1_000, self._last_timestamp + 1)
+            self._last_timestamp = max(
+                self.temp_files.clock.now_ns() // 1_000, self._last_timestamp + 1
+            )
             return self._last_timestamp
 
     def open(self, pending: PendingBundle) -> None:
@@ -152,7 +143,7 @@ class Writer:
         A fault is noted in the pending bundle.
         """
         try:
-            pending.descriptor = self._temp_files.create(pending.name)
+            pending.descriptor = self.temp_files.create(pending.name)
         except OSError as error:
             pending.fault = detached(error)
 
@@ -170,7 +161,7 @@ class Writer:
             while not self._write_all(pending, call, shortens=shortens):
                 pending.writes = pending.writes[: len(pending.writes) // 2]
                 pending.size = pending.page_index.format.bundle_bytes(pending.keys)
-            if pending.index is not None and self._syncs:
+            if pending.index is not None and self.syncs:
                 os.fsync(pending.descriptor)
             if pending.rank:
                 # The head of the chain must count as the most recently used, though it was written
@@ -183,23 +174,23 @@ class Writer:
         finally:
             self._close(pending)
         if pending.index is None:
-            self._temp_files.discard(pending.name)
+            self.temp_files.discard(pending.name)
 
     def reset(self, pending: PendingBundle) -> None:
         """Prepare a bundle that could not be written to be written once more."""
-        pending.name = self._temp_files.name(pending.size)
+        pending.name = self.temp_files.name(pending.size)
         pending.fault = None
 
     def discard(self, pending: PendingBundle) -> None:
         """Give up a bundle that was not written."""
         if pending.descriptor >= 0:
             self._close(pending)
-        self._temp_files.discard(pending.name)
+        self.temp_files.discard(pending.name)
 
     def _write_all(self, pending: PendingBundle, call: Call, *, shortens: bool) -> bool:
         """Write all pages and the tail; `False` to try again with fewer pages."""
         try:
-            if self._preallocates:
+            if self.preallocates:
                 os.posix_fallocate(pending.descriptor, 0, pending.size)
             end = self._write_pages(pending, call)
             index = BundleIndex(
@@ -219,9 +210,9 @@ class Writer:
 
     def _write_pages(self, pending: PendingBundle, call: Call) -> int:
         page_bytes = pending.page_index.namespace.page_bytes
-        if page_bytes > self._chunk_bytes:
+        if page_bytes > self.chunk_bytes:
             return self._write_long_pages(pending, call)
-        step, offset = max(1, self._chunk_bytes // page_bytes), 0
+        step, offset = max(1, self.chunk_bytes // page_bytes), 0
         for start in range(0, len(pending.writes), step):
             _stop_if_expired(call)
             some = pending.writes[start : start + step]

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import stat
+import struct
 import threading
 import time
 from collections import OrderedDict
@@ -32,6 +33,12 @@ RECOVERY_SECONDS = 10.0
 _OPENAT2 = 437
 _CACHESTAT = 451
 """Numbers of the system calls on all machines, since Linux 5.6 and 6.5."""
+
+_OPEN_HOW = struct.Struct("=QQQ")
+"""Flags, mode, how to look up the path."""
+_RANGE = struct.Struct("=QQ")
+_CACHE_STATISTICS = struct.Struct("=5Q")
+"""Pages: cached, dirty, in writeback, evicted, lately evicted."""
 
 _RESOLVE_CACHED = 0x20
 """The open fails where looking up the path would need I/O; since Linux 5.12."""
@@ -278,41 +285,14 @@ def _after(buffers: Sequence[memoryview], moved: int) -> list[memoryview]:
     return left
 
 
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Statistics(ctypes.Structure):
-    _fields_ = (
-        ("cached", ctypes.c_uint64),
-        ("dirty", ctypes.c_uint64),
-        ("writeback", ctypes.c_uint64),
-        ("evicted", ctypes.c_uint64),
-        ("recently_evicted", ctypes.c_uint64),
-    )
-
-
-class _OpenHow(ctypes.Structure):
-    _fields_ = (
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    )
-
-
 def _open_cached(path: str, flags: int) -> int | None:
     """Open a file for reading if the kernel has its path in memory.
 
     None for any other reason too: the ordinary open meets it again, where it may wait.
     """
-    how = _OpenHow(os.O_RDONLY | os.O_CLOEXEC | flags, 0, _RESOLVE_CACHED)
-    descriptor = _libc.syscall(
-        _OPENAT2,
-        _AT_FDCWD,
-        os.fsencode(path),
-        ctypes.byref(how),
-        ctypes.c_size_t(ctypes.sizeof(how)),
-    )
+    how = _OPEN_HOW.pack(os.O_RDONLY | os.O_CLOEXEC | flags, 0, _RESOLVE_CACHED)
+    size = ctypes.c_size_t(_OPEN_HOW.size)
+    descriptor = _libc.syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), how, size)
     return None if descriptor < 0 else int(descriptor)
 
 
@@ -321,11 +301,11 @@ def is_cached(descriptor: int, offset: int, length: int) -> bool:
 
     `False` if the kernel has no `cachestat`.
     """
-    asked, found = _Range(offset, length), _Statistics()
-    if _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(asked), ctypes.byref(found), 0):
+    found = ctypes.create_string_buffer(_CACHE_STATISTICS.size)
+    if _libc.syscall(_CACHESTAT, descriptor, _RANGE.pack(offset, length), found, 0):
         return False
-    last = (offset + length - 1) // _PAGE_BYTES
-    return bool(found.cached > last - offset // _PAGE_BYTES)
+    cached: int = _CACHE_STATISTICS.unpack_from(found)[0]
+    return cached > (offset + length - 1) // _PAGE_BYTES - offset // _PAGE_BYTES
 
 
 def read_cached_into(descriptor: int, buffers: Sequence[memoryview], offset: int) -> bool | None:

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from hicache_backends.file.config import FileConfig
 from hicache_backends.file.driver import FileStorage
+from hicache_storage.layers import DeadlineLayer
+from hicache_storage.objects import LookupBatch
 from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
-    PageGeometry,
     PoolTransfer,
     StorageIdentity,
 )
+from hicache_storage.testing import BytePool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from hicache_backends.file.bundle_set import BundleSet
+    from hicache_backends.file.page_index import PageIndex
     from hicache_backends.file.store import Store
+    from hicache_storage.objects import Call, Namespace
 
 COMPONENTS = (1000, 3096)
 """Odd on purpose: no component is aligned to anything."""
 
+PATIENCE_SECONDS = 60.0
+
 OVERHEAD_BYTES = 64 + 65
 """What a page with a key of 64 characters takes beside its bytes."""
+
+
+def bundle_bytes(pages: int, page_bytes: int = sum(COMPONENTS)) -> int:
+    """Length of a bundle with so many pages whose keys have 64 characters."""
+    return pages * (page_bytes + OVERHEAD_BYTES) - 1 + 64
 
 
 def identity(**changes: object) -> StorageIdentity:
@@ -45,32 +62,113 @@ def content(key: str, version: int, size: int) -> bytes:
     return hashlib.shake_128(f"{version}/{key}".encode()).digest(size)
 
 
-class ScratchPool:
-    """A host pool in a bytearray, page after page."""
+def flip(path: Path, position: int) -> None:
+    """Change a bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 0x40]))
 
-    def __init__(
-        self,
-        pages: int,
-        components: Sequence[int],
-        layout: str = "page_first",
-        dtype: str = "bfloat16",
-    ):
-        self.geometry = PageGeometry(layout, dtype, 4, pages * 4, tuple(components))
-        self.memory = bytearray(pages * sum(components))
 
-    def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        view, size, pages = memoryview(self.memory), self.geometry.page_bytes, []
-        for slot in first_slots:
-            at, buffers = slot // 4 * size, []
-            for length in self.geometry.component_bytes:
-                buffers.append(view[at : at + length])
-                at += length
-            pages.append(buffers)
-        return pages
+def raising(error: type[BaseException] | BaseException | int) -> Callable[..., object]:
+    """A function that raises, `OSError` for a number of an error."""
+
+    def fail(*_: object, **__: object) -> object:
+        raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
+
+    return fail
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Replace a function by one that `make` makes of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, make(getattr(owner, name)))
+        yield
+
+
+def failing(
+    name: str, number: int, *, when: Callable[..., bool] = lambda *_: True, after: int = 0
+) -> contextlib.AbstractContextManager[None]:
+    """Make a function of `os` fail, for calls that match, after some that succeed."""
+
+    def make(real: Callable) -> Callable:
+        left = [after]
+
+        def broken(*args: object, **kwargs: object) -> object:
+            if when(*args):
+                if not left[0]:
+                    raise OSError(number, os.strerror(number))
+                left[0] -= 1
+            return real(*args, **kwargs)
+
+        return broken
+
+    return replaced(os, name, make)
+
+
+@contextlib.contextmanager
+def counted(name: str, ending: str) -> Iterator[list[str]]:
+    """The paths that a function of `os` gets, as an argument or a descriptor, with this ending."""
+    seen = list[str]()
+
+    def make(real: Callable) -> Callable:
+        def counting(where: object, *args: object, **kwargs: object) -> object:
+            path = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else str(where)
+            if path.endswith(ending):
+                seen.append(path)
+            return real(where, *args, **kwargs)
+
+        return counting
+
+    with replaced(os, name, make):
+        yield seen
+
+
+def before_announcing(
+    rig: Rig, step: Callable[[], object], *, times: int = 1
+) -> contextlib.AbstractContextManager[None]:
+    """Do something before a storage announces its next changes."""
+
+    def make(real: Callable) -> Callable:
+        left = [times]
+
+        def announce(**options: object) -> None:
+            if left[0]:
+                left[0] -= 1
+                step()
+            real(**options)
+
+        return announce
+
+    return replaced(rig.store.feed, "announce", make)
+
+
+class ScratchPool(BytePool):
+    """A host pool whose pages can be written."""
+
+    def __init__(self, pages: int, components: Sequence[int], dtype: str = "bfloat16"):
+        super().__init__(pages=pages, page_size=4, components=components)
+        self.geometry = replace(self.geometry, dtype=dtype)
 
     def page(self, number: int) -> memoryview:
         size = self.geometry.page_bytes
         return memoryview(self.memory)[number * size : (number + 1) * size]
+
+
+class Hurried(DeadlineLayer):
+    """A deadline that a busy machine keeps, until there is a hurry."""
+
+    def __init__(self, inner: FileStorage) -> None:
+        super().__init__(inner, PATIENCE_SECONDS)
+
+    def hurry(self, seconds: float = 0.1) -> None:
+        self._seconds = seconds
+        self._default = HiCacheStorageExtraInfo(deadline_seconds=seconds)
+
+    def be_patient(self) -> None:
+        self.hurry(PATIENCE_SECONDS)
 
 
 class Rig:
@@ -82,13 +180,11 @@ class Rig:
         *,
         pages: int = 64,
         components: Sequence[int] = COMPONENTS,
-        layout: str = "page_first",
-        dtype: str = "bfloat16",
         who: StorageIdentity | None = None,
         **options: object,
     ):
         self.path = path
-        self.pool = ScratchPool(pages, components, layout, dtype)
+        self.pool = ScratchPool(pages, components)
         self.storage = FileStorage(who or identity(), FileConfig(path=str(path), **options))
         self.storage.register_mem_host_pool_v2(self.pool, "kv")
         self.page_bytes = self.pool.geometry.page_bytes
@@ -100,7 +196,29 @@ class Rig:
 
     @property
     def namespace(self) -> str:
-        return self.storage.pools["kv"].namespace.name
+        return self.kv.name
+
+    @property
+    def kv(self) -> Namespace:
+        return self.storage.pools["kv"].namespace
+
+    @property
+    def bundle_set(self) -> BundleSet:
+        return self.store.bundle_sets.get(self.namespace)
+
+    @property
+    def page_index(self) -> PageIndex:
+        return self.store.known_page_indexes([self.kv])[0]
+
+    def catch_up(self, *, listing: bool = False) -> None:
+        """Apply what has been announced, or list the bundles, as another thread of the storage may
+        at any time."""
+        if listing:
+            self.bundle_set.invalidate()
+        self.bundle_set.catch_up(self.store.feed.read())
+
+    def temporaries(self) -> list[str]:
+        return os.listdir(self.store.paths.temporaries)
 
     @property
     def bundles_path(self) -> Path:
@@ -121,6 +239,14 @@ class Rig:
             self.pool.page(number)[:] = content(key, version, self.page_bytes)
         answer = self.storage.batch_set_v2([self._transfer(keys)], self._info(prefix, seconds))
         return answer["kv"]
+
+    def put_again(self, keys: Sequence[str], version: int) -> None:
+        """Write pages that are there already, as after a lookup that has failed."""
+        with replaced(self.storage, "objects_exist", lambda _: raising(errno.ESTALE)):
+            assert self.put(keys, version=version) == [True] * len(keys)
+
+    def look_up(self, keys: Sequence[str], call: Call) -> list[bool]:
+        return self.storage.objects_exist([LookupBatch(self.kv, keys)], call)[0]
 
     def get(self, keys: Sequence[str], *, seconds: float | None = None) -> list[bytes | None]:
         """Each page's bytes, None where it was not delivered."""
@@ -156,10 +282,6 @@ class Rig:
 
     def stats(self):
         return self.storage.get_stats().pools["kv"]
-
-    def bundle_bytes(self, pages: int) -> int:
-        """Length of a bundle with so many pages whose keys have 64 characters."""
-        return pages * (self.page_bytes + OVERHEAD_BYTES) - 1 + 64
 
     def _transfer(self, keys: Sequence[str]) -> PoolTransfer:
         return PoolTransfer("kv", torch.arange(len(keys) * 4), keys=list(keys))

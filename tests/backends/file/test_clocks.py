@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from hicache_backends.file import store
+from hicache_backends.file import capacity, store
 from hicache_backends.file import temp_files as temp_files_module
 from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import ServerClock, TemporaryName
-from tests.backends.file.harness import chain
+from tests.backends.file.harness import bundle_bytes, chain
 
 YEAR_NS = 365 * 24 * 3600 * 1_000_000_000
 
@@ -24,13 +24,12 @@ def skewed(offset_ns):
 
 
 @pytest.fixture
-def node(rig, tmp_path, monkeypatch):
+def node(rig, monkeypatch):
     """A rig of a node whose clock is wrong, with room for four batches of 8 pages."""
-    size = rig(tmp_path / "probe").bundle_bytes(8)
 
     def make(offset_ns=0, **options):
         monkeypatch.setattr(store, "ServerClock", skewed(offset_ns))
-        made = rig(capacity=size * 4, **options)
+        made = rig(capacity=bundle_bytes(8) * 4, **options)
         made.storage.open()
         return made
 
@@ -38,33 +37,14 @@ def node(rig, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("offset_ns", [YEAR_NS, -YEAR_NS], ids=["ahead", "behind"])
-def test_what_a_node_with_a_wrong_clock_wrote_goes_in_its_turn(node, offset_ns):
-    """EV-3."""
-    wrong, right = node(offset_ns), node()
-    for name in "ab":
-        assert wrong.put(chain(name, 8)) == [True] * 8
-    for name in "cdef":
-        assert right.put(chain(name, 8)) == [True] * 8
-    assert [right.hit(chain(name, 8)) for name in "abcdef"] == [0, 0, 8, 8, 8, 8]
-    time.sleep(TICK_SECONDS)
-    for name in "gh":
-        assert wrong.put(chain(name, 8)) == [True] * 8
-    assert [wrong.hit(chain(name, 8)) for name in "cdefgh"] == [0, 0, 8, 8, 8, 8]
-
-
-@pytest.mark.parametrize("offset_ns", [YEAR_NS, -YEAR_NS], ids=["ahead", "behind"])
-def test_a_use_on_a_node_with_a_wrong_clock_counts_as_any(node, offset_ns):
+def test_a_use_on_a_node_with_a_wrong_clock_counts_as_any(node, monkeypatch, offset_ns):
     wrong, right = node(offset_ns), node()
     for name in "abcd":
         right.put(chain(name, 8))
     time.sleep(TICK_SECONDS)
     assert wrong.hit(chain("a", 8)) == 8
     wrong.store.flush_touches()
-    right.store.capacity._queue._added.extend(
-        right.store.bundle_sets.get(right.namespace).bundles.values()
-    )
-    for bundle in right.store.bundle_sets.get(right.namespace).bundles.values():
-        bundle.checked = -10.0
+    monkeypatch.setattr(capacity, "STAT_SECONDS", -1.0)
     right.put(chain("e", 8))
     assert [right.hit(chain(name, 8)) for name in "abcde"] == [8, 0, 8, 8, 8]
 
@@ -93,11 +73,12 @@ def test_a_temporary_file_of_another_machine_is_as_old_as_the_server_says(node, 
     assert path.exists()
 
 
-def test_a_clock_that_is_set_meanwhile_is_noticed(node, monkeypatch):
-    a = node()
-    monkeypatch.setattr(a.store.clock, "_source", lambda: time.time_ns() + YEAR_NS)
-    monkeypatch.setattr(a.store, "_adjust_at", 0.0)
-    a.store.flush_touches()
+@pytest.mark.parametrize("step", ["flush_touches", "collect_logs"], ids=["capacity", "unlimited"])
+def test_a_clock_that_is_set_meanwhile_is_noticed(node, rig, monkeypatch, step):
+    monkeypatch.setattr(store, "ADJUST_SECONDS", 0.0)
+    a = node() if step == "flush_touches" else rig()
+    monkeypatch.setattr(a.store.clock, "source", lambda: time.time_ns() + YEAR_NS)
+    getattr(a.store, step)()
     assert abs(a.store.clock.now_ns() - time.time_ns()) < 60_000_000_000
 
 
@@ -126,10 +107,3 @@ def test_how_long_the_file_server_takes_to_answer_says_nothing_about_its_clock(a
 
     clock.adjust(slow)
     assert clock.now_ns() == now[0]
-
-
-def test_a_clock_that_is_set_is_noticed_without_a_capacity(rig, monkeypatch):
-    a = rig()
-    monkeypatch.setattr(a.store.clock, "_source", lambda: time.time_ns() + YEAR_NS)
-    a.store.collect_logs()
-    assert abs(a.store.clock.now_ns() - time.time_ns()) < 60_000_000_000

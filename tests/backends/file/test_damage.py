@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 from hicache_backends.file import page_index as page_index_module
 from hicache_backends.file import reader as reader_module
 from hicache_backends.file import rewriter as rewriter_module
-from hicache_backends.file.reader import ReadOutcome
-from tests.backends.file.harness import Rig, chain
-
-
-def flip(path, position):
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 0x40]))
+from tests.backends.file.harness import (
+    Rig,
+    bundle_bytes,
+    chain,
+    counted,
+    failing,
+    flip,
+    identity,
+    raising,
+    replaced,
+)
+from tests.support.waiting import eventually
 
 
 def misread_once(monkeypatch, module):
@@ -41,22 +43,6 @@ def misread_once(monkeypatch, module):
     return lies
 
 
-def test_a_flipped_bit_costs_one_page_for_everyone_until_it_is_set_again(rig):
-    a, b, keys = rig(), rig(), chain("a", 8)
-    a.put(keys)
-    flip(a.bundles()[0], 3 * a.page_bytes + 17)
-    assert a.versions(keys) == [0, 0, 0, None, 0, 0, 0, 0]
-    for side in (a, b, rig()):
-        assert side.present(keys) == [True, True, True, False, True, True, True, True]
-        assert side.versions(keys) == [0, 0, 0, None, 0, 0, 0, 0]
-    stats = a.stats()
-    assert stats.pages_damaged == 1
-    assert a.put(keys, version=0) == [True] * 8
-    for side in (a, b, rig()):
-        assert side.holds(keys)
-    assert stats.pages_damaged == a.stats().pages_damaged == 1
-
-
 def test_several_damaged_pages_are_dropped_at_a_time(rig):
     a, keys = rig(), chain("a", 8)
     a.put(keys)
@@ -68,68 +54,35 @@ def test_several_damaged_pages_are_dropped_at_a_time(rig):
     assert len(a.bundles()) == 1
 
 
-def test_a_bundle_whose_pages_are_all_damaged_goes(rig):
-    a, keys = rig(), chain("a", 2)
-    a.put(keys)
-    for page in range(2):
-        flip(a.bundles()[0], page * a.page_bytes)
-    assert a.get(keys) == [None, None]
-    assert a.bundles() == []
-    assert a.put(keys, version=1) == [True, True]
-    assert rig().holds(keys, version=1)
-
-
-def test_where_the_damaged_page_cannot_be_dropped_it_is_hidden_and_its_repair_wins(
-    rig, monkeypatch
-):
+def test_where_the_damaged_page_cannot_be_dropped_it_is_hidden_and_its_repair_wins(rig):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     flip(a.bundles()[0], 2 * a.page_bytes)
-    monkeypatch.setattr(
-        a.store.rewriter, "drop", lambda *_: (_ for _ in ()).throw(OSError(30, "EROFS"))
-    )
-    assert a.versions(keys) == [0, 0, None, 0]
-    assert a.present(keys) == [True, True, False, True]
-    assert a.put(keys, version=0) == [True] * 4
-    assert len(a.bundles()) == 2
-    for side in (a, rig()):
-        assert side.present(keys) == [True] * 4
-        assert side.holds(keys)
-    monkeypatch.undo()
+    with replaced(a.store.rewriter, "drop", lambda _: raising(errno.EROFS)):
+        assert a.versions(keys) == [0, 0, None, 0]
+        assert a.present(keys) == [True, True, False, True]
+        assert a.put(keys) == [True] * 4
+        assert len(a.bundles()) == 2
+        for side in (a, rig()):
+            assert side.holds(keys)
 
 
-def test_a_repair_drops_the_damaged_copy(rig, monkeypatch):
+def test_a_repair_drops_the_damaged_copy(rig):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     flip(a.bundles()[0], 2 * a.page_bytes)
-    real, failures = a.store.rewriter.drop, [OSError(5, "EIO")]
-    monkeypatch.setattr(
-        a.store.rewriter,
-        "drop",
-        lambda *args: (_ for _ in ()).throw(failures.pop()) if failures else real(*args),
-    )
-    assert a.versions(keys) == [0, 0, None, 0]
+    with replaced(a.store.rewriter, "drop", lambda _: raising(errno.EIO)):
+        assert a.versions(keys) == [0, 0, None, 0]
     assert a.put([keys[2]]) == [True]
     sizes = sorted(path.stat().st_size for path in a.bundles())
-    assert sizes == [a.bundle_bytes(1), a.bundle_bytes(3)]
+    assert sizes == [bundle_bytes(1), bundle_bytes(3)]
     assert rig().holds(keys)
 
 
-def put_again(side, keys, version, monkeypatch):
-    """Write pages that are there already, as after a lookup that has failed."""
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            side.storage,
-            "objects_exist",
-            lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "ESTALE")),
-        )
-        assert side.put(keys, version=version) == [True] * len(keys)
-
-
-def test_of_several_damaged_copies_none_takes_the_others_place(rig, monkeypatch):
+def test_of_several_damaged_copies_none_takes_the_others_place(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
-    put_again(a, keys, 1, monkeypatch)
+    a.put_again(keys, 1)
     for path in a.bundles():
         flip(path, a.page_bytes + 7)
     assert a.versions(keys, (0, 1)) == [1, None, 1]
@@ -144,17 +97,17 @@ def test_of_copies_written_at_one_moment_the_later_one_counts_for_everybody(rig,
     a, keys, now = rig(), chain("a", 3), time.time_ns()
     monkeypatch.setattr(a.store.clock, "now_ns", lambda: now)
     a.put(keys)
-    put_again(a, keys, 1, monkeypatch)
+    a.put_again(keys, 1)
     assert a.storage.delete(keys[1:2]) == [True]
     for side in (a, rig(), rig(), rig()):
         assert side.versions(keys, (0, 1)) == [1, None, 1]
 
 
-def test_an_older_copy_that_is_in_order_takes_a_damaged_ones_place(rig, monkeypatch):
+def test_an_older_copy_that_is_in_order_takes_a_damaged_ones_place(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
     older = a.bundles()
-    put_again(a, keys, 1, monkeypatch)
+    a.put_again(keys, 1)
     (newer,) = set(a.bundles()) - set(older)
     flip(newer, a.page_bytes + 7)
     assert a.versions(keys, (0, 1)) == [1, None, 1]
@@ -193,7 +146,7 @@ def test_where_nothing_that_stays_is_in_order_the_bundle_goes(rig):
         flip(a.bundles()[0], page * a.page_bytes + 7)
     assert a.storage.delete(keys[:1]) == [True]
     assert a.bundles() == []
-    assert os.listdir(a.store.paths.temporaries) == []
+    assert a.temporaries() == []
     assert a.put(keys, version=1) == [True] * 3
     assert rig().holds(keys, version=1)
 
@@ -211,43 +164,33 @@ def test_a_page_that_was_misread_once_is_not_lost(rig, monkeypatch, hung_reads):
     assert a.holds(keys)
 
 
-def test_a_damaged_page_that_cannot_be_looked_at_again_is_hidden_until_it_is_written_anew(
-    rig, monkeypatch
-):
+def test_a_damaged_page_that_cannot_be_looked_at_again_is_hidden_until_it_is_written_anew(rig):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     flip(a.bundles()[0], 2 * a.page_bytes)
-    real, calls = a.store.reader.read, []
-
-    def once(runs, call):
-        calls.append(None)
-        return (
-            real(runs, call) if len(calls) == 1 else ReadOutcome(faults=[OSError(errno.EIO, "EIO")])
-        )
-
-    with monkeypatch.context() as patch:
-        patch.setattr(a.store.reader, "read", once)
+    with failing("preadv", errno.EIO, after=1):
         assert a.versions(keys) == [0, 0, None, 0]
-    assert len(calls) == 2
     assert a.present(keys) == [True, True, False, True]
     assert a.put(keys, version=1) == [True] * 4
     for side in (a, rig()):
         assert side.versions(keys, (0, 1)) == [0, 0, 1, 0]
 
 
-def test_a_repair_by_another_is_not_dropped_for_the_copy_that_was_damaged(rig, monkeypatch):
+def test_a_repair_by_another_is_not_dropped_for_the_copy_that_was_damaged(rig):
     a, b, keys = rig(), rig(), chain("a", 4)
     a.put(keys)
     flip(a.bundles()[0], 2 * a.page_bytes)
-    real = a.storage.discard_objects
 
-    def late(batches, call):
-        assert b.versions(keys) == [0, 0, None, 0]
-        assert b.put(keys) == [True] * 4
-        return real(batches, call)
+    def late(real):
+        def discard(batches, call):
+            assert b.versions(keys) == [0, 0, None, 0]
+            assert b.put(keys) == [True] * 4
+            return real(batches, call)
 
-    monkeypatch.setattr(a.storage, "discard_objects", late)
-    assert a.versions(keys) == [0, 0, None, 0]
+        return discard
+
+    with replaced(a.storage, "discard_objects", late):
+        assert a.versions(keys) == [0, 0, None, 0]
     for side in (a, b, rig()):
         assert side.holds(keys)
 
@@ -258,6 +201,7 @@ def test_the_index_of_another_bundle_is_not_taken_for_a_bundles_own(rig, monkeyp
     (first,) = a.bundles()
     a.put(other)
     (second,) = set(a.bundles()) - {first}
+    monkeypatch.setattr(page_index_module, "RETRY_SECONDS", 0.2)
     fresh, real = rig(), os.pread
 
     def lie(descriptor, count, offset):
@@ -273,8 +217,7 @@ def test_the_index_of_another_bundle_is_not_taken_for_a_bundles_own(rig, monkeyp
         assert fresh.present(one) == [False] * 3
         assert fresh.store.ignored() == 1
     # The disk had lied: the bundle itself is in order, and found so before long.
-    monkeypatch.setattr(fresh.store._page_indexes[fresh.namespace], "_recheck_at", 0.0)
-    assert fresh.holds(one)
+    eventually(lambda: fresh.holds(one))
     assert fresh.store.ignored() == 0
     assert fresh.holds(other)
     assert sorted(a.bundles()) == sorted([first, second])
@@ -285,14 +228,9 @@ def test_what_is_no_bundle_is_looked_at_again_only_so_often(rig, monkeypatch):
     (a.bundles_path).mkdir(parents=True)
     (a.bundles_path / "aaaaaaaaaa-1-64-3-4.bundle").write_bytes(b"x" * 100)
     monkeypatch.setattr(page_index_module, "RETRY_SECONDS", 0.0)
-    asked, real = [], page_index_module.PageIndex._read_index
-    monkeypatch.setattr(
-        page_index_module.PageIndex,
-        "_read_index",
-        lambda self, bundle: asked.append(bundle) or real(self, bundle),
-    )
-    for _ in range(3 * page_index_module.MAX_RECHECKS):
-        assert a.hit(keys) == 0
+    with counted("pread", ".bundle") as asked:
+        for _ in range(3 * page_index_module.MAX_RECHECKS):
+            assert a.hit(keys) == 0
     assert len(asked) == 1 + page_index_module.MAX_RECHECKS
     assert a.store.ignored() == 1
 
@@ -355,19 +293,13 @@ def test_a_link_to_nothing_on_a_mount_is_ignored(rig):
 
 
 def test_a_bundle_that_was_copied_from_another_namespace_is_ignored(rig):
-    a, other, keys = rig(), rig(who=identity_of("other")), chain("a", 3)
+    a, other, keys = rig(), rig(who=identity(model="other")), chain("a", 3)
     a.put(chain("mine", 1))
     other.put(keys)
     (a.bundles_path / other.bundles()[0].name).write_bytes(other.bundles()[0].read_bytes())
     fresh = rig()
     assert fresh.hit(keys) == 0
     assert fresh.get(keys) == [None] * 3
-
-
-def identity_of(model):
-    from tests.backends.file.harness import identity
-
-    return identity(model=model)
 
 
 def test_files_deleted_by_hand_are_misses(rig):
@@ -385,10 +317,8 @@ def test_files_deleted_by_hand_are_misses(rig):
 def test_a_reader_keeps_the_right_bytes_when_a_bundle_is_removed_under_it(rig):
     a, b, keys = rig(), rig(), chain("a", 4)
     a.put(keys)
-    handle = b.store.descriptors
     assert b.holds(keys)
-    path = a.bundles()[0]
-    kept = handle.borrow(str(path))
+    kept = b.store.descriptors.borrow(str(a.bundles()[0]))
     a.storage.clear()
     a.put(keys, version=1)
     assert os.pread(kept.descriptor, 10, 0)

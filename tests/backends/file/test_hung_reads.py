@@ -13,14 +13,10 @@ from hicache_backends.file import store
 from hicache_backends.posix import files
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import Mount
-from hicache_storage.layers import DeadlineLayer
-from hicache_storage.objects import Call
+from hicache_storage.objects import Call, ObjectRead
 from hicache_storage.spec import CancellationToken, HungReads
-from tests.backends.file.harness import chain
+from tests.backends.file.harness import COMPONENTS, PATIENCE_SECONDS, chain
 from tests.support.waiting import eventually
-
-SECONDS = 0.1
-PATIENCE_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -52,20 +48,6 @@ def hung(monkeypatch):
     made.end()
 
 
-def guarded(rig, **options):
-    """A rig behind a deadline, one that a busy machine keeps."""
-    made = rig(hung_reads="bounce_buffer", **options)
-    made.bare, made.storage = made.storage, DeadlineLayer(made.storage, PATIENCE_SECONDS)
-    made.storage.register_mem_host_pool_v2(made.pool, "kv")
-    made.storage.open()
-    return made
-
-
-def hurry(rig, seconds=SECONDS):
-    """Give the calls from now on another deadline."""
-    rig.storage._seconds = seconds
-
-
 @pytest.mark.parametrize(
     "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
 )
@@ -85,11 +67,11 @@ def test_pages_come_through_buffers_whole(rig, components, verifies):
 @pytest.mark.parametrize(
     "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
 )
-def test_a_hung_get_returns_and_nothing_arrives_later(rig, hung, components):
-    a, keys = guarded(rig, components=components, pages=8), chain("a", 8)
+def test_a_hung_get_returns_and_nothing_arrives_later(guarded, hung, components):
+    a, keys = guarded(hung_reads="bounce_buffer", components=components, pages=8), chain("a", 8)
     a.put(keys)
     hung.begin()
-    hurry(a)
+    a.storage.hurry()
     assert a.get(keys) == [None] * 8
     # On a busy machine the deadline may pass before the first read has begun.
     while not hung.reads:
@@ -99,23 +81,23 @@ def test_a_hung_get_returns_and_nothing_arrives_later(rig, hung, components):
     assert "hang" in a.bare.health().detail
     a.pool.memory[:] = b"\x77" * len(a.pool.memory)
     hung.end()
-    hurry(a, PATIENCE_SECONDS)
+    a.storage.be_patient()
     eventually(lambda: a.bare.store.hung_reads() == 0)
     assert set(a.pool.memory) == {0x77}
     assert a.stats().pages_damaged == 0
     assert a.holds(keys)
 
 
-def test_hung_reads_are_bounded_and_fail_fast_beyond(rig, hung, monkeypatch):
-    a, keys = guarded(rig), chain("a", 4)
+def test_hung_reads_are_bounded_and_fail_fast_beyond(guarded, hung, monkeypatch):
+    a, keys = guarded(hung_reads="bounce_buffer"), chain("a", 4)
     a.put(keys)
     monkeypatch.setattr(a.bare.store.buffers, "_limit", 3)
     hung.begin()
-    hurry(a)
+    a.storage.hurry()
     while hung.reads < 3:
         assert a.get(keys) == [None] * 4
     missed = a.storage.get_stats().deadlines_missed
-    hurry(a, PATIENCE_SECONDS)
+    a.storage.be_patient()
     assert a.get(keys) == [None] * 4
     assert (hung.reads, hung.back) == (3, 0)
     assert a.storage.get_stats().deadlines_missed == missed
@@ -123,16 +105,17 @@ def test_hung_reads_are_bounded_and_fail_fast_beyond(rig, hung, monkeypatch):
     eventually(lambda: a.holds(keys))
 
 
-def test_a_read_of_someone_else_goes_on_beside_a_hung_one(rig, monkeypatch):
+def test_a_read_of_someone_else_goes_on_beside_a_hung_one(guarded, monkeypatch):
     a, stuck, well = (
-        guarded(rig, components=(600_000,), pages=40, threads=4),
+        guarded(hung_reads="bounce_buffer", components=(600_000,), pages=40, threads=4),
         chain("stuck", 2),
         chain("well", 36),
     )
-    a.put(stuck)
     a.put(well)
+    before = {str(path) for path in a.path.rglob("*.bundle")}
+    a.put(stuck)
     release, real = threading.Event(), os.preadv
-    path = a.bare.store.page_indexes([a.bare.pools["kv"].namespace])[0].pages[stuck[0]][0].path
+    (path,) = {str(path) for path in a.path.rglob("*.bundle")} - before
 
     def hang(descriptor, *args):
         if os.readlink(f"/proc/self/fd/{descriptor}") == path:
@@ -140,19 +123,19 @@ def test_a_read_of_someone_else_goes_on_beside_a_hung_one(rig, monkeypatch):
         return real(descriptor, *args)
 
     monkeypatch.setattr(files.os, "preadv", hang)
-    hurry(a)
+    a.storage.hurry()
     for _ in range(6):
         assert a.get(stuck) == [None] * 2
-    hurry(a, PATIENCE_SECONDS)
+    a.storage.be_patient()
     assert a.holds(well)
     release.set()
 
 
-def test_closing_waits_for_no_hung_read(rig, hung):
-    a, keys = guarded(rig), chain("a", 4)
+def test_closing_waits_for_no_hung_read(guarded, hung):
+    a, keys = guarded(hung_reads="bounce_buffer"), chain("a", 4)
     a.put(keys)
     hung.begin()
-    hurry(a)
+    a.storage.hurry()
     while not hung.reads:
         a.get(keys)
     a.storage.close()
@@ -193,7 +176,12 @@ def test_a_straight_read_keeps_its_caller(rig, hung):
     hung.begin()
     token, cancelled = CancellationToken(), threading.Event()
     call = Call(cancellation=token)
-    reading = threading.Thread(target=lambda: a.store.reader.read(_extents(a, keys, call), call))
+    reads = [
+        ObjectRead(a.kv, key, [memoryview(bytearray(length)) for length in COMPONENTS], call=call)
+        for key in keys
+    ]
+    extents = a.page_index.locate(reads)
+    reading = threading.Thread(target=lambda: a.store.reader.read(extents, call))
     reading.start()
     eventually(lambda: hung.reads)
     cancelling = threading.Thread(target=lambda: (token.cancel(), cancelled.set()))
@@ -202,20 +190,6 @@ def test_a_straight_read_keeps_its_caller(rig, hung):
     hung.end()
     assert cancelled.wait(PATIENCE_SECONDS)
     reading.join(PATIENCE_SECONDS)
-
-
-def _extents(rig, keys, call):
-    from hicache_storage.objects import ObjectRead
-
-    namespace = rig.storage.pools["kv"].namespace
-    buffers = [
-        [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
-        for _ in keys
-    ]
-    reads = [
-        ObjectRead(namespace, key, some, call=call) for key, some in zip(keys, buffers, strict=True)
-    ]
-    return rig.store.page_indexes([namespace])[0].locate(reads)
 
 
 def test_buffers_are_used_again():

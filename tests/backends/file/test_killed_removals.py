@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache_storage.spec import StorageUnavailableError
-from tests.backends.file.harness import Rig, chain
+from tests.backends.file.harness import Rig, bundle_bytes, chain
 from tests.backends.file.test_processes import FORK
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _die_at(step: int, path: Path, change: str) -> None:
         return call
 
     pages = CAPACITY.get(change)
-    rig = Rig(path) if pages is None else Rig(path, capacity=Rig(path).bundle_bytes(pages) + 300)
+    rig = Rig(path) if pages is None else Rig(path, capacity=bundle_bytes(pages) + 300)
     assert rig.hit(KEYS) == 4
     with pytest.MonkeyPatch.context() as patch:
         for name in ("rename", "unlink", "utime"):
@@ -97,7 +97,7 @@ def test_what_is_set_after_the_kill_is_found(tmp_path, change):
 def test_a_removal_that_cannot_be_announced_removes_nothing(tmp_path, change, name):
     a, knows = Rig(tmp_path), Rig(tmp_path)
     if change == "evict":
-        a = Rig(tmp_path, capacity=a.bundle_bytes(6) + 300)
+        a = Rig(tmp_path, capacity=bundle_bytes(6) + 300)
     a.put(KEYS)
     assert knows.hit(KEYS) == 4
     real = getattr(os, name)

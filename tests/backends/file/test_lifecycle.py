@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hicache_backends.file import reader
 from hicache_backends.file.config import FileConfig
 from hicache_backends.file.paths import ProcessId, current_process, has_exited
 from hicache_backends.file.temp_files import TemporaryName
+from hicache_backends.posix import files
 from hicache_backends.posix.directories import Mount, mount_of
 from hicache_backends.posix.files import Descriptors
 from hicache_storage.spec import (
     ConfigError,
-    Durability,
-    Sharing,
     StorageClosedError,
-    StorageForkedError,
     parse_config,
 )
-from tests.backends.file.harness import Rig, chain
+from tests.backends.file.harness import chain, failing, flip, raising
 
 
-def open_files() -> set[str]:
-    return {
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    }
-
-
-def descriptors_below(path: Path) -> int:
-    """Number of open files of a store; other files of this process may come and go."""
-    names = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    ]
-    return sum(name.startswith(str(path)) for name in names)
-
-
-def test_constructing_touches_nothing(rig):
-    before = set(threading.enumerate())
-    a = rig()
-    assert not a.path.exists()
-    assert set(threading.enumerate()) <= before
+def open_files(path: Path = Path("/")) -> set[tuple[str, str]]:
+    """The descriptors of files below a path; other files of this process may come and go."""
+    found = set[tuple[str, str]]()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith(str(path)):
+                found.add((number, name))
+    return found
 
 
 def test_closing_leaves_no_thread_and_no_file_open(rig, monkeypatch):
-    before, threads = open_files(), set(threading.enumerate())
+    threads = set(threading.enumerate())
     monkeypatch.setattr(reader, "CHUNK_BYTES", 10_000)
     a = rig(capacity="10MB", threads=4)
-    a.store.reader._bytes_per_thread = 1000
+    a.store.reader.bytes_per_thread = 1000
     keys = chain("a", 32)
     a.put(keys)
     assert a.holds(keys)
@@ -63,99 +50,49 @@ def test_closing_leaves_no_thread_and_no_file_open(rig, monkeypatch):
     assert set(threading.enumerate()) - threads
     a.storage.close()
     a.storage.close()
-    assert open_files() - before == set()
+    assert open_files(a.path) == set()
     assert set(threading.enumerate()) <= threads
     with pytest.raises(StorageClosedError):
         a.hit(keys)
 
 
-def test_faults_keep_no_file_open(rig, monkeypatch):
+def test_faults_keep_no_file_open(rig):
     a, keys = rig(open_files=0), chain("a", 8)
     a.put(keys)
-    before, real = descriptors_below(a.path), os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "EIO")))
-    for _ in range(20):
-        a.get(keys)
-    monkeypatch.setattr(os, "preadv", real)
-    assert descriptors_below(a.path) == before
+    before = open_files(a.path)
+    with failing("preadv", errno.EIO):
+        for _ in range(20):
+            a.get(keys)
+    assert open_files(a.path) == before
 
 
-def test_open_files_are_bounded(rig):
+def test_open_files_are_bounded_and_closed_once_idle(rig, monkeypatch):
     a = rig(open_files=5)
-    chains = [chain(str(number), 1) for number in range(30)]
-    for keys in chains:
-        a.put(keys)
-    before = descriptors_below(a.path)
-    assert a.holds([key for keys in chains for key in keys])
-    assert descriptors_below(a.path) <= before + 6
-
-
-def test_what_is_idle_is_closed_by_the_next_call(rig, monkeypatch):
-    from hicache_backends.posix import files
-
-    a, keys = rig(), chain("a", 2)
-    a.put(keys)
-    a.get(keys)
-    assert any(name.endswith(".bundle") for name in open_files())
+    keys = chain("a", 30)
+    for key in keys:
+        a.put([key])
+    before = len(open_files(a.path))
+    assert a.holds(keys)
+    assert before < len(open_files(a.path)) <= before + 6
     monkeypatch.setattr(files, "IDLE_SECONDS", -1.0)
     a.hit(keys)
-    assert not any(name.endswith(".bundle") for name in open_files())
+    assert len(open_files(a.path)) == before
 
 
 def test_an_evicted_bundle_frees_its_room_at_once(rig):
     a, b = rig(), rig()
     a.put(chain("a", 8))
-    a.get(chain("a", 8))
+    assert a.holds(chain("a", 8))
     assert b.holds(chain("a", 8))
     a.storage.clear()
     b.hit(["x"])
-    assert [
-        name for name in open_files() if name.startswith(str(a.path)) and "deleted" in name
-    ] == []
-
-
-def test_a_forked_child_is_told(rig):
-    a, keys = rig(), chain("a", 2)
-    a.put(keys)
-    child = os.fork()
-    if not child:
-        try:
-            a.hit(keys)
-        except StorageForkedError:
-            os._exit(7)
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
-    assert a.holds(keys)
-
-
-def test_a_forked_child_may_open_its_own(rig):
-    a, keys = rig(), chain("a", 2)
-    a.put(keys)
-    child = os.fork()
-    if not child:
-        own = Rig(a.path)
-        ok = own.holds(keys) and own.put(["from the child"]) == [True]
-        os._exit(0 if ok else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert a.holds(["from the child"])
-
-
-def test_capabilities_follow_the_options(rig):
-    plain, full = rig().storage, rig(capacity="1GiB", fsync=True).storage
-    assert plain.capabilities.durability is Durability.PROCESS
-    assert full.capabilities.durability is Durability.MACHINE
-    assert [plain.capabilities.evicts, full.capabilities.evicts] == [False, True]
-    assert plain.capabilities.sharing is Sharing.PROCESSES
-    assert plain.capabilities.may_hang
+    assert not any("deleted" in name for _, name in open_files(a.path))
 
 
 def test_checksums_can_be_turned_off_and_that_shows(rig, monkeypatch):
     a, keys = rig(verify_checksums=False, components=(600_000,)), chain("a", 2)
     a.put(keys)
-    with open(a.bundles()[0], "r+b") as file:
-        file.write(b"x")
+    flip(a.bundles()[0], 0)
     assert a.storage.get_stats().verifies_checksums is False
     with monkeypatch.context() as patch:
         # None is computed, either: they take a sixth of the time of a read of long pages.
@@ -185,8 +122,6 @@ def test_a_wrong_option_is_told(options, message):
 
 
 def test_every_option_is_described():
-    import msgspec
-
     for field in msgspec.inspect.type_info(FileConfig).fields:
         assert isinstance(field.type, msgspec.inspect.Metadata), field.name
         assert field.type.extra_json_schema["description"]
@@ -197,13 +132,6 @@ def test_text_options_are_understood():
         FileConfig, {"path": "x", "capacity": "1.5GiB", "threads": "3", "direct_io": "true"}
     )
     assert (config.capacity_bytes, config.threads, config.direct_io) == (1_610_612_736, 3, True)
-
-
-def test_health_says_what_is_wrong(rig):
-    a = rig()
-    assert a.storage.health().ok
-    a.storage.close()
-    assert not a.storage.health().ok
 
 
 def test_a_process_is_told_from_one_that_has_its_number_now():
@@ -268,9 +196,7 @@ def test_the_file_system_under_a_path_is_known(tmp_path):
 
 
 def test_an_unknown_file_system_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc"))
-    )
+    monkeypatch.setattr("builtins.open", raising(errno.ENOENT))
     assert mount_of(str(tmp_path)) == Mount("")
 
 
@@ -306,8 +232,6 @@ def test_pages_larger_than_the_capacity_are_told_of(rig, caplog):
 
 
 def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path):
-    from hicache_backends.posix import files
-
     made, tried = Descriptors(8), []
 
     def step():
@@ -319,16 +243,15 @@ def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path
     monkeypatch.setattr(files, "RECOVERY_SECONDS", 0.0)
     made.expire()
     (tmp_path / "file").touch()
-    handle = made.borrow(str(tmp_path / "file"))
-    assert not made._open
+    made.borrow(str(tmp_path / "file"))
+    assert not open_files(tmp_path)
     monkeypatch.setattr(made, "_recovers_at", 0.0)
     for _ in range(4):
         made.expire()
-    del handle
     for number in range(9):
         (tmp_path / f"{number}").touch()
         made.borrow(str(tmp_path / f"{number}"))
-    assert len(made._open) == 8
+    assert len(open_files(tmp_path)) == 8
 
 
 def test_a_file_that_goes_is_closed_however_it_was_opened(tmp_path):

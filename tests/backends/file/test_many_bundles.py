@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import shutil
@@ -12,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hicache_backends.file import page_index as page_index_module
+from hicache_backends.file.bundle import parse_bundle
 from hicache_storage.objects import Call
-from tests.backends.file.harness import Rig, chain
+from tests.backends.file.harness import Rig, chain, counted
 
 BUNDLES = 30
 
@@ -40,14 +40,6 @@ class Deadline(Call):
         return self.looks < 0
 
 
-def look_up(rig: Rig, keys: list[str], call: Call) -> list[bool]:
-    from hicache_storage.objects import LookupBatch
-
-    return rig.storage.objects_exist([LookupBatch(rig.storage.pools["kv"].namespace, keys)], call)[
-        0
-    ]
-
-
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     monkeypatch.setattr(page_index_module, "BUNDLES_PER_STEP", 4)
@@ -59,7 +51,7 @@ def test_a_call_ends_at_its_deadline_and_the_next_one_goes_on(rig):
     b, found = rig(), list[int]()
     b.storage.open()
     while not found or found[-1] < BUNDLES:
-        found.append(sum(look_up(b, keys, Deadline(2))))
+        found.append(sum(b.look_up(keys, Deadline(2))))
     assert found == [8, 16, 24, 30]
     assert b.holds(keys)
 
@@ -69,7 +61,7 @@ def test_a_deadline_that_has_passed_costs_what_is_known_nothing(rig):
     keys = fill(a, logged=False)
     b = rig()
     assert b.hit(keys) == BUNDLES
-    assert look_up(b, keys, Deadline(0)) == [True] * BUNDLES
+    assert b.look_up(keys, Deadline(0)) == [True] * BUNDLES
 
 
 def test_what_is_not_looked_into_yet_is_counted_and_cleared(rig):
@@ -77,10 +69,8 @@ def test_what_is_not_looked_into_yet_is_counted_and_cleared(rig):
     keys = fill(a, logged=False)
     b = rig(capacity="1GiB")
     b.storage.open()
-    assert sum(look_up(b, keys, Deadline(1))) == 4
-    assert b.store.bundle_sets.get(b.namespace).used == sum(
-        path.stat().st_size for path in a.bundles()
-    )
+    assert sum(b.look_up(keys, Deadline(1))) == 4
+    assert b.bundle_set.used == sum(path.stat().st_size for path in a.bundles())
     b.storage.clear()
     assert a.bundles() == []
     for side in (a, b, rig()):
@@ -111,65 +101,43 @@ def test_a_set_without_time_to_look_breaks_no_promise(rig, monkeypatch):
     assert b.holds(keys)
 
 
-def test_of_two_copies_the_newer_one_counts_in_whatever_order_they_are_read(rig, monkeypatch):
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_of_two_copies_the_newer_one_counts_in_whatever_order_they_are_read(rig, order):
     a, keys = rig(), chain("k", 2)
     for version in range(3):
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                a.storage,
-                "objects_exist",
-                lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "ESTALE")),
-            )
-            assert a.put(keys, version=version) == [True] * 2
-    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)):
-        b = rig()
-        b.storage.open()
-        page_index = b.store.known_page_indexes([b.storage.pools["kv"].namespace])[0]
-        with monkeypatch.context() as patch:
-            patch.setattr(page_index.bundle_set, "index", lambda expired: True)
-            page_index.bundle_set.catch_up(b.store.feed.read())
-        bundles = sorted(
-            page_index.bundle_set.bundles.values(), key=lambda bundle: bundle.name.created_us
-        )
-        page_index._unread = {bundles[number]: None for number in order}
-        assert b.versions(keys, range(3)) == [2, 2]
-        copies = [bundle.name.created_us for bundle, _ in page_index.copies(keys[0])]
-        assert copies == sorted(copies, reverse=True)
-        assert len(copies) == 3
+        a.put_again(keys, version)
+    hidden = {path: path.with_suffix(".hidden") for path in a.bundles()}
+    age = {path: parse_bundle(path.name).created_us for path in hidden}
+    for path, aside in hidden.items():
+        path.rename(aside)
+    b = rig()
+    for number in order:
+        path = sorted(hidden, key=age.get)[number]
+        hidden[path].rename(path)
+        b.bundle_set.invalidate()
+        assert b.hit(keys) == 2
+    assert b.versions(keys, range(3)) == [2, 2]
+    copies = [bundle.name.created_us for bundle, _ in b.page_index.copies(keys[0])]
+    assert copies == sorted(age.values(), reverse=True)
 
 
-def test_the_log_tells_what_is_in_small_bundles(rig, monkeypatch):
+def test_the_log_tells_what_is_in_small_bundles(rig):
     keys = fill(rig(), logged=True)
-    b, read, real = rig(), list[str](), os.pread
-
-    def counting(descriptor, count, offset):
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        if name.endswith(".bundle"):
-            read.append(name)
-        return real(descriptor, count, offset)
-
-    monkeypatch.setattr(os, "pread", counting)
-    assert b.hit(keys) == BUNDLES
+    b = rig()
+    with counted("pread", ".bundle") as read:
+        assert b.hit(keys) == BUNDLES
     # The last few are in the cursor's name alone.
     assert len(read) < 8
-    monkeypatch.undo()
     assert b.holds(keys)
 
 
-def test_a_reader_that_is_behind_opens_no_bundle(rig, monkeypatch):
+def test_a_reader_that_is_behind_opens_no_bundle(rig):
     a, b = rig(), rig()
     assert b.hit(["x"]) == 0
-    keys, read, real = fill(a, logged=True), list[str](), os.open
-
-    def counting(path, *args, **kwargs):
-        if str(path).endswith(".bundle"):
-            read.append(path)
-        return real(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", counting)
-    assert b.hit(keys) == BUNDLES
+    keys = fill(a, logged=True)
+    with counted("open", ".bundle") as read:
+        assert b.hit(keys) == BUNDLES
     assert len(read) < 8
-    monkeypatch.undo()
     assert b.holds(keys)
     # Deletes and rewrites are told of in the log too.
     assert a.storage.delete(keys[::2]) == [True] * (BUNDLES // 2)
@@ -207,7 +175,7 @@ def test_a_thread_that_hangs_in_an_index_keeps_no_other_past_its_deadline(rig, m
     thread.start()
     try:
         assert hangs.wait(60)
-        found = look_up(b, keys, Call(0.2))
+        found = b.look_up(keys, Call(0.2))
         # All but those that the other one is at.
         assert BUNDLES - 8 <= sum(found) < BUNDLES
         # It may be in what the other one is at.
@@ -235,25 +203,25 @@ def test_a_name_that_claims_the_absurd_hides_no_page(rig, name):
     a.put(keys)
     (a.bundles_path / name).write_bytes(b"")
     for side in (rig(), a, rig(capacity="10MB")):
-        side.store.bundle_sets.get(side.namespace).invalidate()
+        side.bundle_set.invalidate()
         assert side.holds(keys)
         assert side.put([f"more of {id(side)}"]) == [True]
         assert side.holds(keys)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("point", ["pread", "insert", "listener", "added"])
+@pytest.mark.parametrize("point", ["pread", "_insert", "bundles_added", "_commit_adding"])
 @pytest.mark.parametrize("how", ["listed", "logged", "marked"])
 def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, point, how):
     a, b = rig(), rig(capacity="1GiB")
     b.storage.open()
-    bundle_set = b.store.bundle_sets.get(b.namespace)
+    bundle_set = b.bundle_set
     if how != "listed":
         assert b.hit(["x"]) == 0
     keys = fill(a, logged=how == "logged") if how != "marked" else chain("k", 2)
     if how == "marked":
         a.put(keys)
-    page_index = b.store.known_page_indexes([b.storage.pools["kv"].namespace])[0]
+    page_index = b.page_index
 
     def failing(real):
         calls = list[None]()
@@ -269,15 +237,12 @@ def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, p
     with monkeypatch.context() as patch:
         if point == "pread":
             patch.setattr(os, "pread", failing(os.pread))
-        elif point == "insert":
-            patch.setattr(page_index, "_insert", failing(page_index._insert))
-        elif point == "listener":
-            patch.setattr(page_index, "bundles_added", failing(page_index.bundles_added))
         else:
-            patch.setattr(bundle_set, "_commit_adding", failing(bundle_set._commit_adding))
+            owner = bundle_set if point == "_commit_adding" else page_index
+            patch.setattr(owner, point, failing(getattr(owner, point)))
         for _ in range(4):
             try:
-                look_up(b, keys, Call())
+                b.look_up(keys, Call())
             except error:
                 continue
     assert b.hit(keys) == len(keys)
@@ -295,8 +260,8 @@ def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
     keys = fill(rig(), logged=False)
     b = rig()
     b.storage.open()
-    assert look_up(b, ["other"], Call()) == [False]
-    page_index = b.store.known_page_indexes([b.storage.pools["kv"].namespace])[0]
+    assert b.look_up(["other"], Call()) == [False]
+    page_index = b.page_index
     more = chain("more", 4)
     assert rig().put(more) == [True] * 4
     snapshot, looked = b.store.feed.read(), page_index.bundle_set.is_current
@@ -309,7 +274,7 @@ def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
     page_index.bundle_set.is_current = meanwhile
     assert not page_index.is_current(snapshot)
     assert not page_index.complete
-    assert look_up(b, [*keys, *more], Call()) == [True] * (BUNDLES + 4)
+    assert b.look_up([*keys, *more], Call()) == [True] * (BUNDLES + 4)
 
 
 def test_an_interrupted_addition_counts_its_bytes_once(rig, monkeypatch):
@@ -327,9 +292,9 @@ def test_an_interrupted_addition_counts_its_bytes_once(rig, monkeypatch):
 
     monkeypatch.setattr(bundle_set_module, "sum", interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
-        look_up(b, ["other"], Call())
-    assert look_up(b, ["other"], Call()) == [False]
-    bundle_set = b.store.bundle_sets.get(b.namespace)
+        b.look_up(["other"], Call())
+    assert b.look_up(["other"], Call()) == [False]
+    bundle_set = b.bundle_set
     assert len(bundle_set.bundles) == BUNDLES
     assert bundle_set.used == sum(bundle.size for bundle in bundle_set.bundles.values())
 
@@ -339,7 +304,7 @@ def test_bundles_are_nothing_to_the_garbage_collector(rig):
     fill(rig(), logged=True)
     b = rig()
     b.storage.open()
-    assert look_up(b, ["other"], Call()) == [False]
-    for bundle in b.store.bundle_sets.get(b.namespace).bundles.values():
+    assert b.look_up(["other"], Call()) == [False]
+    for bundle in b.bundle_set.bundles.values():
         assert not gc.is_tracked(bundle)
         assert not gc.is_tracked(bundle.name)

@@ -162,7 +162,7 @@ def test_an_impossible_cursor_is_ignored(text):
 @pytest.mark.parametrize("events", ["b1-2-3", "a1-2", "rshort-1", "a1-2-3-4", ",a1-2-3"])
 def test_events_that_make_no_sense_make_the_reader_list(events):
     cursor = parse_cursor(f"{NAMESPACE}.aaaaaaaaaa.9.1.{events}")
-    assert cursor is None or cursor.since(9 - len(cursor.events)) is None
+    assert cursor is None or Unlisted() in cursor.since(9 - len(cursor.events))
 
 
 def test_what_a_writer_has_found_is_read_back():
@@ -178,4 +178,4 @@ def test_who_cannot_be_told_one_by_one_lists():
         [Removed(BundleId("b" * 10, 7)), Unlisted()], 1
     )
     read = parse_cursor(str(cursor))
-    assert (read.since(0), read.since(1), read.since(2)) == (None, None, [])
+    assert read.since(0) == [Removed(BundleId("b" * 10, 7)), Unlisted()]

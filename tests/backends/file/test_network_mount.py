@@ -102,21 +102,6 @@ def test_what_is_known_is_told_with_one_request(mounts, on):
     assert mount.since(before) == {"getattr": 1}
 
 
-def test_three_pools_are_asked_about_with_one_request(mounts, on):
-    from hicache_storage.spec import PoolTransfer
-    from tests.backends.file.harness import ScratchPool
-
-    mount = mounts()
-    a, keys = on(mount), chain("a", PAGES)
-    for name in ("mamba", "swa"):
-        a.storage.register_mem_host_pool_v2(ScratchPool(8, (64,)), name)
-    transfers = [PoolTransfer(name, keys=keys[:1]) for name in ("mamba", "swa")]
-    a.storage.batch_exists_v2(keys, transfers)
-    before = mount.counts()
-    a.storage.batch_exists_v2(keys, transfers)
-    assert mount.since(before) == {"getattr": 1}
-
-
 def test_nodes_see_each_other_at_once_though_the_mounts_cache_attributes(mounts, on):
     one, two = mounts("one"), mounts("two")
     a, b = on(one), on(two)

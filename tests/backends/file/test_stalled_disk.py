@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,13 +15,13 @@ from hicache_backends.file import reader, store
 from hicache_backends.posix import files
 from hicache_backends.posix.directories import Mount
 from hicache_backends.posix.files import is_cached, read_cached_into
-from hicache_storage.layers import DeadlineLayer
-from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo
-from tests.backends.file.harness import chain
+from hicache_storage.spec import HiCacheError
+from tests.backends.file.harness import PATIENCE_SECONDS, Rig, chain, flip, replaced
 
-SECONDS = 0.1
 HUNG_SECONDS = 10.0
-PATIENCE_SECONDS = 60.0
+LENGTHS = pytest.mark.parametrize(
+    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
+)
 
 
 class Disk:
@@ -75,30 +76,14 @@ def disk(monkeypatch):
     made.thaw()
 
 
-@pytest.fixture
-def guarded(rig, disk):
-    """A rig behind a deadline, one that a busy machine keeps until `hurry`."""
-    rigs = []
-
-    def make(**options):
-        made = rig(**options)
-        rigs.append(made)
-        made.bare, made.storage = made.storage, DeadlineLayer(made.storage, PATIENCE_SECONDS)
-        made.storage.register_mem_host_pool_v2(made.pool, "kv")
-        made.storage.open()
-        return made
-
-    yield make
-    disk.thaw()
-    for made in rigs:
-        # What was left behind has ended when this returns.
-        hurry(made, PATIENCE_SECONDS)
-        made.storage.close()
-
-
-def hurry(rig, seconds=SECONDS):
-    rig.storage._seconds = seconds
-    rig.storage._default = HiCacheStorageExtraInfo(deadline_seconds=seconds)
+def threads_that_look(rig: Rig) -> list[threading.Thread]:
+    """The threads that look pages up without I/O from now on."""
+    looked, threads = rig.bare.store.cached_page_indexes, []
+    rig.bare.store.cached_page_indexes = lambda namespaces: (
+        threads.append(threading.current_thread()),
+        looked(namespaces),
+    )[1]
+    return threads
 
 
 CALLS = {
@@ -121,7 +106,7 @@ def test_a_call_ends_at_its_deadline(guarded, disk, name, capacity):
     disk.cached = False
     # So that reading the counter is due.
     a.bare.store.feed.close()
-    hurry(a)
+    a.storage.hurry()
     disk.stall()
     # A clear may say that it did not happen.
     with contextlib.suppress(HiCacheError):
@@ -135,11 +120,7 @@ def test_what_is_known_is_answered_while_the_disk_stalls(guarded, disk):
     a, keys = guarded(capacity="1GiB"), chain("a", 4)
     a.put(keys)
     assert a.hit(keys) == 4
-    looked, threads = a.bare.store.cached_page_indexes, []
-    a.bare.store.cached_page_indexes = lambda namespaces: (
-        threads.append(threading.current_thread()),
-        looked(namespaces),
-    )[1]
+    threads = threads_that_look(a)
     disk.stall()
     assert (a.hit(keys), a.hit(chain("b", 1)), a.hit([*keys, "more"])) == (4, 0, 4)
     assert set(threads) == {threading.current_thread()}
@@ -152,11 +133,11 @@ def test_a_lookup_that_needs_the_disk_ends_at_its_deadline(guarded, rig, disk):
     assert a.hit(keys) == 2
     rig().put(keys[2:])
     disk.stall()
-    hurry(a)
+    a.storage.hurry()
     assert a.hit(keys) == 0
     assert not disk.thawed
     disk.thaw()
-    hurry(a, PATIENCE_SECONDS)
+    a.storage.be_patient()
     assert a.hit(keys) == 4
 
 
@@ -164,16 +145,29 @@ def test_a_lookup_behind_a_hung_announcement_ends_at_its_deadline(guarded, disk)
     a, keys = guarded(), chain("a", 2)
     a.put(keys)
     assert a.hit(keys) == 2
-    hurry(a)
-    with a.bare.store.feed._announcing:
+    hangs, go_on, counter = threading.Event(), threading.Event(), a.bare.store.paths.counter
+
+    def make(real):
+        def utime(path, *args, **kwargs):
+            if path == counter:
+                hangs.set()
+                go_on.wait(HUNG_SECONDS)
+            real(path, *args, **kwargs)
+
+        return utime
+
+    with replaced(os, "utime", make), ThreadPoolExecutor(1) as threads:
+        putting = threads.submit(a.bare.delete, keys[1:])
+        assert hangs.wait(PATIENCE_SECONDS)
+        a.storage.hurry()
         assert a.hit(keys) == 0
-    hurry(a, PATIENCE_SECONDS)
-    assert a.hit(keys) == 2
+        go_on.set()
+        assert putting.result(PATIENCE_SECONDS) == [True]
+    a.storage.be_patient()
+    assert a.hit(keys) == 1
 
 
-@pytest.mark.parametrize(
-    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
-)
+@LENGTHS
 @pytest.mark.parametrize("opened", [True, False])
 def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, components, opened):
     a, keys = guarded(components=components, pages=8), chain("a", 8)
@@ -181,14 +175,10 @@ def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, 
     assert a.holds(keys)
     if not opened:
         a.bare.store.descriptors.close()
-    looked, threads = a.bare.store.cached_page_indexes, []
-    a.bare.store.cached_page_indexes = lambda namespaces: (
-        threads.append(threading.current_thread()),
-        looked(namespaces),
-    )[1]
+    threads = threads_that_look(a)
     disk.stall()
     # With a deadline that a worker thread would not keep: the caller's own thread reads.
-    hurry(a)
+    a.storage.hurry()
     a.bare.read_objects = None
     assert a.holds(keys)
     assert set(threads) == {threading.current_thread()}
@@ -196,18 +186,13 @@ def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, 
     assert a.stats().pages_read == 16
 
 
-@pytest.mark.parametrize(
-    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
-)
+@LENGTHS
 def test_damage_in_the_page_cache_is_found_and_counted_once(guarded, disk, components):
     a, keys = guarded(components=components, pages=4), chain("a", 4)
     a.put(keys)
     assert a.holds(keys)
     (bundle,) = a.path.rglob("*.bundle")
-    with bundle.open("r+b") as file:
-        byte = file.read(1)
-        file.seek(0)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(bundle, 0)
     assert a.versions(keys) == [None, 0, 0, 0]
     assert a.stats().pages_damaged == 1
 
@@ -234,9 +219,7 @@ def test_reads_from_the_page_cache_close_idle_files_in_another_thread(
     assert threading.current_thread() not in threads
 
 
-@pytest.mark.parametrize(
-    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
-)
+@LENGTHS
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP], ids=["evicted", "unsupported"])
 def test_what_has_left_the_page_cache_comes_through_buffers(
     guarded, monkeypatch, components, number

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from hicache_backends.file import publisher as publisher_module
 from hicache_backends.file.bundle import parse_bundle
-from tests.backends.file.harness import Rig, chain
+from tests.backends.file.harness import Rig, chain, failing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def test_a_number_never_stands_for_two_bundles(rig, number):
         assert side.holds(second)
         assert side.holds(first)
         assert side.stats().pages_damaged == 0
-    assert os.listdir(a.store.paths.temporaries) == []
+    assert a.temporaries() == []
 
 
 def test_a_bundle_that_got_into_place_is_found_by_everyone_or_by_no_one(rig):
@@ -137,7 +137,7 @@ def test_a_failed_announcement_takes_no_page_from_who_has_found_it(rig, monkeypa
 
     def slow(*_, **__):
         # The other one finds the bundle by listing, and writes nothing.
-        b.store.bundle_sets.get(b.namespace).invalidate()
+        b.bundle_set.invalidate()
         answers.append(b.put(keys))
         raise OSError(errno.ENOSPC, "ENOSPC")
 
@@ -152,14 +152,11 @@ def test_a_failed_announcement_takes_no_page_from_who_has_found_it(rig, monkeypa
         assert side.holds(keys)
 
 
-def test_what_could_not_be_announced_is_announced_with_the_next_set(rig, monkeypatch):
+def test_what_could_not_be_announced_is_announced_with_the_next_set(rig):
     a, b, keys = rig(), rig(), chain("a", 3)
     a.put(chain("before", 1))
     assert b.hit(keys) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            a.store.feed, "_move", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "ENOSPC"))
-        )
+    with failing("rename", errno.ENOSPC, when=lambda _, to: "/writers/" in to):
         assert a.put(keys) == [False] * 3
     assert b.hit(keys) == 0
     assert a.put(chain("after", 1)) == [True]
@@ -201,14 +198,14 @@ def test_another_file_under_a_known_bundles_number_is_not_taken_for_it(rig):
     second.rename(second.with_name(str(name)))
     for side in (a, knows):
         side.store.descriptors.close()
-        side.store.bundle_sets.get(side.namespace).invalidate()
+        side.bundle_set.invalidate()
         assert side.holds(keys)
         assert side.stats().pages_damaged == 0
     assert mine.exists()
     # Once it has gone, the other one is what the number stands for.
     mine.unlink()
     for side in (a, knows):
-        side.store.bundle_sets.get(side.namespace).invalidate()
+        side.bundle_set.invalidate()
         assert side.present(keys) == [False] * 3
         assert side.holds(others)
 
@@ -220,6 +217,6 @@ def test_a_hit_without_checksums_is_of_the_file_whose_index_was_read(rig):
         a.put(keys)
     knows.hit(keys)
     a.put(others)
-    knows.store.bundle_sets.get(knows.namespace).invalidate()
+    knows.bundle_set.invalidate()
     assert knows.versions(keys) in ([0, 0], [None, None])
     assert knows.holds(others)

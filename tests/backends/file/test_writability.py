@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.file.harness import Rig, ScratchPool, chain, identity
+from tests.backends.file.harness import Rig, ScratchPool, bundle_bytes, chain, identity
 from tests.metadata_server.full_disks import small_disk
 
 
@@ -41,13 +41,12 @@ def assert_writes(rig: Rig) -> None:
 def test_a_rename_that_the_file_system_refuses_evicts_nothing_and_is_told(rig, served):
     """mergerfs, project quotas and encrypted directories refuse renames from one directory of a
     mount to another: no set succeeded, and the health was fine."""
-    probe = rig(who=identity(model="probe"))
-    other = rig(who=identity(model="other"), capacity=2 * probe.bundle_bytes(8))
-    a, keys = rig(capacity=2 * probe.bundle_bytes(8)), chain("a", 8)
+    capacity, keys = 2 * bundle_bytes(8), chain("a", 8)
+    a, other = rig(capacity=capacity), rig(who=identity(model="other"), capacity=capacity)
     if served:
         assert a.put(keys) == [True] * 8
         a.storage.close()
-        a = rig(capacity=2 * probe.bundle_bytes(8))
+        a = rig(capacity=capacity)
     assert other.put(keys) == [True] * 8
     assert_writes(a)
     with bound(Path(a.store.paths.temporaries)):
@@ -60,7 +59,7 @@ def test_a_rename_that_the_file_system_refuses_evicts_nothing_and_is_told(rig, s
         assert "no file can be renamed from" in health.detail
     stats = a.storage.get_stats()
     assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 24)
-    assert os.listdir(a.store.paths.temporaries) == []
+    assert a.temporaries() == []
     assert a.put(chain("b", 8)) == [True] * 8
     assert a.holds(chain("b", 8))
     assert_writes(a)
