@@ -65,6 +65,8 @@ def test_a_cut_or_lengthened_file_is_noticed(keys, data):
     longer = whole + data.draw(st.binary(min_size=1, max_size=100))
     with pytest.raises(NotABundleError):
         read(longer)
+    with pytest.raises(NotABundleError, match="does not fit"):
+        read(whole, size=len(whole) + 1)
 
 
 @given(st.binary(max_size=300))

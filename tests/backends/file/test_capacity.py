@@ -115,6 +115,18 @@ def test_one_more_page_than_fits_costs_the_tail_of_a_chain_and_not_its_head(room
     assert disk_bytes(a) <= a.store.capacity.limit
 
 
+def test_a_chain_written_page_by_page_loses_its_tail_first(room):
+    """With its prefix known, each new page makes the older ones of its chain the more recently
+    used."""
+    a, keys = room(1.3), chain("a", 8)
+    for number, key in enumerate(keys):
+        assert a.put([key], prefix=keys[:number]) == [True]
+    assert a.put(["one more"], prefix=keys) == [True]
+    assert a.hit(keys) >= 7
+    a.put(chain("b", 3))
+    assert 3 <= a.hit(keys) <= 7
+
+
 def test_the_bundles_of_one_batch_go_from_its_tail_also_for_others(room, monkeypatch):
     monkeypatch.setattr(writer_module, "MAX_BUNDLE_BYTES", 8 * 4096)
     a, keys = room(4.2), chain("long", 32)

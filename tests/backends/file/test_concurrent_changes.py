@@ -17,7 +17,14 @@ from hicache_backends.file import rewriter as rewriter_module
 from hicache_backends.file.bundle import BundleId, Claim, parse_bundle
 from hicache_backends.file.events import Found
 from hicache_backends.file.paths import ProcessId
-from tests.backends.file.harness import Rig, before_announcing, bundle_bytes, chain, replaced
+from tests.backends.file.harness import (
+    Rig,
+    before_announcing,
+    bundle_bytes,
+    chain,
+    counted,
+    replaced,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,12 +121,14 @@ def test_a_bundle_that_another_removes_before_it_is_announced_does_not_stay(rig)
     assert b.holds(KEYS)
 
 
+@pytest.mark.parametrize("before", [1, 4], ids=["new writer", "trusted writer"])
 @pytest.mark.parametrize("later", [12, 80])
-def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(rig, later):
+def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(rig, later, before):
     a, b, knows = rig(), rig(), rig()
-    a.put(chain("other", 1))
-    for side in (b, knows):
-        side.hit(KEYS)
+    for number in range(before):
+        a.put(chain(f"before {number}", 1))
+        for side in (b, knows):
+            side.hit(KEYS)
     readers = [a, b, knows]
 
     def delete():
@@ -140,6 +149,53 @@ def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(r
         assert reader.present(KEYS) == [False] * 3
     assert knows.put(KEYS) == [True] * 3
     assert rig().holds(KEYS)
+
+
+def test_a_bundle_is_found_here_no_earlier_than_elsewhere(rig):
+    a, b, seen = rig(), rig(), []
+    a.put(chain("other", 1))
+    b.hit(KEYS)
+    with before_announcing(a, lambda: seen.extend([a.hit(KEYS), b.hit(KEYS)])):
+        a.put(KEYS)
+    assert seen == [0, 0]
+    assert a.holds(KEYS)
+    assert b.holds(KEYS)
+
+
+def test_a_bundle_that_is_found_unannounced_is_synced_before_its_pages_are_reported(rig):
+    a, b = rig(), rig(fsync=True)
+    a.put(chain("other", 1))
+    b.hit(KEYS)
+    with (
+        counted("fsync", "/bundles") as synced,
+        before_announcing(a, lambda: b.catch_up(listing=True)),
+    ):
+        a.put(KEYS)
+    assert synced
+    assert b.holds(KEYS)
+
+
+def test_a_bundle_that_is_renamed_past_a_long_listing_is_found(rig, monkeypatch):
+    monkeypatch.setattr(bundle_set_module, "ATOMIC_LISTING_BYTES", 0)
+    a, b = rig(), rig()
+    a.put(KEYS)
+    assert b.holds(KEYS)
+    (path,) = a.bundles()
+    claimed_elsewhere(path)
+    b.store.descriptors.close()
+    # The second one has passed the new name, and the old one is gone.
+    listings = [[path.name], []]
+
+    def listed(real):
+        def names(where):
+            return listings.pop(0) if listings and where == str(path.parent) else real(where)
+
+        return names
+
+    with replaced(b.store.paths, "list_names", listed):
+        b.catch_up(listing=True)
+        assert b.present(KEYS) == [True] * 3
+    assert not listings
 
 
 def test_a_delete_that_finds_nothing_tells_of_whoever_was_faster(rig):
