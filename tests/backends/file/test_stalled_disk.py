@@ -1,27 +1,41 @@
-"""A local disk that stalls: calls end at their deadline, or are served from memory."""
+"""A local disk that stalls: calls end at their deadline, or are served from memory; with bounce buffers
+nothing is written later."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hicache_backends.file import reader, store
 from hicache_backends.posix import files
+from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import Mount
 from hicache_backends.posix.files import is_cached, read_cached_into
-from hicache_storage.spec import HiCacheError
-from tests.backends.file.harness import PATIENCE_SECONDS, Rig, chain, flip, replaced
+from hicache_storage.objects import Call, ObjectRead
+from hicache_storage.spec import CancellationToken, HiCacheError, HungReads
+from tests.backends.file.harness import COMPONENTS, PATIENCE_SECONDS, Rig, chain, flip, replaced
+from tests.support.waiting import eventually
 
-HUNG_SECONDS = 10.0
 LENGTHS = pytest.mark.parametrize(
     "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
 )
+
+
+OPERATIONS = (
+    *("open", "rename", "unlink", "utime", "listdir", "pwritev", "close", "posix_fadvise"),
+    "preadv",
+)
+
+
+def _path(target):
+    """The path of a name, or of a descriptor."""
+    return os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
 
 
 class Disk:
@@ -31,42 +45,37 @@ class Disk:
     def __init__(self, monkeypatch):
         self.cached = True
         self.operations, self.thawed = 0, 0
-        self._stalls, self._thaw = False, threading.Event()
+        self._stalled, self._path, self._thaw = (), None, threading.Event()
         monkeypatch.setattr(store, "mount_of", lambda path: Mount("ext4"))
         monkeypatch.setattr(reader, "is_cached", lambda *args: self.cached)
-        for name in (
-            "open",
-            "rename",
-            "unlink",
-            "utime",
-            "listdir",
-            "pwritev",
-            "close",
-            "posix_fadvise",
-        ):
-            monkeypatch.setattr(os, name, functools.partial(self._waiting, getattr(os, name)))
-        real = os.preadv
-        monkeypatch.setattr(
-            os,
-            "preadv",
-            lambda fd, buffers, at, flags=0: (
-                real if flags else functools.partial(self._waiting, real)
-            )(fd, buffers, at),
-        )
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._around(name))
 
-    def stall(self):
-        self._stalls = True
+    def stall(self, *names, path=None):
+        """Let operations hang: those of these names, or all; on one file, or all."""
+        self._stalled, self._path = names or OPERATIONS, path
 
     def thaw(self):
-        self._stalls = False
+        self._stalled = ()
         self._thaw.set()
 
-    def _waiting(self, real, *args, **kwargs):
-        if self._stalls:
-            self.operations += 1
-            self._thaw.wait(HUNG_SECONDS)
-            self.thawed += 1
-        return real(*args, **kwargs)
+    def _around(self, name):
+        real = getattr(os, name)
+
+        def waiting(target, *args, **kwargs):
+            # What is read with flags is in the page cache.
+            in_memory = name == "preadv" and len(args) > 2
+            if (
+                name in self._stalled
+                and not in_memory
+                and (self._path or _path(target)) == _path(target)
+            ):
+                self.operations += 1
+                self._thaw.wait(PATIENCE_SECONDS)
+                self.thawed += 1
+            return real(target, *args, **kwargs)
+
+        return waiting
 
 
 @pytest.fixture
@@ -151,7 +160,7 @@ def test_a_lookup_behind_a_hung_announcement_ends_at_its_deadline(guarded, disk)
         def utime(path, *args, **kwargs):
             if path == counter:
                 hangs.set()
-                go_on.wait(HUNG_SECONDS)
+                go_on.wait(PATIENCE_SECONDS)
             real(path, *args, **kwargs)
 
         return utime
@@ -256,6 +265,177 @@ def test_somebody_elses_files_are_read_through_buffers(guarded, monkeypatch):
     monkeypatch.setattr(reader, "read_cached_into", None)
     assert a.holds(keys)
     assert flags
+
+
+@LENGTHS
+@pytest.mark.parametrize("verifies", [True, False], ids=["verified", "unverified"])
+def test_pages_come_through_buffers_whole(rig, components, verifies):
+    a, keys = (
+        rig(components=components, pages=8, hung_reads="bounce_buffer", verify_checksums=verifies),
+        chain("a", 8),
+    )
+    a.put(keys)
+    assert a.store.buffers is not None
+    assert a.holds(keys)
+    assert a.versions([keys[5], "missing", keys[0], keys[7]]) == [0, None, 0, 0]
+    assert a.store.hung_reads() == 0
+
+
+@LENGTHS
+def test_a_hung_get_returns_and_nothing_arrives_later(guarded, disk, components):
+    a, keys = guarded(hung_reads="bounce_buffer", components=components, pages=8), chain("a", 8)
+    a.put(keys)
+    disk.stall("preadv")
+    a.storage.hurry()
+    assert a.get(keys) == [None] * 8
+    # On a busy machine the deadline may pass before the first read has begun.
+    while not disk.operations:
+        assert a.get(keys) == [None] * 8
+    assert not disk.thawed
+    assert a.bare.store.hung_reads() >= 1
+    assert "hang" in a.bare.health().detail
+    a.pool.memory[:] = b"\x77" * len(a.pool.memory)
+    disk.thaw()
+    a.storage.be_patient()
+    eventually(lambda: a.bare.store.hung_reads() == 0)
+    assert set(a.pool.memory) == {0x77}
+    assert a.stats().pages_damaged == 0
+    assert a.holds(keys)
+
+
+def test_hung_reads_are_bounded_and_fail_fast_beyond(guarded, disk, monkeypatch):
+    a, keys = guarded(hung_reads="bounce_buffer"), chain("a", 4)
+    a.put(keys)
+    monkeypatch.setattr(a.bare.store.buffers, "_limit", 3)
+    disk.stall("preadv")
+    a.storage.hurry()
+    while disk.operations < 3:
+        assert a.get(keys) == [None] * 4
+    missed = a.storage.get_stats().deadlines_missed
+    a.storage.be_patient()
+    assert a.get(keys) == [None] * 4
+    assert (disk.operations, disk.thawed) == (3, 0)
+    assert a.storage.get_stats().deadlines_missed == missed
+    disk.thaw()
+    eventually(lambda: a.holds(keys))
+
+
+def test_a_read_of_someone_else_goes_on_beside_a_hung_one(guarded, disk):
+    a, stuck, well = (
+        guarded(hung_reads="bounce_buffer", components=(600_000,), pages=40, threads=4),
+        chain("stuck", 2),
+        chain("well", 36),
+    )
+    a.put(well)
+    before = {str(path) for path in a.path.rglob("*.bundle")}
+    a.put(stuck)
+    (path,) = {str(path) for path in a.path.rglob("*.bundle")} - before
+    disk.stall("preadv", path=path)
+    a.storage.hurry()
+    for _ in range(6):
+        assert a.get(stuck) == [None] * 2
+    a.storage.be_patient()
+    assert a.holds(well)
+
+
+def test_closing_waits_for_no_hung_read(guarded, disk):
+    a, keys = guarded(hung_reads="bounce_buffer"), chain("a", 4)
+    a.put(keys)
+    disk.stall("preadv")
+    a.storage.hurry()
+    while not disk.operations:
+        a.get(keys)
+    a.storage.close()
+    a.storage.close()
+    assert not disk.thawed
+    disk.thaw()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "hung_reads", "may_hang"),
+    [
+        ("ext4", "auto", HungReads.BOUNCE_BUFFER, True),
+        ("ext4", "wait", HungReads.WAIT, True),
+        ("ext4", "bounce_buffer", HungReads.BOUNCE_BUFFER, True),
+        ("nfs4", "auto", HungReads.BOUNCE_BUFFER, True),
+        ("nfs4", "wait", HungReads.WAIT, True),
+        ("tmpfs", "auto", HungReads.WAIT, False),
+        ("tmpfs", "bounce_buffer", HungReads.BOUNCE_BUFFER, True),
+    ],
+)
+def test_whatever_has_a_device_below_may_hang(rig, monkeypatch, kind, option, hung_reads, may_hang):
+    monkeypatch.setattr(store, "mount_of", lambda path: Mount(kind))
+    a = rig(hung_reads=option)
+    assert a.storage.capabilities.may_hang
+    a.storage.open()
+    assert (a.storage.capabilities.hung_reads, a.storage.capabilities.may_hang) == (
+        hung_reads,
+        may_hang,
+    )
+    assert (a.store.buffers is None) == (hung_reads is HungReads.WAIT)
+
+
+def test_a_straight_read_keeps_its_caller(rig, disk):
+    """The first get may open the store, behind a deadline, before it is known that nothing is below
+    that could stall."""
+    a, keys = rig(hung_reads="wait"), chain("a", 4)
+    a.put(keys)
+    disk.stall("preadv")
+    token, cancelled = CancellationToken(), threading.Event()
+    call = Call(cancellation=token)
+    reads = [
+        ObjectRead(a.kv, key, [memoryview(bytearray(length)) for length in COMPONENTS], call=call)
+        for key in keys
+    ]
+    extents = a.page_index.locate(reads)
+    reading = threading.Thread(target=lambda: a.store.reader.read(extents, call))
+    reading.start()
+    eventually(lambda: disk.operations)
+    cancelling = threading.Thread(target=lambda: (token.cancel(), cancelled.set()))
+    cancelling.start()
+    assert not cancelled.wait(0.05)
+    disk.thaw()
+    assert cancelled.wait(PATIENCE_SECONDS)
+    reading.join(PATIENCE_SECONDS)
+
+
+def test_buffers_are_used_again():
+    buffers, seen = Buffers(4096, limit=2), set()
+    for _ in range(10):
+        with buffers.lend(Call()) as one, buffers.lend(Call()) as two:
+            assert len(one) == len(two) == 4096
+            seen |= {id(one), id(two)}
+    assert len(seen) == 2
+
+
+def test_who_waits_for_a_buffer_gets_the_next_one():
+    buffers, order = Buffers(4096, limit=1), []
+
+    def second():
+        with buffers.lend(Call(PATIENCE_SECONDS)):
+            order.append("second")
+
+    with buffers.lend(Call()):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        time.sleep(0.02)
+        order.append("first")
+    waiting.join(PATIENCE_SECONDS)
+    assert order == ["first", "second"]
+
+
+def test_no_buffer_is_waited_for_that_only_hung_reads_have():
+    buffers, late = Buffers(4096, limit=1), Call(0.0)
+    token = CancellationToken()
+    with buffers.lend(Call(cancellation=token)):
+        token.cancel()
+        assert buffers.stuck() == 1
+        with pytest.raises(OSError, match="reads hang") as error, buffers.lend(Call(60.0)):
+            pass
+        assert error.value.errno == errno.EBUSY
+        with pytest.raises(OSError, match="deadline"), buffers.lend(late):
+            pass
+    assert buffers.stuck() == 0
 
 
 def test_the_page_cache_is_asked(tmp_path):
