@@ -109,6 +109,24 @@ def test_what_a_loser_has_prepared_is_never_seen(rig, monkeypatch):
     assert rig().present(KEYS) == a.present(KEYS) == b.present(KEYS) == [False, False, True]
 
 
+def test_a_bundle_that_a_living_process_is_replacing_is_left_to_it(rig, monkeypatch):
+    monkeypatch.setattr(rewriter_module, "WAIT_SECONDS", 0.0)
+    a, b, deleted = rig(), rig(), []
+    a.put(KEYS)
+    assert b.holds(KEYS)
+
+    def look(step):
+        # Claimed, and the replacement is not in place.
+        if step == 1:
+            deleted.extend(b.storage.delete(KEYS[1:2]))
+
+    Steps(monkeypatch, look)
+    assert a.storage.delete(KEYS[:1]) == [True]
+    assert deleted == [False]
+    for side in (a, b, rig()):
+        assert side.present(KEYS) == [False, True, True]
+
+
 def test_a_bundle_that_another_removes_before_it_is_announced_does_not_stay(rig):
     a, b = rig(), rig()
     a.put(chain("other", 1))
@@ -121,11 +139,12 @@ def test_a_bundle_that_another_removes_before_it_is_announced_does_not_stay(rig)
     assert b.holds(KEYS)
 
 
-@pytest.mark.parametrize("before", [1, 4], ids=["new writer", "trusted writer"])
+@pytest.mark.parametrize("by", ["delete", "eviction"])
 @pytest.mark.parametrize("later", [12, 80])
-def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(rig, later, before):
+def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(rig, later, by):
     a, b, knows = rig(), rig(), rig()
-    for number in range(before):
+    # More than once: the writer is trusted to have announced all that a listing has shown.
+    for number in range(4):
         a.put(chain(f"before {number}", 1))
         for side in (b, knows):
             side.hit(KEYS)
@@ -135,7 +154,12 @@ def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(r
         # The writer is held up for so long that another takes it for killed, finds the bundle by a
         # listing, and removes it.
         b.bundle_set.invalidate()
-        assert b.storage.delete(KEYS) == [True] * 3
+        if by == "delete":
+            assert b.storage.delete(KEYS) == [True] * 3
+        else:
+            assert b.hit(KEYS) == 3
+            bundle = b.page_index.pages[KEYS[0]][0]
+            assert b.store.publisher.remove(b.bundle_set, [bundle]) == [True]
         readers.append(rig())
         for reader in readers[1:]:
             assert reader.present(KEYS) == [False] * 3
