@@ -17,15 +17,20 @@ ROOT = Path(__file__).parents[2]
 LONGEST = "a" + "2" * (MAX_NAME_CHARACTERS - 3) + "-b"
 
 
-@pytest.mark.long
-def test_the_package_conforms_as_it_is_made(tmp_path):
+def test_the_package_conforms_as_it_is_made_in_an_environment_of_its_own(tmp_path):
     author = Author(tmp_path)
     author.install(ROOT)
+    where = "import hicache_conformance, hicache_demo_driver as d; print(hicache_conformance.__file__, d.__file__)"
     done = author.shell(
-        "hicache new demo && pip install -q ./demo && hicache conformance run demo --profile smoke"
+        f"hicache new demo && pip install -q ./demo && python -P -c '{where}' && hicache drivers && "
+        "hicache conformance run demo --profile smoke && "
+        "pytest demo/tests -q -p no:cacheprovider --hicache-level core --hicache-profile smoke"
     )
     assert done.returncode == 0, done.stdout
+    assert done.stdout.count(f"{author.home}/venv/lib") >= 2
+    assert "hicache-demo-driver" in done.stdout
     assert "conformant: every rule of the selected levels" in done.stdout
+    assert done.stdout.count("conformant: every rule") == 2
 
 
 def test_the_example_is_such_a_package():

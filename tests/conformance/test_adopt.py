@@ -10,11 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Replay, RunRecord
-from hicache_conformance.model.rules import Level
-from hicache_conformance.model.verdict import judge
+from hicache_conformance.model.outcomes import Outcome, Replay
 from hicache_conformance.report.adopted import REQUIREMENTS, TEST, write_adopted
 from hicache_conformance.report.results import as_json, results
+from tests.conformance.records import ended, header, judged
 
 DRIVERS = Path(__file__).with_name("interfaces")
 # Copies what a run has found, and exits with its status.
@@ -33,29 +32,20 @@ FOUND = {"test_a": Outcome.FAIL, "test_b[1]": Outcome.FAIL, "test_c": Outcome.PA
 
 
 def _judged(found):
-    header = Header(
-        driver="driver",
-        seed=1,
-        profile="smoke",
-        levels=["core"],
-        spec_version="2",
-        suite_version="1",
-        replay=Replay(run="adopt", options={}, interface="sglang"),
-    )
+    run = header(replay=Replay(run="adopt", options={}, interface="sglang"))
+    rules = {name: "SET-1" if name == "test_c" else "GET-1" for name in found}
+    reason = "GET-1: page 3 key 'k' of pool 'kv' holds \"another's\" bytes"
     cases = [
-        CaseOutcome(
-            case=name,
-            rules=("GET-1" if name != "test_c" else "SET-1",),
-            checked=("GET-1" if name != "test_c" else "SET-1",),
-            levels=("core",),
+        ended(
+            name,
+            rules[name],
             outcome=outcome,
-            reason="GET-1: page 3 key 'k' of pool 'kv' holds \"another's\" bytes",
-            broken_rule=("GET-1" if name != "test_c" else "SET-1") * (outcome is Outcome.FAIL),
+            reason=reason,
+            broken_rule=rules[name] * (outcome is Outcome.FAIL),
         )
         for name, outcome in found.items()
     ]
-    record = RunRecord(header, outcomes=cases, finished=True)
-    return header, judge(record, [Level.CORE], {})
+    return run, judged(*cases, run=run)
 
 
 @pytest.fixture(scope="module")

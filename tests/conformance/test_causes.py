@@ -20,13 +20,12 @@ from hicache_conformance.model.cause import (
     stacks_in_driver,
 )
 from hicache_conformance.model.fault_plan import Fault, FaultKind
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, RunRecord
-from hicache_conformance.model.rules import Level
-from hicache_conformance.model.verdict import judge
+from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.runner.case_reports import violation_finding
 from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
+from tests.conformance.records import ended, judged
 
 
 class Broken(MemoryStorage):
@@ -239,29 +238,10 @@ def test_a_violation_carries_the_stacks_of_threads_that_hang_each_place_once(kit
     assert (places_in_driver(), stacks_in_driver()) == ([], "")
 
 
-def failed(case, *rules, causes=()):
-    return CaseOutcome(
-        case=case,
-        rules=rules,
-        levels=("core",),
-        outcome=Outcome.FAIL,
-        broken_rule=rules[0],
-        causes=tuple(causes),
-    )
-
-
 def bug(text="'x'", place="driver.py:7 in _put"):
     return Cause(
         error=f"KeyError: {text}", place=place, traceback="", expected=False, injected=False
     )
-
-
-def judged(*outcomes):
-    header = Header(
-        driver="d", seed=1, profile="smoke", levels=["core"], spec_version="2", suite_version="0"
-    )
-    record = RunRecord(header, outcomes=list(outcomes), finished=True)
-    return judge(record, [Level.CORE], {})
 
 
 OTHER = bug(place="driver.py:9 in f")
@@ -292,7 +272,7 @@ CUT, SHORT = (damage(f"whose object has no envelope: {size} bytes, not 320") for
 )
 def test_rules_that_one_cause_breaks_are_one_finding(outcomes, shared):
     cases = [
-        failed(f"test_{number}", rule, causes=causes)
+        ended(f"test_{number}", rule, outcome=Outcome.FAIL, broken_rule=rule, causes=tuple(causes))
         for number, (rule, *causes) in enumerate(outcomes)
     ]
     found = judged(*cases).shared_causes()

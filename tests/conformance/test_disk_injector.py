@@ -30,7 +30,7 @@ from tests.conformance.fault_helpers import (
 )
 from tests.support.waiting import eventually
 
-needs_fuse = pytest.mark.skipif(bool(missing_for_disk()), reason=f"needs {missing_for_disk()}")
+pytestmark = pytest.mark.skipif(bool(missing_for_disk()), reason=f"needs {missing_for_disk()}")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,6 @@ ERRORS = [
 ]
 
 
-@needs_fuse
 @pytest.mark.parametrize(("error", "operation"), list(dict.fromkeys(ERRORS)))
 def test_an_error_reaches_the_program(disk, error, operation):
     find_fault(disk, FaultKind.ERROR, error=error, operations=(operation,))
@@ -109,7 +108,6 @@ def test_an_error_reaches_the_program(disk, error, operation):
     USES[operation](disk.file)
 
 
-@needs_fuse
 def test_an_error_strikes_where_it_was_told_to(disk):
     find_fault(disk, FaultKind.ERROR, error="EIO", operations=("write",), first=1, count=2)
     with opened(disk.file, os.O_WRONLY) as descriptor:
@@ -123,34 +121,21 @@ def test_an_error_strikes_where_it_was_told_to(disk):
     assert disk.injected_count() == 2
 
 
-@needs_fuse
-@pytest.mark.parametrize(
-    ("operation", "change", "done", "error"),
-    [
-        (
-            "name",
-            lambda file: os.rename(file, f"{file}.renamed"),
-            lambda file: os.path.exists(f"{file}.renamed"),
-            "ENOENT",
-        ),
-        (
-            "name",
-            lambda file: os.link(file, f"{file}.linked"),
-            lambda file: os.path.exists(f"{file}.linked"),
-            "EEXIST",
-        ),
-        (
-            "name",
-            lambda file: os.mkdir(f"{file}.directory"),
-            lambda file: os.path.isdir(f"{file}.directory"),
-            "EEXIST",
-        ),
-        ("remove", os.unlink, lambda file: not os.path.exists(file), "ENOENT"),
-        ("write", _write, lambda file: file.read_bytes()[:1] == b"x", "EIO"),
-        ("create", _create, lambda file: os.path.exists(f"{file}.new"), "EIO"),
-    ],
-    ids=["rename", "link", "mkdir", "unlink", "write", "create"],
-)
+def _there(suffix):
+    return lambda file: os.path.exists(f"{file}{suffix}")
+
+
+APPLIED = {
+    "rename": ("name", lambda file: os.rename(file, f"{file}.to"), _there(".to"), "ENOENT"),
+    "link": ("name", lambda file: os.link(file, f"{file}.ln"), _there(".ln"), "EEXIST"),
+    "mkdir": ("name", lambda file: os.mkdir(f"{file}.dir"), _there(".dir"), "EEXIST"),
+    "unlink": ("remove", os.unlink, lambda file: not os.path.exists(file), "ENOENT"),
+    "write": ("write", _write, lambda file: file.read_bytes()[:1] == b"x", "EIO"),
+    "create": ("create", _create, _there(".new"), "EIO"),
+}
+
+
+@pytest.mark.parametrize(("operation", "change", "done", "error"), APPLIED.values(), ids=APPLIED)
 def test_a_request_takes_effect_and_fails(disk, operation, change, done, error):
     # As a retransmitted request fails, and with an error of one's choice.
     find_fault(disk, FaultKind.APPLIED, operations=(operation,), count=1)
@@ -166,7 +151,6 @@ def test_a_request_takes_effect_and_fails(disk, operation, change, done, error):
     assert done(disk.tmp / "other")
 
 
-@needs_fuse
 def test_a_short_read_leaves_the_rest_out(disk):
     find_fault(disk, FaultKind.SHORT_READ, operations=("read",))
     with opened(disk.file) as descriptor:
@@ -175,7 +159,6 @@ def test_a_short_read_leaves_the_rest_out(disk):
     assert len(disk.file.read_bytes()) < len(CONTENT)
 
 
-@needs_fuse
 @pytest.mark.parametrize(
     ("kind", "told"), [(FaultKind.SHORT_WRITE, 500), (FaultKind.TORN_WRITE, 1000)]
 )
@@ -186,7 +169,6 @@ def test_half_of_a_write_is_made_and_told_or_not(disk, kind, told):
     assert (disk.backing / disk.file.name).read_bytes() == b"\xff" * 500 + CONTENT[500:]
 
 
-@needs_fuse
 @pytest.mark.parametrize("place", [0.0, 0.4, 0.999])
 def test_one_bit_is_read_wrong(disk, place):
     find_fault(disk, FaultKind.BIT_FLIP, operations=("read",), count=1, place=place)
@@ -194,7 +176,6 @@ def test_one_bit_is_read_wrong(disk, place):
     assert disk.file.read_bytes() == CONTENT
 
 
-@needs_fuse
 def test_one_bit_is_written_wrong_and_stays_so(disk):
     find_fault(disk, FaultKind.BIT_FLIP, operations=("write",))
     with opened(disk.file, os.O_WRONLY) as descriptor:
@@ -203,7 +184,6 @@ def test_one_bit_is_written_wrong_and_stays_so(disk):
     assert bits_that_differ(disk.file.read_bytes(), CONTENT[::-1]) == 1
 
 
-@needs_fuse
 def test_a_read_gets_another_file_s_bytes(disk):
     draft, other = disk.tmp / "draft", disk.tmp / "elsewhere" / "page"
     other.parent.mkdir()
@@ -214,7 +194,6 @@ def test_a_read_gets_another_file_s_bytes(disk):
     assert other.read_bytes() == CONTENT
 
 
-@needs_fuse
 def test_a_lost_descriptor_stays_lost_and_the_file_does_not(disk):
     with opened(disk.file) as before:
         # What the kernel remembers of it is of no help.
@@ -230,7 +209,6 @@ def test_a_lost_descriptor_stays_lost_and_the_file_does_not(disk):
     assert disk.file.read_bytes() == CONTENT
 
 
-@needs_fuse
 def test_a_delay_takes_time(disk):
     find_fault(disk, FaultKind.DELAY, operations=("look",), seconds=0.05, count=1)
     began = time.monotonic()
@@ -238,7 +216,6 @@ def test_a_delay_takes_time(disk):
     assert time.monotonic() - began >= 0.05
 
 
-@needs_fuse
 def test_a_hang_ends_when_it_is_healed(disk):
     find_fault(disk, FaultKind.HANG, operations=("open",))
     thread, found = background(disk.file.read_bytes)
@@ -250,7 +227,6 @@ def test_a_hang_ends_when_it_is_healed(disk):
     assert found == [CONTENT]
 
 
-@needs_fuse
 def test_requests_are_counted(disk):
     before = disk.requests()
     disk.file.read_bytes()
@@ -261,7 +237,6 @@ def is_mounted(path):
     return str(path) in Path("/proc/self/mounts").read_text()
 
 
-@needs_fuse
 def test_a_closed_disk_is_gone_although_a_program_hangs_on_it():
     injector = DiskInjector()
     (injector.tmp / "file").write_bytes(b"x")
@@ -275,7 +250,6 @@ def test_a_closed_disk_is_gone_although_a_program_hangs_on_it():
     assert not injector.tmp.parents[1].exists()
 
 
-@needs_fuse
 def test_a_disk_goes_with_a_suite_that_is_killed():
     code = "from hicache_conformance.injectors.disk import DiskInjector; g = DiskInjector(); print(g.tmp, flush=True); input()"
     suite = subprocess.Popen(
@@ -291,31 +265,19 @@ def test_a_disk_goes_with_a_suite_that_is_killed():
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("missing", "words"),
     [
-        (
-            lambda patch: patch.setattr(disk_module.importlib.util, "find_spec", lambda name: None),
-            r"mfusepy \(pip install",
-        ),
-        (
-            lambda patch: patch.setattr(disk_module.shutil, "which", lambda name: None),
-            r"fusermount3 \(package fuse3\)",
-        ),
-        (
-            lambda patch: patch.setattr(disk_module.os.path, "exists", lambda path: False),
-            "/dev/fuse",
-        ),
+        ("importlib.util.find_spec", r"mfusepy \(pip install"),
+        ("shutil.which", r"fusermount3 \(package fuse3\)"),
+        ("os.path.exists", "/dev/fuse"),
     ],
 )
-def test_without_fuse_the_disk_says_what_is_missing(monkeypatch, spoil, words):
-    if missing_for_disk():
-        pytest.skip(f"lacks {missing_for_disk()} anyway")
-    spoil(monkeypatch)
+def test_without_fuse_the_disk_says_what_is_missing(monkeypatch, missing, words):
+    monkeypatch.setattr(f"{disk_module.__name__}.{missing}", lambda _: None)
     with pytest.raises(Inconclusive, match=f"the injector 'disk' needs .*{words}"):
         DiskInjector()
 
 
-@needs_fuse
 def test_libfuse_3_is_chosen_and_another_is_named(monkeypatch):
     monkeypatch.setenv("FUSE_LIBRARY_PATH", "")
     mfusepy = load_mfusepy()

@@ -106,37 +106,6 @@ def test_no_case_skips_itself_or_returns_early(case_class):
     assert list(_silent_ends(case_class)) == []
 
 
-def test_every_way_to_end_early_is_seen():
-    class Cases:
-        def test_nested(self, context):
-            for key in context.keys(3):
-                if key:
-                    return
-
-        def test_helped(self, context):
-            self._judge(context)
-
-        def _judge(self, context):
-            if not context:
-                return
-            sorted(context, key=lambda one: one)
-
-        def test_skipped(self):
-            pytest.skip("nothing to see")
-
-        def test_right(self, context):
-            def first(keys):
-                return keys[0]
-
-            assert first(context.keys(1))
-
-    assert [end.partition(",")[0] for end in _silent_ends(Cases)] == [
-        "Cases.test_nested",
-        "Cases.test_skipped",
-        "Cases._judge",
-    ]
-
-
 def test_capabilities_are_read_as_text():
     shared = Capabilities(sharing=Sharing.PROCESS, durability=Durability.MACHINE, clears=True)
     assert undeclared(shared, ["sharing>=process", "durability>=process", "clears"]) == []

@@ -152,8 +152,3 @@ def test_every_field_of_the_identity_has_a_case_that_bites(reports):
 
 def test_every_rule_is_broken_by_some_control():
     assert set().union(*(sample.breaks for sample in SAMPLES.values())) == set(rules())
-
-
-def test_there_are_enough_mutants_and_they_repeat_the_field_s_faults():
-    assert len(WRONG) >= 40
-    assert len({sample.known_bug for sample in SAMPLES.values()} - {""}) >= 12

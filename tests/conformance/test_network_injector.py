@@ -57,10 +57,12 @@ def network(proxied):
 
 @pytest.fixture
 def client(network):
-    with socket.create_connection(
-        ("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS
-    ) as connection:
+    with connect(network) as connection:
         yield connection
+
+
+def connect(network):
+    return socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS)
 
 
 def said(connection, count=1000):
@@ -128,9 +130,7 @@ def test_a_half_open_connection_stays_silent_and_new_ones_answer(network, client
         with pytest.raises(TimeoutError):
             client.recv(1)
         network.heal()
-    with socket.create_connection(
-        ("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS
-    ) as another:
+    with connect(network) as another:
         another.sendall(b"y")
         assert said(another, 1) == b"y"
     find_fault(network, FaultKind.REFUSE)
@@ -152,13 +152,11 @@ def test_refused_and_taken_in_again_on_the_same_port(network, client):
     assert said(client, 1) == b"x"
     find_fault(network, FaultKind.REFUSE)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS)
+        connect(network)
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(1) == b""
     network.heal()
-    with socket.create_connection(
-        ("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS
-    ) as again:
+    with connect(network) as again:
         again.sendall(b"x")
         assert said(again, 1) == b"x"
 
@@ -194,29 +192,17 @@ def test_the_process_of_a_network_ends_with_the_one_that_started_it():
 class TestWaits:
     """What counts as a wait for the server, whatever packets and connections it takes."""
 
-    @staticmethod
-    def _open(network, count):
-        return [
-            socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS)
-            for _ in range(count)
-        ]
-
-    def test_packets_that_are_sent_while_answers_come_are_one_wait(self, network):
-        (client,) = self._open(network, 1)
-        with client:
-            network.hold_replies(0.1)
-            for packet in range(20):
-                client.sendall(bytes([packet]))
-                time.sleep(0.002)
-            received = b""
-            while len(received) < 20:
-                received += client.recv(64)
-            assert network.waits() == 1
-        assert received == bytes(range(20))
+    def test_packets_that_are_sent_while_answers_come_are_one_wait(self, network, client):
+        network.hold_replies(0.1)
+        for packet in range(20):
+            client.sendall(bytes([packet]))
+            time.sleep(0.002)
+        assert said(client, 20) == bytes(range(20))
+        assert network.waits() == 1
 
     def test_requests_on_several_connections_are_one_wait(self, network):
         with contextlib.ExitStack() as open_clients:
-            clients = [open_clients.enter_context(one) for one in self._open(network, 8)]
+            clients = [open_clients.enter_context(connect(network)) for _ in range(8)]
             longest = 2 * QUIET_SECONDS
             # A round takes a quiet time and a quarter. One that takes two has been stopped by the
             # machine between two of its requests or replies, and is more than one wait.
@@ -232,19 +218,15 @@ class TestWaits:
                 waits = network.waits()
         assert waits == 2
 
-    def test_each_answer_that_is_needed_is_a_wait(self, network):
-        (client,) = self._open(network, 1)
-        with client:
-            network.hold_replies(0.02)
-            for _ in range(5):
-                client.sendall(b"x")
-                client.recv(1)
-            assert network.waits() == 5
-
-    def test_nothing_is_held_afterwards(self, network):
-        (client,) = self._open(network, 1)
-        with client:
-            network.hold_replies(MAX_SECONDS * 10)
+    def test_each_answer_that_is_needed_is_a_wait(self, network, client):
+        network.hold_replies(0.02)
+        for _ in range(5):
             client.sendall(b"x")
-            assert network.waits() == 0
-            assert client.recv(1) == b"x"
+            client.recv(1)
+        assert network.waits() == 5
+
+    def test_nothing_is_held_afterwards(self, network, client):
+        network.hold_replies(MAX_SECONDS * 10)
+        client.sendall(b"x")
+        assert network.waits() == 0
+        assert client.recv(1) == b"x"

@@ -7,11 +7,10 @@ import shlex
 from html.parser import HTMLParser
 
 from hicache_conformance.model.cause import Cause
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Replay, RunRecord
-from hicache_conformance.model.rules import Level
-from hicache_conformance.model.verdict import judge
+from hicache_conformance.model.outcomes import Outcome, Replay
 from hicache_conformance.report.page import page
 from hicache_conformance.report.results import reproduction
+from tests.conformance.records import ended, header, judged
 
 HOSTILE = (
     "</title></pre></script><script>alert(1)</script><img src=x onerror='alert(2)'>\" onclick=\"x"
@@ -20,32 +19,16 @@ COMMAND = "x'; touch /tmp/owned; echo $(id) `id` \"'\""
 
 
 def _header(text):
-    return Header(
-        driver=text,
-        seed=1,
-        profile="smoke",
-        levels=["core"],
-        spec_version=text,
-        suite_version=text,
-        distribution=text,
-        capabilities={text: text},
-        options={text: text},
-        environment={text: text},
-        replay=Replay(run=text, options={text: text}, services=[text]),
-    )
+    names = dict.fromkeys(("driver", "spec_version", "suite_version", "distribution"), text)
+    maps = {name: {text: text} for name in ("capabilities", "options", "environment")}
+    replay = Replay(run=text, options={text: text}, services=[text])
+    return header(**names, **maps, replay=replay)
 
 
 def _outcome(text):
     cause = Cause(error=text, place=text, traceback=text, expected=False, injected=False)
-    return CaseOutcome(
-        case=f"test_x[{text}]",
-        rules=("GET-1", "SET-1"),
-        levels=("core",),
-        outcome=Outcome.FAIL,
-        reason=text,
-        detail=f"more: {text}",
-        causes=(cause,),
-    )
+    said = {"reason": text, "detail": f"more: {text}", "causes": (cause,)}
+    return ended(f"test_x[{text}]", "GET-1", "SET-1", outcome=Outcome.FAIL, **said)
 
 
 class _Elements(HTMLParser):
@@ -61,15 +44,9 @@ class _Elements(HTMLParser):
         self.texts.append(data)
 
 
-def _judged(header, *outcomes):
-    record = RunRecord(header, outcomes=list(outcomes), finished=True)
-    return judge(record, [Level.CORE], {})
-
-
 def _shown(text):
-    header = _header(text)
-    found = _Elements()
-    found.feed(page(header, _judged(header, _outcome(text)), {}))
+    run, found = _header(text), _Elements()
+    found.feed(page(run, judged(_outcome(text), run=run), {}))
     return found
 
 
@@ -89,11 +66,10 @@ def test_a_command_is_one_command_whatever_the_names_are():
 
 
 def test_options_of_a_foreign_driver_are_quoted():
-    header = _header(COMMAND)
-    header.options = {"given": COMMAND, "of its name": COMMAND}
-    given = {"given": COMMAND}
-    header.replay = Replay(run=COMMAND, options=given, interface=COMMAND)
-    words = shlex.split(reproduction(header, COMMAND))
+    run = _header(COMMAND)
+    run.options = {"given": COMMAND, "of its name": COMMAND}
+    run.replay = Replay(run=COMMAND, options={"given": COMMAND}, interface=COMMAND)
+    words = shlex.split(reproduction(run, COMMAND))
     assert words[:7] == [
         *("hicache", "conformance", "run", COMMAND),
         *("--interface", COMMAND, "-c"),
@@ -103,22 +79,15 @@ def test_options_of_a_foreign_driver_are_quoted():
 
 
 def test_the_page_tells_of_the_rules_that_the_table_has_as_broken():
-    header = _header("driver")
-    header.not_promised = {"FT-1": "nobody promises it"}
-
-    def ended(name, outcome, *rules, broken=""):
-        return CaseOutcome(
-            case=name, rules=rules, levels=("core",), outcome=outcome, broken_rule=broken
-        )
-
-    judgement = _judged(
-        header,
-        ended("test_a_rule_of_another_case", Outcome.FAIL, "GET-1", broken="SET-1"),
-        ended("test_several_rules", Outcome.FAIL, "GET-2", "GET-3"),
-        ended("test_both", Outcome.ERROR, "GET-3", "GET-4"),
-        ended("test_what_is_not_promised", Outcome.FAIL, "EX-9", broken="FT-1"),
+    run = header(not_promised={"FT-1": "nobody promises it"})
+    judgement = judged(
+        ended("test_of_another", "GET-1", outcome=Outcome.FAIL, broken_rule="SET-1"),
+        ended("test_several_rules", "GET-2", "GET-3", outcome=Outcome.FAIL),
+        ended("test_both", "GET-3", "GET-4", outcome=Outcome.ERROR),
+        ended("test_not_promised", "EX-9", outcome=Outcome.FAIL, broken_rule="FT-1"),
+        run=run,
     )
-    text = page(header, judgement, {})
+    text = page(run, judgement, {})
     shown = re.findall(r'class="failure (\w+)" id="failed-([A-Z]+-\d+)"', text)
     broken = [
         (str(result.outcome), result.rule.id)

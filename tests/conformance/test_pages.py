@@ -14,7 +14,6 @@ from hicache_conformance.harness.storage_under_test import all_pages, block_grou
 from hicache_conformance.model.settings import PAGE_VARIABLE
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolPresence, StorageIdentity, common_hit
-from hicache_storage.tools.options import redacted
 
 IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")
 
@@ -123,20 +122,3 @@ def test_the_oracle_says_what_is_wrong():
     answer = common_hit([True, True], [])
     with pytest.raises(Violation, match=r"EX-2: kv x\.: kv_hit_pages is 2, must be 1"):
         check_exists(answer, [True, False])
-
-
-def test_secrets_do_not_get_into_reports():
-    options = {
-        "password": "a",
-        "api_key": "b",
-        "url": "redis://user:pw@host/0",
-        "path": "/x",
-        "auth_token": "c",
-    }
-    assert redacted(options) == {
-        "api_key": "***",
-        "auth_token": "***",
-        "password": "***",
-        "path": "/x",
-        "url": "redis://***@host/0",
-    }

@@ -13,6 +13,7 @@ import pytest
 from hicache_conformance.fixtures.environment import DriverSetup
 from hicache_conformance.harness.ports import accepts
 from hicache_conformance.injectors import servers as servers_module
+from hicache_conformance.injectors.members import MemberInjector
 from hicache_conformance.injectors.servers import ServerInjector, Servers
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive, NotPromised
@@ -50,8 +51,15 @@ def services(command):
     found.close()
 
 
-def told(services, line):
-    return asked(services.ports["memory"], line)
+@pytest.fixture
+def injector(services):
+    found = ServerInjector(services)
+    yield found
+    found.close()
+
+
+def told(services, line, name="memory"):
+    return asked(services.ports[name], line)
 
 
 def asked(port, line):
@@ -60,29 +68,24 @@ def asked(port, line):
         return connection.makefile("rb").readline().strip()
 
 
-def test_a_killed_server_is_back_on_its_port_and_has_its_files(services):
-    injector = ServerInjector(services)
+def test_a_killed_server_is_back_on_its_port_and_has_its_files(services, injector):
     assert told(services, b"a") == b"a"
     find_fault(injector, FaultKind.KILL)
     assert not accepts(services.ports["memory"])
     injector.heal()
     assert told(services, b"b") == b"ab"
     assert injector.injected_count() == 1
-    injector.close()
 
 
-def test_a_server_that_was_set_back_does_not_know_what_it_has_acknowledged(services):
-    injector = ServerInjector(services)
+def test_a_server_that_was_set_back_does_not_know_what_it_has_acknowledged(services, injector):
     told(services, b"a")
     find_fault(injector, FaultKind.STALE)
     assert told(services, b"b") == b"ab"
     injector.heal()
     assert told(services, b"c") == b"ac"
-    injector.close()
 
 
-def test_a_suspended_server_answers_when_it_goes_on(services):
-    injector = ServerInjector(services)
+def test_a_suspended_server_answers_when_it_goes_on(services, injector):
     find_fault(injector, FaultKind.HANG)
     thread, answers = background(lambda: told(services, b"a"))
     thread.join(0.1)
@@ -90,7 +93,6 @@ def test_a_suspended_server_answers_when_it_goes_on(services):
     injector.heal()
     thread.join(MAX_SECONDS)
     assert answers == [b"a"]
-    injector.close()
 
 
 def test_a_suspended_server_has_stopped_in_all_its_threads(tmp_path):
@@ -112,14 +114,12 @@ def test_a_suspended_server_has_stopped_in_all_its_threads(tmp_path):
         services.close()
 
 
-def test_a_stopped_server_s_files_can_be_damaged(services):
-    injector = ServerInjector(services)
+def test_a_stopped_server_s_files_can_be_damaged(services, injector):
     told(services, b"a")
     with injector.stopped() as directory:
         assert not accepts(services.ports["memory"])
         (directory / "memory").write_bytes(b"rot")
     assert told(services, b"b") == b"rotb"
-    injector.close()
 
 
 def test_a_server_that_refuses_damaged_files_runs_again_without_the_damage(command):
@@ -204,3 +204,90 @@ def test_servers_that_the_options_do_not_name_are_not_started():
     assert DriverSetup("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, None).commands() == ()
     own = DriverSetup("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, ["serve {port:mine}"])
     assert own.commands() == (("serve", "{port:mine}"),)
+
+
+# Several stores, of which one is killed, stopped or cut off: the others answer
+# ------------------------------------------------------------------------------------------------
+
+STORES = ("a", "b")
+MOONCAKE = ("store", "store2", "store3")
+BESIDE = ["serve --port {port:store}", "serve --port {port:store2} --first 127.0.0.1:{port:store}"]
+
+
+@pytest.fixture
+def members(tmp_path):
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    commands = [
+        [sys.executable, "-S", str(script), f"{{port:{name}}}", f"{{tmp}}/{name}"]
+        for name in STORES
+    ]
+    injector = MemberInjector(commands, STORES, STORES)
+    yield injector
+    injector.close()
+
+
+def test_a_killed_store_is_back_on_its_port_and_the_other_has_run_on(members):
+    assert told(members, b"1", "a") == told(members, b"1", "b") == b"1"
+    find_fault(members, FaultKind.KILL, member="a")
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        told(members, b"2", "a")
+    assert told(members, b"2", "b") == b"12"
+    members.heal()
+    assert told(members, b"2", "a") == b"12"
+    assert members.injected_count() == 1
+
+
+def test_a_stopped_store_answers_when_it_goes_on(members):
+    find_fault(members, FaultKind.HANG, member="b")
+    thread, answers = background(lambda: told(members, b"1", "b"))
+    assert told(members, b"1", "a") == b"1"
+    thread.join(0.1)
+    assert thread.is_alive()
+    members.heal()
+    thread.join(MAX_SECONDS)
+    assert answers == [b"1"]
+
+
+def test_a_store_that_is_cut_off_refuses_connections_and_runs_on(members):
+    find_fault(members, FaultKind.REFUSE, member="a")
+    with pytest.raises(ConnectionRefusedError):
+        told(members, b"1", "a")
+    assert told(members, b"1", "b") == b"1"
+    members.heal()
+    assert told(members, b"1", "a") == b"1"
+
+
+def test_stores_are_gone_when_closed(members):
+    port = members.ports["a"]
+    members.close()
+    with pytest.raises(ConnectionRefusedError):
+        asked(port, b"1")
+
+
+def test_stores_that_no_option_names_are_started_for_cases_about_several():
+    assert DriverSetup("mooncake", {}, None).members() == (MOONCAKE, ())
+    assert DriverSetup("mooncake", {}, None).outages() == ["killed", "stopped"]
+    assert len(DriverSetup("mooncake", {}, None).commands()) == 2
+
+
+def test_stores_that_an_option_names_are_always_started_and_can_be_cut_off():
+    options = {"local_hostname": "{port:store},{port:store2}"}
+    stores = MOONCAKE[:2]
+    assert DriverSetup("mooncake", options, BESIDE).members() == (stores, stores)
+    assert DriverSetup("mooncake", options, BESIDE).outages() == ["killed", "stopped", "cut-off"]
+    assert len(DriverSetup("mooncake", options, BESIDE).commands()) == 2
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "services"),
+    [
+        ("hf3fs", {}, None),
+        ("file", {}, None),
+        ("mooncake", {"master_server_address": "10.0.0.1:50051"}, None),
+        ("mooncake", {}, BESIDE[:1]),
+        ("no-such-driver", {}, None),
+    ],
+)
+def test_fewer_than_two_stores_are_not_several(driver, options, services):
+    assert DriverSetup(driver, options, services).outages() == []

@@ -5,16 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hicache_conformance.model.case import Case
-from hicache_conformance.model.outcomes import (
-    CaseOutcome,
-    Header,
-    Outcome,
-    RunRecord,
-)
+from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level, rules
-from hicache_conformance.model.verdict import Verdict, judge
-
-CORE = [Level.CORE]
+from hicache_conformance.model.verdict import Verdict
+from tests.conformance import records
+from tests.conformance.records import ended, header
 
 
 def planned(name, *rules, levels=(Level.CORE,)):
@@ -29,36 +24,13 @@ def planned(name, *rules, levels=(Level.CORE,)):
     )
 
 
-def ended(name, *rules, outcome=Outcome.PASS, levels=("core",), **fields):
-    fields = {"checked": rules, **fields}
-    return CaseOutcome(case=name, rules=rules, levels=levels, outcome=outcome, **fields)
-
-
-def header(**fields):
-    return Header(
-        driver="d",
-        seed=1,
-        profile="smoke",
-        levels=["core"],
-        spec_version="2",
-        suite_version="0",
-        **fields,
-    )
-
-
-def judged(*outcomes, catalogue=(), levels=CORE, finished=True, undeclared=(), **more):
-    known = {
-        case.name: case
-        for case in catalogue
-        or [planned(o.function, *o.rules, levels=map(Level, o.levels)) for o in outcomes]
-    }
-    record = RunRecord(
-        header(undeclared=list(undeclared)),
-        outcomes=list(outcomes),
-        finished=finished,
-        **more,
-    )
-    return judge(record, levels, known)
+def judged(*outcomes, catalogue=(), undeclared=(), **more):
+    planned_cases = catalogue or [
+        planned(each.function, *each.rules, levels=map(Level, each.levels)) for each in outcomes
+    ]
+    known = {case.name: case for case in planned_cases}
+    run = header(undeclared=list(undeclared))
+    return records.judged(*outcomes, run=run, catalogue=known, **more)
 
 
 def rule(judgement, name):

@@ -26,16 +26,10 @@ objects = partial(mutant, base=OBJECTS)
 # ------------------------------------------------------------------------------------------------
 
 
-def asking(some):
-    """Lookups are taken apart before they reach the driver."""
-
-    def init(right, store, *arguments):
-        right(*arguments)
-        whole = store._lookup
-        # On the instance: no subclass may define it.
-        store._lookup = lambda lookups, call: some(lambda one: whole([one], call)[0], lookups)
-
-    return init
+def pool_by_pool(right, store, keys, pool_transfers=None, extra_info=None):
+    for transfer in pool_transfers or ():
+        right(keys, [transfer], extra_info)
+    return right(keys, pool_transfers, extra_info)
 
 
 def page_by_page(right, store, transfers, extra_info=None):
@@ -51,11 +45,10 @@ def page_by_page(right, store, transfers, extra_info=None):
     return answers
 
 
-one_question = partial(objects, breaks="EX-10", where="test_one_question_for_all_pools")
-one_question(
-    "AsksForEachPool",
+objects(
+    "EX-10 AsksForEachPool test_one_question_for_all_pools",
     "called objects_exist 3 times",
-    init=asking(lambda ask, lookups: [ask(lookup) for lookup in lookups]),
+    exists=pool_by_pool,
 )
 objects("BU-1 ReadsPageByPage Budget", "read_objects 384 times", get=page_by_page)
 objects("BU-1 WritesPageByPage Budget", "write_objects 384 times", set=page_by_page)
@@ -201,12 +194,6 @@ waits = partial(mutant, breaks="EX-10", where=ROUND_TRIPS)
 right(f"OneRequestAPage {ROUND_TRIPS}", PROMISED, promises=PROMISED.capabilities)
 right(f"Pipelines {ROUND_TRIPS}", NETWORKED, asked=in_packets(meanwhile))
 waits(
-    "AsksTheServerForEachPool",
-    "times for the server, must be",
-    base=NETWORKED,
-    objects_exist=lambda right, store, batches, call: [right([one], call)[0] for one in batches],
-)
-waits(
     "EightRequestsInFlight",
     "times for the server with 32 requests in flight, must be 12 at most",
     base=PROMISED,
@@ -249,22 +236,6 @@ def rearranged(change):
 def swapped(identity, pool, shards):
     pairs = zip(shards, reversed(shards), strict=True)
     return [replace(shard, namespace=other.namespace) for shard, other in pairs]
-
-
-def renamed(name):
-    """Shards are kept under other namespaces, of an identity and a number."""
-
-    def change(identity, pool, shards):
-        for number, shard in enumerate(shards):
-            base, shard_number = name(identity, number, shard.namespace.shard)
-            namespace = Namespace(base, pool.name, shard.namespace.geometry, shard_number)
-            yield replace(shard, namespace=namespace)
-
-    return change
-
-
-def with_rank(identity, number, shard):
-    return replace(identity, salt=f"{identity.salt}/{identity.tp_rank}"), shard
 
 
 def whole_ranks(right, store, host_pool, name):
@@ -363,7 +334,6 @@ def setting(right, store, transfers, *more):
 
 shards = partial(objects, where="Shard")
 shards("ID-7 SwapsShards", "of that page", register=rearranged(swapped))
-shards("ID-7 NamesShardsByRank", "a get answers False", register=rearranged(renamed(with_rank)))
 shards(
     "ID-7 ForgetsShards",
     "was not written",

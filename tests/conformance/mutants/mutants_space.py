@@ -7,7 +7,7 @@ import os
 import time
 from functools import partial
 
-from drivers_files import BOUNDED_FILES, DRAFT, FILE_SLOTS, PAGE, mtime, size
+from drivers_files import BOUNDED_FILES, DRAFT, FILE_SLOTS, PAGE, mtime
 from drivers_memory import BOUNDED, SLOTS
 from mutant import always, mutant, right
 from mutants_files import removals_told
@@ -90,11 +90,6 @@ def without_prefixes(right, store, batch, call):
     return right(batch, call)
 
 
-def room_for_all(right, store, namespace, wanted):
-    full = sum(map(size, store.counted())) + wanted > store.limit
-    right(namespace, store.limit if full else 0)
-
-
 order = partial(files, where="Eviction")
 order(
     "EV-3 HeadsFirst",
@@ -103,14 +98,8 @@ order(
     touch=lambda right, store, namespace, keys: right(namespace, keys[::-1]),
 )
 order("EV-3 ForgetsPrefixes", "written in several-calls", write_batch=without_prefixes)
-order(
-    "EV-3 EV-4 EvictsAnyPage",
-    "can be used",
-    victims=lambda right, store: sorted(right(), key=lambda path: path.name),
-)
 order("EV-4 LookupsAreNoUse", "was used after every batch (exists)", use_found=always(None))
 order("EV-4 ReadsAreNoUse", "was used after every batch (get)", use_read=always(None))
-order("EV-4 EvictsEverything", "was used after every batch", make_room=room_for_all)
 files(
     "EV-4 BelievesItsClock test_clocks_a_year_apart",
     "a year",

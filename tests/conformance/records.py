@@ -1,0 +1,39 @@
+"""Records of runs that nobody has made, and the verdicts on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, RunRecord
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.verdict import judge
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hicache_conformance.model.case import Case
+    from hicache_conformance.model.verdict import Judgement
+
+CORE = [Level.CORE]
+
+
+def header(**fields: Any) -> Header:
+    run = {"driver": "driver", "seed": 1, "profile": "smoke", "levels": ["core"]}
+    return Header(**{**run, "spec_version": "2", "suite_version": "0", **fields})
+
+
+def ended(name: str, *rules: str, outcome: Outcome = Outcome.PASS, **fields: Any) -> CaseOutcome:
+    """A case that has checked all its rules, unless told otherwise."""
+    known = {"levels": ("core",), "checked": rules, **fields}
+    return CaseOutcome(case=name, rules=rules, outcome=outcome, **known)
+
+
+def judged(
+    *outcomes: CaseOutcome,
+    run: Header | None = None,
+    levels: Sequence[Level] = CORE,
+    catalogue: Mapping[str, Case] | None = None,
+    finished: bool = True,
+) -> Judgement:
+    record = RunRecord(run or header(), outcomes=list(outcomes), finished=finished)
+    return judge(record, levels, catalogue or {})
