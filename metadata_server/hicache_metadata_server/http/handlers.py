@@ -263,7 +263,7 @@ class Handlers:
             raise RequestError(404, "unknown_route", f"there is no {path!r}")
         if not (rank.isascii() and rank.isdecimal() and len(rank) <= 9):
             raise invalid(f"a rank is a natural number of at most 9 digits, not {rank!r}", "rank")
-        return self._sglang.of_rank(int(rank))[operation]
+        return self._sglang.endpoint(int(rank), operation)
 
 
 def refusal(refused: RequestError, content_type: str) -> Response:

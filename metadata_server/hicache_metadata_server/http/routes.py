@@ -99,41 +99,34 @@ class SglangEndpoints:
     """Routes of SGLang's protocol, whose paths contain a rank."""
 
     def __init__(self, sglang: SglangService) -> None:
-        self._sglang = sglang
+        self._operations: dict[str, Operation] = {
+            "initialize": sglang.initialize,
+            "exists": sglang.exists,
+            "get_page_indices": sglang.get_page_indices,
+            "reserve_and_allocate_page_indices": sglang.reserve_and_allocate_page_indices,
+            "confirm_write": sglang.confirm_write,
+            "delete_keys": sglang.delete_keys,
+            "clear": sglang.clear,
+        }
         self._decoders = {
             operation: BodyDecoder(route.request, (p.JSON,))
             for operation, route in p.SGLANG_ROUTES.items()
             if route.request
         }
 
-    def of_rank(self, rank: int) -> dict[str, Endpoint]:
-        """Routes of one rank, by operation."""
-        sglang = self._sglang
-
-        def row(operation: str, run: Operation, **more: Any) -> Endpoint:
-            route = p.SGLANG_ROUTES[operation]
-            return Endpoint(
-                name=route.path,
-                route=route,
-                body=self._decoders[operation],
-                do=partial(run, rank),
-                names=partial(_name_of_rank, rank),
-                **more,
-            )
-
-        return {
-            "initialize": row("initialize", sglang.initialize, takes_caller=True, changes=True),
-            "exists": row("exists", sglang.exists),
-            "get_page_indices": row("get_page_indices", sglang.get_page_indices),
-            "reserve_and_allocate_page_indices": row(
-                "reserve_and_allocate_page_indices",
-                sglang.reserve_and_allocate_page_indices,
-                changes=True,
-            ),
-            "confirm_write": row("confirm_write", sglang.confirm_write, changes=True),
-            "delete_keys": row("delete_keys", sglang.delete_keys, changes=True),
-            "clear": row("clear", sglang.clear, changes=True, audited=True),
-        }
+    def endpoint(self, rank: int, operation: str) -> Endpoint:
+        """Route of one rank."""
+        route = p.SGLANG_ROUTES[operation]
+        return Endpoint(
+            name=route.path,
+            route=route,
+            body=self._decoders[operation],
+            do=partial(self._operations[operation], rank),
+            takes_caller=operation == "initialize",
+            changes=route.token is p.Token.WRITE,
+            names=partial(_name_of_rank, rank),
+            audited=operation == "clear",
+        )
 
 
 def _names_in(kind: type[Struct]) -> ScopeNames | None:
