@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from interleaved import Run, table, turns
 
-from hicache_storage.pools import AttentionGeometry, MHADevicePool, MHAHostPool, host_tensor
+from hicache_storage.pools import AttentionGeometry, DevicePool, PagedHostPool, host_tensor
 from hicache_storage.transfer import (
     CudaDevice,
     Indices,
@@ -151,8 +151,8 @@ class Case:
         shape = AttentionGeometry(
             layers=range(self.layers), head_num=HEADS, head_dim=HEAD_DIM, dtype=DTYPE
         )
-        self.device_pool = MHADevicePool(shape, **arguments, device=self.place)
-        self.host_pool = MHAHostPool(shape, **arguments, layout=self.layout)
+        self.device_pool = DevicePool(shape, **arguments, device=self.place)
+        self.host_pool = PagedHostPool(shape, **arguments, layout=self.layout)
         self.device_slots, self.host_slots = (self._scattered() for _ in range(2))
         self.indices = {"kv": Indices(self.device_slots, self.host_slots)}
 
@@ -210,7 +210,7 @@ class Case:
         """SGLang's own kernels, as its controller calls them for this layout."""
         native = torch.cuda.Stream()
         slots, host_slots = self.device_slots.cuda(), self.host_slots.cuda()
-        keys, values = self.device_pool.k_buffer, self.device_pool.v_buffer
+        keys, values = self.device_pool.parts
         pointers = [
             torch.tensor([part.data_ptr() for part in parts], dtype=torch.uint64, device="cuda")
             for parts in (keys, values)
@@ -228,8 +228,8 @@ class Case:
                     dst_indices=self.host_slots,
                     staging_k=staging[0],
                     staging_v=staging[1],
-                    dst_k=self.host_pool.k_buffer,
-                    dst_v=self.host_pool.v_buffer,
+                    dst_k=self.host_pool.parts[0],
+                    dst_v=self.host_pool.parts[1],
                     page_size=self.page_size,
                 )
 
@@ -240,8 +240,8 @@ class Case:
                         page_size=self.page_size,
                         k_cache_dst=keys[layer],
                         v_cache_dst=values[layer],
-                        k_cache_src=self.host_pool.k_buffer[:, layer],
-                        v_cache_src=self.host_pool.v_buffer[:, layer],
+                        k_cache_src=self.host_pool.parts[0][:, layer],
+                        v_cache_src=self.host_pool.parts[1][:, layer],
                         indices_dst=slots,
                         indices_src=host_slots,
                         element_dim=HEADS * HEAD_DIM,

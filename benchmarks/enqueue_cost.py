@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interleaved import Run, table
 from stubbed_cuda import StubbedDevice, stubbed
 
-from hicache_storage.pools import AttentionGeometry, DevicePages, MHAHostPool, host_tensor
+from hicache_storage.pools import AttentionGeometry, DevicePages, PagedHostPool, host_tensor
 from hicache_storage.transfer import Indices, PageTransfers, PoolPair, Way
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def engine(layout: str, page_size: int, pages: int, way: Way | None) -> PageTran
     # Nobody touches this memory, so that there need not be as much.
     shape = (LAYERS, 2, size, heads, HEAD_DIM)
     layers = host_tensor(shape, DTYPE, pin_memory=False).unbind()
-    host_pool = MHAHostPool(
+    host_pool = PagedHostPool(
         AttentionGeometry(layers=range(LAYERS), head_num=heads, head_dim=HEAD_DIM, dtype=DTYPE),
         size=size,
         page_size=page_size,

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interleaved import Run, drop_from_page_cache, table
 
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
-from hicache_storage.pools import AttentionGeometry, MHAHostPool
+from hicache_storage.pools import AttentionGeometry, PagedHostPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class User:
     """A storage on the store, with a host pool of one batch."""
 
     def __init__(self, path: Path, page_bytes: int) -> None:
-        self.pool = MHAHostPool(
+        self.pool = PagedHostPool(
             AttentionGeometry(
                 layers=range(1), head_num=1, head_dim=page_bytes // 4, dtype=torch.bfloat16
             ),

@@ -48,7 +48,7 @@ from hicache_backends.mooncake import reader
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.writer import PageWriter
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
-from hicache_storage.pools import AttentionGeometry, MHAHostPool
+from hicache_storage.pools import AttentionGeometry, PagedHostPool
 from hicache_storage.pools.memory import host_tensor
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Ours:
     ) -> None:
         self.name = name
         pages = BATCH[page_bytes]
-        self.pool = MHAHostPool(
+        self.pool = PagedHostPool(
             AttentionGeometry(
                 layers=range(page_bytes // (2 * PAGE_TOKENS * 128 * 2)),
                 head_num=1,
@@ -103,7 +103,7 @@ class Ours:
             page_size=PAGE_TOKENS,
             pin_memory=False,
         )
-        for buffer in (self.pool.k_buffer, self.pool.v_buffer):
+        for buffer in self.pool.parts:
             buffer.view(torch.uint8).random_(0, 256)
         identity = StorageIdentity(
             model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first"

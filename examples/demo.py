@@ -36,10 +36,8 @@ from hicache_storage import (
 )
 from hicache_storage.pools import (
     AttentionGeometry,
-    HostPoolBase,
     MambaGeometry,
-    MambaHostPool,
-    MHAHostPool,
+    PagedHostPool,
     byte_view,
 )
 
@@ -63,13 +61,13 @@ class Model:
         self.identity = StorageIdentity(
             model="demo/hybrid-8b", kv_dtype="bfloat16", page_size=PAGE_SIZE, layout="page_first"
         )
-        self.pools: dict[str, HostPoolBase] = {
-            "kv": MHAHostPool(
+        self.pools: dict[str, PagedHostPool] = {
+            "kv": PagedHostPool(
                 AttentionGeometry(layers=range(8), head_num=8, head_dim=128, dtype=torch.bfloat16),
                 size=CALL_PAGES * PAGE_SIZE,
                 page_size=PAGE_SIZE,
             ),
-            "mamba": MambaHostPool(
+            "mamba": PagedHostPool(
                 MambaGeometry(
                     layers=range(8),
                     temporal_shape=(32, 64, 62),
@@ -132,7 +130,7 @@ class Model:
                 buffer.view(torch.uint8).fill_(0xEE)
 
 
-def expected_page(pool: HostPoolBase, name: str, key: str) -> bytes:
+def expected_page(pool: PagedHostPool, name: str, key: str) -> bytes:
     """The page that belongs to a key: every 8 bytes of it differ from those of every other page."""
     seed = xxhash.xxh3_64_intdigest(f"{name}/{key}".encode()) >> 1
     words = (

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage import StorageIdentity, create_storage
-from hicache_storage.pools import AttentionGeometry, MHAHostPool
+from hicache_storage.pools import AttentionGeometry, PagedHostPool
 from hicache_storage.spec import PoolName, PoolTransfer
 from hicache_storage.tools.chart import Panel, draw, quarters
 
@@ -87,7 +87,7 @@ class Rank:
             tp_size=tp_size,
             store_tp_size=store_tp_size,
         )
-        self.pool = MHAHostPool(
+        self.pool = PagedHostPool(
             AttentionGeometry(
                 layers=range(LAYERS), head_num=heads, head_dim=HEAD_DIM, dtype=torch.int16
             ),
@@ -100,13 +100,13 @@ class Rank:
 
     def page(self, number: int) -> torch.Tensor:
         """K and V of a page of the pool: (2, heads, tokens, layers, elements)."""
-        return torch.stack([self.pool.k_buffer[number], self.pool.v_buffer[number]])
+        return torch.stack([part[number] for part in self.pool.parts])
 
     def fill(self, keys: Sequence[str]) -> None:
         """Compute the KV of pages."""
         for number, key in enumerate(keys):
             kv = model_kv(key)[:, self.heads]
-            self.pool.k_buffer[number], self.pool.v_buffer[number] = kv[0], kv[1]
+            self.pool.parts[0][number], self.pool.parts[1][number] = kv[0], kv[1]
 
     def transfer(self, keys: Sequence[str]) -> list[PoolTransfer]:
         return [PoolTransfer(PoolName.KV, torch.arange(len(keys) * PAGE), keys=keys)]
@@ -130,8 +130,8 @@ class Engine:
         if not hit:
             return 0
         for rank in self.ranks:
-            rank.pool.k_buffer.zero_()
-            rank.pool.v_buffer.zero_()
+            rank.pool.parts[0].zero_()
+            rank.pool.parts[1].zero_()
             assert all(rank.storage.batch_get_v2(rank.transfer(keys[:hit]))[PoolName.KV])
             for number, key in enumerate(keys[:hit]):
                 assert torch.equal(rank.page(number), model_kv(key)[:, rank.heads])

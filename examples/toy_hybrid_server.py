@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hicache_storage import HiCacheStorage
     from hicache_storage.hybrid.radix import MatchResult, PrefixLock
-    from hicache_storage.pools import MambaDevicePool, MHADevicePool
+    from hicache_storage.pools import DevicePool
 
 Found = TypeVar("Found")
 
@@ -56,7 +56,7 @@ class Model:
     last four tokens.
     """
 
-    def __init__(self, kv: MHADevicePool, states: MambaDevicePool) -> None:
+    def __init__(self, kv: DevicePool, states: DevicePool) -> None:
         self.kv = kv
         self.states = states
 
@@ -64,22 +64,22 @@ class Model:
         """Compute the KV of tokens from place `start` on."""
         place = self.kv.device
         for buffer, values in zip(
-            (self.kv.k_buffer[0], self.kv.v_buffer[0]), _kv(tokens, start), strict=True
+            (self.kv.parts[0][0], self.kv.parts[1][0]), _kv(tokens, start), strict=True
         ):
             buffer[rows.to(place), 0] = values.to(place)
 
     def write_state(self, slot: int, tokens: Sequence[int], start: int) -> None:
         """Go on in a slot from the state after `start` tokens to the one after all of `tokens`."""
         new = torch.tensor(tokens[start:], dtype=torch.int64)
-        before = 0 if start == 0 else int(self.states.temporal_buffer[0, slot, 0])
-        self.states.temporal_buffer[0, slot, 0] = before + int(
+        before = 0 if start == 0 else int(self.states.parts[0][0, slot, 0])
+        self.states.parts[0][0, slot, 0] = before + int(
             (new * torch.arange(start + 1, len(tokens) + 1)).sum()
         )
-        self.states.conv_buffers[0][0, slot] = _window(tokens)
+        self.states.parts[1][0, slot] = _window(tokens)
 
     def copy_state(self, source: int, target: int) -> None:
         """From slot to slot."""
-        for buffer in (self.states.temporal_buffer, self.states.conv_buffers[0]):
+        for buffer in self.states.parts:
             buffer[:, target] = buffer[:, source]
 
     def check(self, rows: torch.Tensor, slot: int, tokens: Sequence[int]) -> None:
@@ -87,11 +87,10 @@ class Model:
         keys, values = _kv(tokens, 0)
         places = torch.arange(1, len(tokens) + 1)
         intact = (
-            torch.equal(self.kv.k_buffer[0][rows, 0].cpu(), keys)
-            and torch.equal(self.kv.v_buffer[0][rows, 0].cpu(), values)
-            and int(self.states.temporal_buffer[0, slot, 0])
-            == int((torch.tensor(tokens) * places).sum())
-            and torch.equal(self.states.conv_buffers[0][0, slot].cpu(), _window(tokens))
+            torch.equal(self.kv.parts[0][0][rows, 0].cpu(), keys)
+            and torch.equal(self.kv.parts[1][0][rows, 0].cpu(), values)
+            and int(self.states.parts[0][0, slot, 0]) == int((torch.tensor(tokens) * places).sum())
+            and torch.equal(self.states.parts[1][0, slot].cpu(), _window(tokens))
         )
         if not intact:
             raise AssertionError(
@@ -159,8 +158,8 @@ class Server:
         self.stack = build_hybrid_stack(stack_config(sizes), storage=storage)
         self.cache = self.stack.cache
         self.controller = self.stack.controller
-        states = cast("MambaDevicePool", self.stack.states)
-        self.model = Model(cast("MHADevicePool", self.stack.kv), states)
+        states = cast("DevicePool", self.stack.states)
+        self.model = Model(self.stack.kv, states)
         self.grid = self.cache.grid
         self._page = sizes.page
         self._count_last = count_last

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage import PoolName, PoolTransfer, StorageIdentity, create_storage
-from hicache_storage.pools import AttentionGeometry, MHAHostPool
+from hicache_storage.pools import AttentionGeometry, PagedHostPool
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -115,7 +115,7 @@ def main() -> int:
 
 def run_node(address: str, master: str, pages: int) -> int:
     """Obey orders on standard input until it ends."""
-    pool = MHAHostPool(
+    pool = PagedHostPool(
         AttentionGeometry(
             layers=range(LAYERS), head_num=HEADS, head_dim=HEAD_DIM, dtype=torch.bfloat16
         ),

@@ -77,11 +77,11 @@ PAGE = """
 import sys, tempfile
 import torch
 from hicache_storage import PoolName, PoolTransfer, StorageIdentity, create_storage
-from hicache_storage.pools import AttentionGeometry, MHAHostPool
+from hicache_storage.pools import AttentionGeometry, PagedHostPool
 
 identity = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=16, layout="page_first")
 shape = AttentionGeometry(layers=range(2), head_num=2, head_dim=8, dtype=torch.bfloat16)
-pool = MHAHostPool(shape, size=64, page_size=16)
+pool = PagedHostPool(shape, size=64, page_size=16)
 with tempfile.TemporaryDirectory() as path:
     storage = create_storage("file", identity, {"path": path})
     storage.register_mem_host_pool_v2(pool, "kv")

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +21,7 @@ from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, caus
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicache_storage.pools import DevicePoolBase, MambaDevicePool, MHADevicePool
+    from hicache_storage.pools import DevicePool
     from tiny_hybrid_lm_parts.model import Placed
     from tiny_hybrid_lm_parts.sizes import Sizes
 
@@ -83,10 +83,10 @@ class AttentionLayer(Layer):
         self,
         rows: torch.Tensor,
         segments: Sequence[Placed],
-        pools: Mapping[PoolName, DevicePoolBase],
+        pools: Mapping[PoolName, DevicePool],
     ) -> torch.Tensor:
-        pool = cast("MHADevicePool", pools[PoolName.KV])
-        keys, values = pool.k_buffer[self._own], pool.v_buffer[self._own]
+        pool = pools[PoolName.KV]
+        keys, values = pool.parts[0][self._own], pool.parts[1][self._own]
         project = self._arithmetic.project
         queries = project(rows, self._queries).view(-1, HEADS, HEAD_DIM)
         new_keys, new_values = (
@@ -130,10 +130,10 @@ class MambaLayer(Layer):
         self,
         rows: torch.Tensor,
         segments: Sequence[Placed],
-        pools: Mapping[PoolName, DevicePoolBase],
+        pools: Mapping[PoolName, DevicePool],
     ) -> torch.Tensor:
-        pool = cast("MambaDevicePool", pools[PoolName.MAMBA])
-        temporal, windows = pool.temporal_buffer[self._own], pool.conv_buffers[0][self._own]
+        pool = pools[PoolName.MAMBA]
+        temporal, windows = pool.parts[0][self._own], pool.parts[1][self._own]
         project = self._arithmetic.project
         inputs = project(rows, self._inputs)
         mixed = torch.cat(

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage import PoolName
-from hicache_storage.pools import device_pool
+from hicache_storage.pools import DevicePool
 from tiny_hybrid_lm_parts.arithmetic import OrderedArithmetic, normalized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hicache_storage.hybrid import StackConfig
-    from hicache_storage.pools import DevicePoolBase
     from tiny_hybrid_lm_parts.arithmetic import Arithmetic
 
 VOCABULARY = 128
@@ -68,7 +67,7 @@ class Layer(ABC):
         self,
         rows: torch.Tensor,
         segments: Sequence[Placed],
-        pools: Mapping[PoolName, DevicePoolBase],
+        pools: Mapping[PoolName, DevicePool],
     ) -> torch.Tensor:
         """(tokens, WIDTH) to (tokens, WIDTH)."""
 
@@ -112,7 +111,7 @@ class Model:
     def forward(
         self,
         segments: Sequence[Segment],
-        pools: Mapping[PoolName, DevicePoolBase],
+        pools: Mapping[PoolName, DevicePool],
         wait: Callable[[int], None],
     ) -> list[torch.Tensor]:
         """Compute tokens of several sequences together.
@@ -140,9 +139,9 @@ class Model:
         size = -(-len(tokens) // self.config.page_size) * self.config.page_size
         place = torch.device(self._device)
         pools = {
-            name: device_pool(shape, size=1, page_size=1, device=place)
+            name: DevicePool(shape, size=1, page_size=1, device=place)
             if name is PoolName.MAMBA
-            else device_pool(shape, size=size, page_size=self.config.page_size, device=place)
+            else DevicePool(shape, size=size, page_size=self.config.page_size, device=place)
             for name, shape in self.config.pools.items()
         }
         return self.forward([Segment(tokens, 0, torch.arange(size))], pools, lambda _: None)[0]

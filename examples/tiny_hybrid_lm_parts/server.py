@@ -169,7 +169,7 @@ class Server:
     def _copy_state(self, source: int, target: int) -> None:
         self._wait_on_cpu()
         if self._states:
-            for buffer in (self._states.temporal_buffer, *self._states.conv_buffers):
+            for buffer in self._states.parts:
                 buffer[:, target] = buffer[:, source]
 
     def _wait_on_cpu(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +15,7 @@ from tiny_hybrid_lm_parts.model import HEADS, WIDTH, Layer, Model, Weights, caus
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicache_storage.pools import DevicePoolBase, IndexerDevicePool, MLADevicePool
+    from hicache_storage.pools import DevicePool
     from tiny_hybrid_lm_parts.model import Placed
     from tiny_hybrid_lm_parts.sizes import Sizes
 
@@ -63,10 +63,10 @@ class SparseLayer(Layer):
         self,
         rows: torch.Tensor,
         segments: Sequence[Placed],
-        pools: Mapping[PoolName, DevicePoolBase],
+        pools: Mapping[PoolName, DevicePool],
     ) -> torch.Tensor:
-        latents = cast("MLADevicePool", pools[PoolName.KV]).kv_buffer[self._own]
-        index = IndexKeys(cast("IndexerDevicePool", pools[PoolName.INDEXER]), self._own)
+        latents = pools[PoolName.KV].parts[0][self._own]
+        index = IndexKeys(pools[PoolName.INDEXER], self._own)
         project = self._arithmetic.project
         places = torch.cat([torch.arange(segment.start, segment.end) for segment in segments])
         queries = _turned(project(rows, self._queries).view(-1, HEADS, LATENT + ROPE), places)
@@ -96,9 +96,9 @@ class IndexKeys:
     """Keys of one layer as bytes with a float32 scale each: all keys of a page, then all its
     scales."""
 
-    def __init__(self, pool: IndexerDevicePool, own: int) -> None:
+    def __init__(self, pool: DevicePool, own: int) -> None:
         self._page_size = pool.page_size
-        pages, keys_end = pool.index_buffer[own], pool.page_size * INDEX_DIM
+        pages, keys_end = pool.parts[0][own], pool.page_size * INDEX_DIM
         self._keys = pages[:, :keys_end].view(-1, pool.page_size, INDEX_DIM)
         self._scales = pages[:, keys_end:].view(torch.float32)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicache_storage.hybrid.ranks import RankGroup
-    from hicache_storage.pools import HostPoolBase, SlotAllocator
+    from hicache_storage.pools import PagedHostPool, SlotAllocator
     from hicache_storage.transfer import HostSlots
     from hicache_storage.transfer.host_slots import Completion
 
@@ -222,7 +222,7 @@ class PoolEntry:
 
     name: PoolName
     """The pool; a plain string is converted."""
-    host_pool: HostPoolBase
+    host_pool: PagedHostPool
     """Registered with the storage under the name."""
     host_slots: HostSlots
     """Allocates the host pool: of the engine that copies between the two."""

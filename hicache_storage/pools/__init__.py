@@ -14,23 +14,8 @@ from hicache_storage.pools.access import PageAccess
 from hicache_storage.pools.adapter import page_access
 
 if TYPE_CHECKING:
-    from hicache_storage.pools.device import (
-        DevicePages,
-        DevicePoolBase,
-        IndexerDevicePool,
-        MambaDevicePool,
-        MHADevicePool,
-        MLADevicePool,
-        device_pool,
-    )
-    from hicache_storage.pools.host import (
-        HostPoolBase,
-        IndexerHostPool,
-        MambaHostPool,
-        MHAHostPool,
-        MLAHostPool,
-        host_pool,
-    )
+    from hicache_storage.pools.device import DevicePages, DevicePool
+    from hicache_storage.pools.host import PagedHostPool
     from hicache_storage.pools.memory import byte_view, host_tensor
     from hicache_storage.pools.shapes import (
         AttentionGeometry,
@@ -44,25 +29,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionGeometry",
     "DevicePages",
-    "DevicePoolBase",
-    "HostPoolBase",
-    "IndexerDevicePool",
+    "DevicePool",
     "IndexerGeometry",
-    "IndexerHostPool",
-    "MHADevicePool",
-    "MHAHostPool",
-    "MLADevicePool",
     "MLAGeometry",
-    "MLAHostPool",
-    "MambaDevicePool",
     "MambaGeometry",
-    "MambaHostPool",
     "PageAccess",
+    "PagedHostPool",
     "PoolGeometry",
     "SlotAllocator",
     "byte_view",
-    "device_pool",
-    "host_pool",
     "host_tensor",
     "page_access",
 ]

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage.pools.host import (
-    HostPoolBase,
-    IndexerHostPool,
-    MambaHostPool,
-    MHAHostPool,
-    MLAHostPool,
-)
 from hicache_storage.pools.shapes import check_shape, check_size
 from hicache_storage.pools.slots import SlotAllocator
 from hicache_storage.spec import InvalidPoolError
@@ -21,6 +14,7 @@ from hicache_storage.spec import InvalidPoolError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_storage.pools.host import PagedHostPool
     from hicache_storage.pools.shapes import PoolGeometry
 
 
@@ -74,7 +68,7 @@ class DevicePages:
         """A layer's share of all pages: one view (pages, rows per page, ...) for each part."""
         return self._views[layer]
 
-    def check_host_pool(self, pool: HostPoolBase) -> None:
+    def check_host_pool(self, pool: PagedHostPool) -> None:
         """Refuse a host pool whose pages are not made of the same rows.
 
         Raises:
@@ -95,10 +89,8 @@ class DevicePages:
                 raise _differs(field, there, here, "the device pages")
 
 
-class DevicePoolBase(DevicePages, SlotAllocator):
+class DevicePool(DevicePages, SlotAllocator):
     """A pool in device memory whose slots are handed out in pages.
-
-    To be used through one of its subclasses.
 
     A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
     handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
@@ -109,11 +101,11 @@ class DevicePoolBase(DevicePages, SlotAllocator):
     Layers are counted in the pool; `shape.layers` has a hybrid model's own numbers.
     """
 
-    HOST_POOL: ClassVar[type[HostPoolBase]]
-    """The host pool that takes these pages."""
-
     parts: list[torch.Tensor]
-    """What a layer consists of, all layers (layers, slots, ...) together."""
+    """What a layer consists of, all layers (layers, slots, ...) together, as the shape has it.
+
+    A part may have no elements; it is never copied.
+    """
 
     def __init__(
         self,
@@ -134,7 +126,7 @@ class DevicePoolBase(DevicePages, SlotAllocator):
         Raises:
             InvalidPoolError: an argument is out of range, or there is not that much memory.
         """
-        check_shape(shape, self.HOST_POOL.KIND)
+        check_shape(shape)
         check_size(size, page_size)
         self.shape = shape
         self.device = torch.device(device)
@@ -153,93 +145,21 @@ class DevicePoolBase(DevicePages, SlotAllocator):
         DevicePages.__init__(self, layers, page_size, rows_per_page=parts[0].rows)
         SlotAllocator.__init__(self, size, page_size)
 
-    def check_host_pool(self, pool: HostPoolBase) -> None:
+    def check_host_pool(self, pool: PagedHostPool) -> None:
         """Refuse a host pool that cannot take these pages.
 
         Raises:
             InvalidPoolError: it is of another kind, or differs in a field; the message names it.
         """
-        mine = type(self).__name__
-        if type(pool) is not self.HOST_POOL:
-            raise InvalidPoolError(
-                f"{mine} is backed up by {self.HOST_POOL.__name__}, not by {type(pool).__name__}"
-            )
+        mine, theirs = (type(each.shape).__name__ for each in (self, pool))
+        if mine != theirs:
+            raise _differs("kind of shape", theirs, mine, "the device pool")
         if self.page_size != pool.page_size:
-            raise _differs("page_size", pool.page_size, self.page_size, mine)
+            raise _differs("page_size", pool.page_size, self.page_size, "the device pool")
         for field in ("layer_num", *self.shape.FIELDS):
             here, there = getattr(self.shape, field), getattr(pool.shape, field)
             if here != there:
-                raise _differs(field, there, here, mine)
-
-
-class MHADevicePool(DevicePoolBase):
-    """K and V of every layer, each a tensor (slots, heads, elements of a head) of its own."""
-
-    HOST_POOL = MHAHostPool
-
-    @property
-    def k_buffer(self) -> torch.Tensor:
-        """K of all layers."""
-        return self.parts[0]
-
-    @property
-    def v_buffer(self) -> torch.Tensor:
-        """V of all layers."""
-        return self.parts[1]
-
-
-class MLADevicePool(DevicePoolBase):
-    """One latent row per token and layer: each layer is a tensor (slots, 1, elements of a row)."""
-
-    HOST_POOL = MLAHostPool
-
-    @property
-    def kv_buffer(self) -> torch.Tensor:
-        """The rows of all layers."""
-        return self.parts[0]
-
-
-class MambaDevicePool(DevicePoolBase):
-    """The states of running requests and of cached prefixes; a slot is a whole state.
-
-    A model without a temporal state has one with a 0 in its shape; it is never copied.
-    """
-
-    HOST_POOL = MambaHostPool
-
-    @property
-    def temporal_buffer(self) -> torch.Tensor:
-        """The temporal states of all layers (layers, slots, *state)."""
-        return self.parts[0]
-
-    @property
-    def conv_buffers(self) -> list[torch.Tensor]:
-        """The convolution windows, each of all layers."""
-        return self.parts[1:]
-
-
-class IndexerDevicePool(DevicePoolBase):
-    """Index keys and their scales: each layer is a tensor (pages, page_stride) of bytes.
-
-    It has the slots of the KV pool that it follows; indices derived from that pool's need no
-    `alloc`.
-    """
-
-    HOST_POOL = IndexerHostPool
-
-    @property
-    def index_buffer(self) -> torch.Tensor:
-        """The pages of all layers."""
-        return self.parts[0]
-
-
-def device_pool(
-    shape: PoolGeometry, *, size: int, page_size: int = 1, device: torch.device | str = "cuda"
-) -> DevicePoolBase:
-    """Make the device pool of a kind of state."""
-    pools = (MHADevicePool, MLADevicePool, MambaDevicePool, IndexerDevicePool)
-    kind = next(pool for pool in pools if isinstance(shape, pool.HOST_POOL.KIND))
-    return kind(shape, size=size, page_size=page_size, device=device)
+                raise _differs(field, there, here, "the device pool")
 
 
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from hicache_storage.pools.memory import byte_view, host_tensor
-from hicache_storage.pools.shapes import (
-    AttentionGeometry,
-    IndexerGeometry,
-    MambaGeometry,
-    MLAGeometry,
-    check_shape,
-    check_size,
-)
+from hicache_storage.pools.shapes import check_shape, check_size
 from hicache_storage.pools.slots import SlotAllocator
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 
@@ -24,18 +17,13 @@ if TYPE_CHECKING:
     from hicache_storage.pools.shapes import Part, PoolGeometry
 
 
-class HostPoolBase(SlotAllocator):
+class PagedHostPool(SlotAllocator):
     """A pool in host memory whose pages can be lent as they lie.
-
-    To be used through one of its subclasses.
 
     A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
     handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
     thread-safe; who owns a slot owns its bytes.
     """
-
-    KIND: ClassVar[type[PoolGeometry]]
-    LAYOUTS: ClassVar[tuple[str, ...]]
 
     geometry: PageGeometry
     """Layout, element type and component lengths of a page."""
@@ -63,17 +51,17 @@ class HostPoolBase(SlotAllocator):
             shape: of the state that it holds.
             size: slots (tokens, or states), a multiple of `page_size`.
             page_size: slots per page; 1 for states.
-            layout: one of `LAYOUTS`; part of the namespace.
+            layout: one of `shape.layouts`; part of the namespace.
             pin_memory: lock the memory for CUDA copies, where CUDA is available.
 
         Raises:
             InvalidPoolError: an argument is out of range, or there is not that much memory.
         """
-        check_shape(shape, self.KIND)
+        check_shape(shape)
         check_size(size, page_size)
-        if layout not in self.LAYOUTS:
+        if layout not in shape.layouts:
             raise InvalidPoolError(
-                f"layout must be one of {', '.join(self.LAYOUTS)}; got {layout!r}"
+                f"layout must be one of {', '.join(shape.layouts)}; got {layout!r}"
             )
         self.shape = shape
         self.layout = layout
@@ -154,116 +142,6 @@ class HostPoolBase(SlotAllocator):
             for view, slot_bytes, length in self._views
         ]
         return list(map(list, zip(*columns, strict=True)))
-
-
-class MHAHostPool(HostPoolBase):
-    """K and V of every layer.
-
-    With S slots in N pages of P, L layers, H heads and D elements a head, `k_buffer` and `v_buffer`
-    have the shape
-
-    | layout | shape | components of a page |
-    |---|---|---|
-    | `layer_first` | (L, S, H, D) | K, V of layer 0, K, V of layer 1, ...: P * H * D elements each |
-    | `page_first` | (S, L, H, D) | K, V: P * L * H * D elements each |
-    | `page_first_direct` | (N, L, P, H, D) | the same |
-    | `page_head` | (N, H, P, L, D) | the same |
-
-    and are the halves of one tensor (2, ...). Where the heads of V are longer or shorter than those
-    of K, they are two tensors.
-    """
-
-    KIND = AttentionGeometry
-    LAYOUTS = tuple(KIND.ORDERS)
-
-    @property
-    def k_buffer(self) -> torch.Tensor:
-        return self.parts[0]
-
-    @property
-    def v_buffer(self) -> torch.Tensor:
-        return self.parts[1]
-
-
-class MLAHostPool(HostPoolBase):
-    """One latent row per token and layer, the same on all TP ranks.
-
-    With S slots in N pages of P, L layers and D elements a row, `kv_buffer` has the shape
-
-    | layout | shape | components of a page |
-    |---|---|---|
-    | `layer_first` | (L, S, 1, D) | one for each layer: P * D elements |
-    | `page_first` | (S, L, 1, D) | one: P * L * D elements |
-    | `page_first_direct` | (N, L, P, 1, D) | one: P * L * D elements |
-    """
-
-    KIND = MLAGeometry
-    LAYOUTS = tuple(KIND.ORDERS)
-
-    @property
-    def kv_buffer(self) -> torch.Tensor:
-        return self.parts[0]
-
-
-class MambaHostPool(HostPoolBase):
-    """The state after a prefix: a temporal (SSM) state and convolution windows per layer.
-
-    A slot is a whole state, so a page is one slot. With S slots and L layers, `temporal_buffer` and
-    each of `conv_buffers` have the shape
-
-    | layout | shape | components of a page |
-    |---|---|---|
-    | `layer_first` | (L, S, *state) | temporal of layer 0, 1, ..., then the first window of layer 0, 1, ..., and so on |
-    | `page_first`, `page_first_direct` | (S, L, 1, *state) | temporal, first window, second window, ... |
-
-    A model without a temporal state has one with a 0 in its shape; it is no component.
-    """
-
-    KIND = MambaGeometry
-    LAYOUTS = tuple(KIND.ORDERS)
-
-    @property
-    def temporal_buffer(self) -> torch.Tensor:
-        return self.parts[0]
-
-    @property
-    def conv_buffers(self) -> Sequence[torch.Tensor]:
-        return self.parts[1:]
-
-
-class IndexerHostPool(HostPoolBase):
-    """Index keys and their scales, packed as bytes page by page and layer by layer.
-
-    A page of one layer is `page_stride` = P * (D + D / B * 4) bytes, for D one-byte elements a
-    token with one float32 scale for each B of them; how keys and scales lie inside it is the
-    engine's business. With N pages of P slots and L layers, `index_buffer` (uint8) has the shape
-
-    | layout | shape | components of a page |
-    |---|---|---|
-    | `layer_first` | (L, N, page_stride) | one for each layer: page_stride bytes |
-    | `page_first`, `page_first_direct` | (N, L, 1, page_stride) | one: L * page_stride bytes |
-    """
-
-    KIND = IndexerGeometry
-    LAYOUTS = tuple(KIND.ORDERS)
-
-    @property
-    def index_buffer(self) -> torch.Tensor:
-        return self.parts[0]
-
-
-def host_pool(
-    shape: PoolGeometry,
-    *,
-    size: int,
-    page_size: int = 1,
-    layout: str = "page_first",
-    pin_memory: bool = True,
-) -> HostPoolBase:
-    """Make the host pool of a kind of state."""
-    pools = (MHAHostPool, MLAHostPool, MambaHostPool, IndexerHostPool)
-    kind = next(pool for pool in pools if isinstance(shape, pool.KIND))
-    return kind(shape, size=size, page_size=page_size, layout=layout, pin_memory=pin_memory)
 
 
 def _lengths(order: str, layers: int, pages: int, part: Part) -> list[int]:

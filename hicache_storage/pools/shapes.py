@@ -101,7 +101,21 @@ class PoolGeometry(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGeometry(PoolGeometry):
-    """Multi-head attention and its grouped-query and multi-query kinds."""
+    """Multi-head attention and its grouped-query and multi-query kinds: K and V of every layer.
+
+    In a device pool each layer's K and V are tensors (slots, heads, elements of a head). With S
+    slots in N pages of P, L layers, H heads and D elements a head, each has the shape in a host pool
+
+    | layout | shape | components of a page |
+    |---|---|---|
+    | `layer_first` | (L, S, H, D) | K, V of layer 0, K, V of layer 1, ...: P * H * D elements each |
+    | `page_first` | (S, L, H, D) | K, V: P * L * H * D elements each |
+    | `page_first_direct` | (N, L, P, H, D) | the same |
+    | `page_head` | (N, H, P, L, D) | the same |
+
+    and they are the halves of one tensor (2, ...). Where the heads of V are longer or shorter than
+    those of K, they are two tensors.
+    """
 
     ORDERS = TOKEN_ROWS | {"page_head": "phrl"}
     FIELDS = ("head_num", "head_dim", "v_head_dim", "dtype")
@@ -140,7 +154,17 @@ class AttentionGeometry(PoolGeometry):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAGeometry(PoolGeometry):
-    """Multi-head latent attention: a row per token and layer, equal on all TP ranks."""
+    """Multi-head latent attention: a row per token and layer, equal on all TP ranks.
+
+    In a device pool each layer is a tensor (slots, 1, elements of a row). With S slots in N pages of
+    P, L layers and D elements a row, the part has the shape in a host pool
+
+    | layout | shape | components of a page |
+    |---|---|---|
+    | `layer_first` | (L, S, 1, D) | one for each layer: P * D elements |
+    | `page_first` | (S, L, 1, D) | one: P * L * D elements |
+    | `page_first_direct` | (N, L, P, 1, D) | one: P * L * D elements |
+    """
 
     FIELDS = ("kv_cache_dim", "dtype")
 
@@ -178,7 +202,18 @@ class MLAGeometry(PoolGeometry):
 
 @dataclass(frozen=True, kw_only=True)
 class MambaGeometry(PoolGeometry):
-    """Recurrent states: Mamba, gated delta nets and other linear attention. A slot is a page."""
+    """Recurrent states: Mamba, gated delta nets and other linear attention. A slot is a page.
+
+    The parts are a temporal (SSM) state and convolution windows. With S slots and L layers each has
+    the shape in a host pool
+
+    | layout | shape | components of a page |
+    |---|---|---|
+    | `layer_first` | (L, S, *state) | temporal of layer 0, 1, ..., then the first window of layer 0, 1, ..., and so on |
+    | `page_first`, `page_first_direct` | (S, L, 1, *state) | temporal, first window, second window, ... |
+
+    A model without a temporal state has one with a 0 in its shape; it is no component.
+    """
 
     ORDERS = WHOLE_ROWS
     FIELDS = ("temporal_shape", "conv_shapes", "temporal_dtype", "conv_dtype")
@@ -224,7 +259,21 @@ class MambaGeometry(PoolGeometry):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerGeometry(PoolGeometry):
-    """Quantized keys that sparse attention selects tokens by, in the slots of KV."""
+    """Quantized keys that sparse attention selects tokens by, in the slots of KV.
+
+    Keys and their scales are packed as bytes page by page and layer by layer. A page of one layer is
+    `page_stride` = P * (D + D / B * 4) bytes, for D one-byte elements a token with one float32 scale
+    for each B of them; how keys and scales lie inside it is the engine's business. With N pages and
+    L layers the part (uint8) has the shape in a host pool
+
+    | layout | shape | components of a page |
+    |---|---|---|
+    | `layer_first` | (L, N, page_stride) | one for each layer: page_stride bytes |
+    | `page_first`, `page_first_direct` | (N, L, 1, page_stride) | one: L * page_stride bytes |
+
+    A device pool has the slots of the KV pool that it follows; indices derived from that pool's need
+    no `alloc`.
+    """
 
     ORDERS = WHOLE_ROWS
     FIELDS = ("index_head_dim", "quant_block_size")
@@ -284,14 +333,14 @@ def check_dtypes(owner: object, *names: str) -> None:
             )
 
 
-def check_shape(shape: object, kind: type[PoolGeometry]) -> None:
-    """Refuse the shape of another kind of state.
+def check_shape(shape: object) -> None:
+    """Refuse what is no shape.
 
     Raises:
-        InvalidPoolError: the message names the kind that it must be of.
+        InvalidPoolError: the message names the type of what was given.
     """
-    if not isinstance(shape, kind):
-        raise InvalidPoolError(f"shape must be of {kind.__name__}, got {type(shape).__name__}")
+    if not isinstance(shape, PoolGeometry):
+        raise InvalidPoolError(f"shape must be a PoolGeometry, got {type(shape).__name__}")
 
 
 def check_size(size: int, page_size: int) -> None:

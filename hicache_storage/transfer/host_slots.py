@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.pools import HostPoolBase, SlotAllocator
+    from hicache_storage.pools import PagedHostPool, SlotAllocator
     from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.streams import Event, Stream
 
@@ -106,7 +106,7 @@ class HostSlots:
     """
 
     def __init__(
-        self, pool: HostPoolBase | SlotAllocator, fences: Collection[PageFences] = ()
+        self, pool: PagedHostPool | SlotAllocator, fences: Collection[PageFences] = ()
     ) -> None:
         import torch
 

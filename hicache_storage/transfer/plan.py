@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.pools import DevicePages, HostPoolBase
+    from hicache_storage.pools import DevicePages, PagedHostPool
 
 Way = Literal["kernel", "dma"]
 WAYS: Final = ("kernel", "dma")
@@ -119,7 +119,7 @@ class PartGroup:
         return len(self.host) // self.parts
 
 
-def make_plan(device: DevicePages, host: HostPoolBase, way: Way | None) -> list[PartGroup]:
+def make_plan(device: DevicePages, host: PagedHostPool, way: Way | None) -> list[PartGroup]:
     """Choose how each part is copied.
 
     Args:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.pools import DevicePages, HostPoolBase
+    from hicache_storage.pools import DevicePages, PagedHostPool
     from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.plan import Way
     from hicache_storage.transfer.streams import Device, Event, Stream
@@ -41,7 +41,7 @@ class PoolPair(NamedTuple):
 
     device_pool: DevicePages
     """A device pool, or other pages of the same layers, page size and rows as the host pool's."""
-    host_pool: HostPoolBase
+    host_pool: PagedHostPool
 
 
 class Indices(NamedTuple):

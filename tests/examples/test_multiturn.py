@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hicache_storage.pools import device_pool
+from hicache_storage.pools import DevicePool
 from tests.support.commands import run_program
 
 pytestmark = pytest.mark.merge
@@ -96,9 +96,9 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
         assert server.serve([prompt], [output]) == [0]
         server.cache.evict(10**6, 10**6)
         if damaged == "kv":
-            server.stack.host_pools["kv"].k_buffer.add_(1)
+            server.stack.host_pools["kv"].parts[0].add_(1)
         else:
-            server.stack.host_pools["mamba"].temporal_buffer.add_(1)
+            server.stack.host_pools["mamba"].parts[0].add_(1)
         with pytest.raises(AssertionError, match="not that of its tokens"):
             server.serve([[*prompt, *output, 7]], [[8]])
     finally:
@@ -144,7 +144,7 @@ def test_the_model_computes_where_its_pools_are(example):
     server = importlib.import_module("toy_hybrid_server")
     config = server.stack_config(example.Workload(**SMALL).sizes(8, sessions=2, offload=True))
     pools = [
-        device_pool(config.pools[name], size=8, page_size=page, device="meta")
+        DevicePool(config.pools[name], size=8, page_size=page, device="meta")
         for name, page in (("kv", 4), ("mamba", 1))
     ]
     model = server.Model(*pools)
@@ -153,7 +153,7 @@ def test_the_model_computes_where_its_pools_are(example):
         model.write_state(2, [1, 2, 3, 4], 0)
         model.copy_state(2, 3)
     with pytest.raises(RuntimeError, match="tensors on"), OneDevice():
-        pools[0].k_buffer[0][torch.arange(4), 0] = torch.zeros(4, 2, dtype=torch.int32)
+        pools[0].parts[0][0][torch.arange(4), 0] = torch.zeros(4, 2, dtype=torch.int32)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_storage.hybrid import build_hybrid_stack
-from hicache_storage.pools import device_pool
+from hicache_storage.pools import DevicePool
 from hicache_storage.spec import PoolName
 from tests.support.commands import run_program
 from tests.support.pools import page_layer
@@ -70,7 +70,7 @@ def pools_of(model):
     pools = {}
     for name, geometry in model.config.pools.items():
         size, page_size = (4, 1) if name == PoolName.MAMBA else (512, 16)
-        pools[name] = device_pool(geometry, size=size, page_size=page_size, device="cpu")
+        pools[name] = DevicePool(geometry, size=size, page_size=page_size, device="cpu")
         for layer in range(pools[name].layer_num):
             for slot in range(0, pools[name].size, pools[name].page_size):
                 for part in page_layer(pools[name], slot, layer):
@@ -228,7 +228,7 @@ def test_a_hit_with_wrong_bytes_is_seen(example, dtype):
         server = example.server.Server(model, stack, running=2)
         example.chat.play_round(talk, conversation, server, model)
         stack.cache.evict(10**6, 10**6)
-        stack.host_pools[PoolName.MAMBA].temporal_buffer.neg_()
+        stack.host_pools[PoolName.MAMBA].parts[0].neg_()
         example.chat.play_round(talk, conversation, server, model)
     assert [turn.equal for turn in conversation.turns] == [True, True, False, False]
     with pytest.raises(example.main.ExampleFailedError, match="2 turns have other logits"):

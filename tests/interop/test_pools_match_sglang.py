@@ -25,14 +25,10 @@ from sglang.srt.mem_cache.pool_host.mla import MLAHostAllocation, MLATokenToKVPo
 
 from hicache_storage.pools import (
     AttentionGeometry,
-    HostPoolBase,
     IndexerGeometry,
-    IndexerHostPool,
     MambaGeometry,
-    MambaHostPool,
-    MHAHostPool,
     MLAGeometry,
-    MLAHostPool,
+    PagedHostPool,
     byte_view,
     page_access,
 )
@@ -53,7 +49,7 @@ class Twins:
     """SGLang's pool and ours, of one geometry, holding the same random values."""
 
     theirs: object
-    ours: HostPoolBase
+    ours: PagedHostPool
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Tensors that should agree in shape and values; theirs may have padding pages at the end of an
     axis."""
@@ -107,7 +103,7 @@ def mha(layout: str, v_dim: int = D) -> Twins:
         end_layer=L,
         host_token_capacity=S,
     )
-    ours = MHAHostPool(
+    ours = PagedHostPool(
         AttentionGeometry(
             layers=range(L), head_num=H, head_dim=D, v_head_dim=v_dim, dtype=torch.bfloat16
         ),
@@ -116,7 +112,7 @@ def mha(layout: str, v_dim: int = D) -> Twins:
         layout=layout,
     )
     return Twins(
-        theirs, ours, [(theirs.k_buffer, ours.k_buffer), (theirs.v_buffer, ours.v_buffer)]
+        theirs, ours, [(theirs.k_buffer, ours.parts[0]), (theirs.v_buffer, ours.parts[1])]
     ).fill()
 
 
@@ -151,13 +147,13 @@ def mla_host(layout: str) -> MLATokenToKVPoolHost:
 
 def mla(layout: str) -> Twins:
     theirs = mla_host(layout)
-    ours = MLAHostPool(
+    ours = PagedHostPool(
         MLAGeometry(layers=range(L), kv_lora_rank=D, dtype=torch.bfloat16),
         size=S,
         page_size=P,
         layout=layout,
     )
-    return Twins(theirs, ours, [(theirs.kv_buffer, ours.kv_buffer)]).fill()
+    return Twins(theirs, ours, [(theirs.kv_buffer, ours.parts[0])]).fill()
 
 
 def mamba(layout: str, temporal: tuple[int, ...] = (2, 3), side_rows: int = 0) -> Twins:
@@ -170,7 +166,7 @@ def mamba(layout: str, temporal: tuple[int, ...] = (2, 3), side_rows: int = 0) -
         ),
     )
     theirs = MambaPoolHost(info, 2.0, 0, device_capacity=states, pin_memory=False, layout=layout)
-    ours = MambaHostPool(
+    ours = PagedHostPool(
         MambaGeometry(
             layers=range(L),
             temporal_shape=temporal,
@@ -181,10 +177,8 @@ def mamba(layout: str, temporal: tuple[int, ...] = (2, 3), side_rows: int = 0) -
         size=theirs.size,
         layout=layout,
     )
-    convolutions = zip(theirs.conv_buffer, ours.conv_buffers, strict=True)
-    return Twins(
-        theirs, ours, [(theirs.temporal_buffer, ours.temporal_buffer), *convolutions]
-    ).fill()
+    convolutions = zip(theirs.conv_buffer, ours.parts[1:], strict=True)
+    return Twins(theirs, ours, [(theirs.temporal_buffer, ours.parts[0]), *convolutions]).fill()
 
 
 def indexer(layout: str) -> Twins:
@@ -208,10 +202,10 @@ def indexer(layout: str) -> Twins:
         host_pool_builder=None,
     )
     theirs = DSAIndexerPoolHost(decl, mla_host(layout), pin_memory=False)
-    ours = IndexerHostPool(IndexerGeometry(layers=range(L)), size=S, page_size=P, layout=layout)
+    ours = PagedHostPool(IndexerGeometry(layers=range(L)), size=S, page_size=P, layout=layout)
     buffer = theirs.index_k_with_scale_buffer
     used = buffer[:, :PAGES] if layout == "layer_first" else buffer[:PAGES]
-    return Twins(theirs, ours, [(used, ours.index_buffer)]).fill()
+    return Twins(theirs, ours, [(used, ours.parts[0])]).fill()
 
 
 MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hicache_storage.pools import AttentionGeometry, MHAHostPool, MLAGeometry, MLAHostPool
+from hicache_storage.pools import AttentionGeometry, MLAGeometry, PagedHostPool
 from hicache_storage.spec import Capabilities, InvalidPoolError, PageGeometry, PoolTransfer
 from hicache_storage.testing import BytePool, MemoryStorage
 
@@ -28,7 +28,7 @@ class Rank:
         self.identity = kit.identity(
             **{"store_tp_size": 8, "layout": layout, **changes}, tp_size=size, tp_rank=rank
         )
-        self.pool = MHAHostPool(
+        self.pool = PagedHostPool(
             AttentionGeometry(
                 layers=range(LAYERS),
                 head_num=heads,
@@ -52,12 +52,12 @@ class Rank:
 
     def fill(self, model):
         heads = slice(self.first, self.first + self.pool.geometry.head_num)
-        for half, buffer in enumerate((self.pool.k_buffer, self.pool.v_buffer)):
+        for half, buffer in enumerate(self.pool.parts):
             view = self.by_head(buffer)
             view.copy_(model[half, heads, ..., : buffer.shape[-1]].reshape(view.shape))
 
     def content(self):
-        halves = (self.pool.k_buffer, self.pool.v_buffer)
+        halves = self.pool.parts
         shape = (self.pool.geometry.head_num, PAGES, PAGE_SIZE, LAYERS, -1)
         return [self.by_head(buffer).reshape(shape) for buffer in halves]
 
@@ -94,7 +94,7 @@ def model():
 
 
 @pytest.mark.parametrize("v_dim", [None, 3])
-@pytest.mark.parametrize("layout", MHAHostPool.LAYOUTS)
+@pytest.mark.parametrize("layout", AttentionGeometry.ORDERS)
 @pytest.mark.parametrize(("writers", "readers"), [(1, 8), (8, 2), (2, 4)])
 def test_a_tp_size_reads_what_another_has_written(ranks, layout, writers, readers, v_dim):
     """The suite has pages of its own (`ShardCases.test_every_tp_size_reads_every_other`)."""
@@ -145,7 +145,7 @@ def test_every_driver_over_objects_declares_it(kit):
     [
         (lambda: BytePool(), "has no KV heads"),
         (
-            lambda: MLAHostPool(
+            lambda: PagedHostPool(
                 MLAGeometry(layers=range(1), kv_lora_rank=4, dtype=torch.int16),
                 size=8,
                 page_size=2,

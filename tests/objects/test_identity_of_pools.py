@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hicache_storage.pools import AttentionGeometry, MHAHostPool
+from hicache_storage.pools import AttentionGeometry, PagedHostPool
 from hicache_storage.spec import InvalidPoolError
 from hicache_storage.testing import BytePool
 from tests.pools.foreign import AddressPool, P
@@ -15,7 +15,7 @@ WRONG = {"page_size": 2 * P, "layout": "page_frist", "kv_dtype": "bananas"}
 
 
 def own_pool(dtype=torch.bfloat16, layout="page_first"):
-    return MHAHostPool(
+    return PagedHostPool(
         AttentionGeometry(layers=range(1), head_num=2, head_dim=4, dtype=dtype),
         size=4 * P,
         page_size=P,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hicache_storage.pools import page_access
+from hicache_storage.pools import PagedHostPool, page_access
 from hicache_storage.pools.adapter import LentPages
 from hicache_storage.pools.addressed import AddressedPages
 from hicache_storage.pools.staged import StagedPages
@@ -26,12 +26,12 @@ from tests.pools.foreign import (
     some_pages,
     write,
 )
-from tests.support.pools import POOL_KINDS, make_pool
+from tests.support.pools import make_pool
 
 
 def own_pool(**fields):
     shape = {"layers": range(2), "kv_lora_rank": 3, "dtype": torch.bfloat16}
-    return make_pool(POOL_KINDS["mla"][1], **{"size": 8, "page_size": 4, **shape, **fields})
+    return make_pool(PagedHostPool, "mla", **{"size": 8, "page_size": 4, **shape, **fields})
 
 
 def changed(pool, **attributes):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from tests.support.pools import POOL_KINDS, make_pool
+from hicache_storage.pools import DevicePool, PagedHostPool
+from tests.support.pools import SHAPES, make_pool
 
 TYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 small = st.integers(1, 9)
@@ -15,8 +16,7 @@ row = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 @st.composite
 def pool_pairs(draw):
     """A device pool on the CPU, and the host pool that backs it up."""
-    kind, dtype = draw(st.sampled_from(sorted(POOL_KINDS))), draw(st.sampled_from(TYPES))
-    device, host = POOL_KINDS[kind]
+    kind, dtype = draw(st.sampled_from(sorted(SHAPES))), draw(st.sampled_from(TYPES))
     fields = {
         "mha": {"head_num": small, "head_dim": st.integers(1, 40), "v_head_dim": st.none() | small},
         "mla": {"kv_lora_rank": st.integers(1, 40)},
@@ -32,8 +32,8 @@ def pool_pairs(draw):
     page_size = 1 if kind == "mamba" else draw(small)
     made |= {"layers": range(draw(st.integers(1, 3))), "page_size": page_size}
     made["size"] = page_size * draw(st.integers(1, 7))
-    layout = draw(st.sampled_from(host.LAYOUTS))
+    layout = draw(st.sampled_from([*SHAPES[kind].ORDERS]))
     return (
-        make_pool(device, device="cpu", **made),
-        make_pool(host, layout=layout, pin_memory=False, **made),
+        make_pool(DevicePool, kind, device="cpu", **made),
+        make_pool(PagedHostPool, kind, layout=layout, pin_memory=False, **made),
     )

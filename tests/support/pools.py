@@ -5,41 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 from hicache_storage.pools import (
-    IndexerDevicePool,
-    IndexerHostPool,
-    MambaDevicePool,
-    MambaHostPool,
-    MHADevicePool,
-    MHAHostPool,
-    MLADevicePool,
-    MLAHostPool,
+    AttentionGeometry,
+    DevicePool,
+    IndexerGeometry,
+    MambaGeometry,
+    MLAGeometry,
+    PagedHostPool,
+    PoolGeometry,
 )
 
-POOL_KINDS: dict[str, tuple[Any, Any]] = {
-    "mha": (MHADevicePool, MHAHostPool),
-    "mla": (MLADevicePool, MLAHostPool),
-    "mamba": (MambaDevicePool, MambaHostPool),
-    "indexer": (IndexerDevicePool, IndexerHostPool),
+SHAPES: dict[str, type[PoolGeometry]] = {
+    "mha": AttentionGeometry,
+    "mla": MLAGeometry,
+    "mamba": MambaGeometry,
+    "indexer": IndexerGeometry,
 }
-"""The classes for a device and for the host, by kind."""
-
-
+"""By kind of state."""
 OWN_FIELDS = {"size", "page_size", "layout", "pin_memory", "device"}
 
 
-def make_pool(pool: type, **fields: Any) -> Any:
+def make_pool(pool: type, kind: str, **fields: Any) -> Any:
     """Make a pool of its own arguments and of the fields of its shape."""
     own = {name: fields.pop(name) for name in OWN_FIELDS & fields.keys()}
-    kind: Any = getattr(pool, "HOST_POOL", pool)
-    return pool(kind.KIND(**fields), **own)
+    return pool(SHAPES[kind](**fields), **own)
 
 
 def pool_pair(kind: str, device_size: int, host_size: int, **fields: object) -> tuple[Any, Any]:
     """Make a device pool on the CPU and a host pool of pageable memory; sizes in slots."""
-    device, host = POOL_KINDS[kind]
     return (
-        make_pool(device, size=device_size, device="cpu", **fields),
-        make_pool(host, size=host_size, pin_memory=False, **fields),
+        make_pool(DevicePool, kind, size=device_size, device="cpu", **fields),
+        make_pool(PagedHostPool, kind, size=host_size, pin_memory=False, **fields),
     )
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from hicache_storage.pools import host_tensor
+from hicache_storage.pools import DevicePool, PagedHostPool, host_tensor
 from hicache_storage.transfer import (
     CudaDevice,
     Indices,
@@ -18,7 +18,7 @@ from hicache_storage.transfer import (
     PoolPair,
     StreamSimulator,
 )
-from tests.support.pools import POOL_KINDS, make_pool
+from tests.support.pools import SHAPES, make_pool
 
 LAYERS, PAGES, PAGE = 3, 6, 2
 POISON = 0xA5
@@ -53,15 +53,16 @@ MODELS = {
     "sparse": {"kv": ("mla", range(LAYERS)), "indexer": ("indexer", range(LAYERS))},
 }
 """Pools by name, each with its kind and the model's layers."""
-ONE_POOL = [(name, layout) for name in FIELDS for layout in POOL_KINDS[name][1].LAYOUTS]
+ONE_POOL = [(name, layout) for name in FIELDS for layout in SHAPES[name].ORDERS]
 POOLS = [*ONE_POOL, ("hybrid", "page_first"), ("sparse", "page_first")]
 
 
 def pools_of(kind, layout, where="cpu", pages=PAGES, **changes):
     """A device pool and the host pool that backs it up, made of the same fields."""
     fields = {"layers": range(LAYERS), **FIELDS[kind], **changes}
-    fields["size"], (device, host) = pages * fields["page_size"], POOL_KINDS[kind]
-    return make_pool(device, **fields, device=where), make_pool(host, **fields, layout=layout)
+    fields["size"] = pages * fields["page_size"]
+    device = make_pool(DevicePool, kind, **fields, device=where)
+    return device, make_pool(PagedHostPool, kind, **fields, layout=layout)
 
 
 @functools.cache

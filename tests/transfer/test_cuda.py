@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
+from hicache_storage.pools import DevicePool, PagedHostPool, host_tensor
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import CudaDevice, CudaStream
 from hicache_storage.transfer.plan import WAYS
@@ -65,8 +65,8 @@ def many_pages(device, way, layout="page_first", pages=MANY_PAGES, **fields):
     size = SIZE | fields
     slots = 2 * pages * size["page_size"]
     pools = (
-        make_pool(MHADevicePool, size=slots, device="cuda", **size),
-        make_pool(MHAHostPool, size=slots, layout=layout, **size),
+        make_pool(DevicePool, "mha", size=slots, device="cuda", **size),
+        make_pool(PagedHostPool, "mha", size=slots, layout=layout, **size),
     )
     compute = device.stream("compute")
     engine = one_pool(device, compute, *pools, way=way)
@@ -228,7 +228,7 @@ def test_events_are_as_the_simulator_has_them():
 def test_memory_that_is_not_page_locked_is_refused(cuda):
     device, _ = pools_of("mha", "page_first", "cuda")
     arguments = dict(FIELDS["mha"], size=device.size, layers=range(LAYERS))
-    host = make_pool(MHAHostPool, **arguments, pin_memory=False)
+    host = make_pool(PagedHostPool, "mha", **arguments, pin_memory=False)
     with pytest.raises(InvalidPoolError, match="pin_memory=True"):
         one_pool(cuda.device, cuda.device.stream("compute"), device, host)
     assert launches()

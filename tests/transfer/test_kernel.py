@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_storage.pools import MHAHostPool
+from hicache_storage.pools import PagedHostPool
 from hicache_storage.spec import ConfigError, InvalidPoolError
 from hicache_storage.transfer.cuda.kernel import compiled, make_move
 from hicache_storage.transfer.plan import geometry, word_bytes
@@ -68,7 +68,7 @@ def test_pages_without_numbers_come_in_order():
 def test_the_widest_words_are_moved(heads):
     """16 bytes where lengths and addresses allow it."""
     shape = {"size": 8, "page_size": 2, "layers": range(2), "head_num": heads, "head_dim": 8}
-    host = make_pool(MHAHostPool, **shape, dtype=torch.bfloat16, layout="page_head")
+    host = make_pool(PagedHostPool, "mha", **shape, dtype=torch.bfloat16, layout="page_head")
     device = torch.zeros(4, 2, heads, 8, dtype=torch.bfloat16)
     (view, _), form = host.layer(1), geometry(host.layer(1)[0], device)
     assert word_bytes(form, [view.data_ptr(), device.data_ptr()]) == 16

@@ -9,10 +9,8 @@ from hicache_storage.pools import (
     AttentionGeometry,
     DevicePages,
     MambaGeometry,
-    MambaHostPool,
-    MHAHostPool,
     MLAGeometry,
-    MLAHostPool,
+    PagedHostPool,
     host_tensor,
 )
 from hicache_storage.transfer.copies import growing
@@ -36,7 +34,7 @@ def planned(pool, way=None):
 
 def mha(layout, page_size, head_dim=128, **fields):
     shape = AttentionGeometry(layers=range(32), head_num=8, head_dim=head_dim, dtype=BF16, **fields)
-    return MHAHostPool(shape, size=2 * page_size, page_size=page_size, layout=layout)
+    return PagedHostPool(shape, size=2 * page_size, page_size=page_size, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_lengths_decide(layout, page_size, way, out, into):
 def test_states_of_some_mib_go_by_dma_alone():
     state = {"temporal_shape": (64, 128, 64), "conv_shapes": ((4096, 3),)}
     shape = MambaGeometry(layers=range(4), temporal_dtype=BF16, conv_dtype=BF16, **state)
-    pool = MambaHostPool(shape, size=2)
+    pool = PagedHostPool(shape, size=2)
     temporal, conv = planned(pool)
     assert (temporal.out, temporal.into, temporal.layer_bytes) == (DIRECT, DIRECT, 1 << 20)
     assert (conv.out, conv.into, conv.layer_bytes) == (KERNEL, KERNEL, 24 << 10)
@@ -85,7 +83,7 @@ def test_parts_of_other_lengths_are_planned_apart():
 
 
 def test_the_log_says_what_and_why():
-    pool = MLAHostPool(
+    pool = PagedHostPool(
         MLAGeometry(layers=range(61), kv_lora_rank=576, dtype=BF16), size=128, page_size=64
     )
     (group,) = plan = planned(pool)

@@ -9,12 +9,9 @@ from hicache_conformance.harness.pools import EngineHostPool, GuardedPool
 from hicache_storage.pools import (
     AttentionGeometry,
     IndexerGeometry,
-    IndexerHostPool,
     MambaGeometry,
-    MambaHostPool,
-    MHAHostPool,
     MLAGeometry,
-    MLAHostPool,
+    PagedHostPool,
 )
 
 if TYPE_CHECKING:
@@ -87,13 +84,13 @@ def sdk_pool(kind: str, layout: str) -> HostPool:
     heads: Any = {"layers": range(3), "head_num": 2, "head_dim": 8}
     match kind:
         case "mha":
-            return MHAHostPool(AttentionGeometry(**heads, dtype=torch.bfloat16), **paged)
+            return PagedHostPool(AttentionGeometry(**heads, dtype=torch.bfloat16), **paged)
         case "mha-uneven-heads":
             uneven = AttentionGeometry(**heads, v_head_dim=5, dtype=torch.uint8)
-            return MHAHostPool(uneven, **paged)
+            return PagedHostPool(uneven, **paged)
         case "mla":
             rows = MLAGeometry(layers=range(3), kv_lora_rank=36, dtype=torch.bfloat16)
-            return MLAHostPool(rows, **paged)
+            return PagedHostPool(rows, **paged)
         case "mamba":
             states = MambaGeometry(
                 layers=range(2),
@@ -102,22 +99,22 @@ def sdk_pool(kind: str, layout: str) -> HostPool:
                 temporal_dtype=torch.float32,
                 conv_dtype=torch.bfloat16,
             )
-            return MambaHostPool(states, size=PAGES, **common)
+            return PagedHostPool(states, size=PAGES, **common)
         case _:
-            return IndexerHostPool(IndexerGeometry(layers=range(2)), **paged)
+            return PagedHostPool(IndexerGeometry(layers=range(2)), **paged)
 
 
 SDK_POOLS: Final = [
-    ("mha-uneven-heads", MHAHostPool.LAYOUTS[0]),
+    ("mha-uneven-heads", "layer_first"),
     *(
         (kind, layout)
-        for kind, pool in (
-            ("mha", MHAHostPool),
-            ("mla", MLAHostPool),
-            ("mamba", MambaHostPool),
-            ("indexer", IndexerHostPool),
+        for kind, shape in (
+            ("mha", AttentionGeometry),
+            ("mla", MLAGeometry),
+            ("mamba", MambaGeometry),
+            ("indexer", IndexerGeometry),
         )
-        for layout in pool.LAYOUTS
+        for layout in shape.ORDERS
     ),
 ]
 """Kinds and layouts."""

@@ -21,7 +21,7 @@ from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS, StackConfig
 from hicache_storage.hybrid.stack.stack import HybridStack, StackPools
 from hicache_storage.hybrid.storage_io.calls import StatsCounter
 from hicache_storage.hybrid.storage_io.workers import close_quietly
-from hicache_storage.pools import device_pool, host_pool
+from hicache_storage.pools import DevicePool, PagedHostPool
 from hicache_storage.spec import ConfigError, PoolHitPolicy, PoolName
 from hicache_storage.transfer import (
     CudaDevice,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hicache_storage.hybrid.ranks import RankGroup
-    from hicache_storage.pools import DevicePoolBase, HostPoolBase
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.transfer import Device, Stream
 
@@ -266,15 +265,15 @@ def build_pools(
     Raises:
         InvalidPoolError: there is not enough memory, or the device cannot access it.
     """
-    device_pools: dict[PoolName, DevicePoolBase] = {}
-    host_pools: dict[PoolName, HostPoolBase] = {}
+    device_pools: dict[PoolName, DevicePool] = {}
+    host_pools: dict[PoolName, PagedHostPool] = {}
     pairs: dict[str, PoolPair] = {}
     for name, geometry in config.pools.items():
         on_device, _, page_size = config.slots_of(name)
-        device_pools[name] = device_pool(
+        device_pools[name] = DevicePool(
             geometry, size=on_device, page_size=page_size, device=config.device
         )
-        host_pools[name] = host_pool(
+        host_pools[name] = PagedHostPool(
             geometry,
             size=host_slots[name],
             page_size=page_size,
@@ -290,7 +289,7 @@ def build_pools(
 
 
 def _make_entry(
-    name: PoolName, device_pool: DevicePoolBase, host_pool: HostPoolBase, transfers: PageTransfers
+    name: PoolName, device_pool: DevicePool, host_pool: PagedHostPool, transfers: PageTransfers
 ) -> PoolEntry:
     # An indexer has one key for each row of KV, so it needs no slots of its own.
     derived = name is PoolName.INDEXER

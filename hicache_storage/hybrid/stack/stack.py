@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 from hicache_storage.hybrid.ranks import make_on_all_ranks
 from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.radix import HiMambaRadixCache
     from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
     from hicache_storage.pools import (
-        DevicePoolBase,
-        HostPoolBase,
-        MambaDevicePool,
-        MHADevicePool,
-        MLADevicePool,
+        DevicePool,
+        PagedHostPool,
     )
     from hicache_storage.transfer import PageTransfers, Stream
 
@@ -37,8 +34,8 @@ POLL_SECONDS = 0.0005
 class StackPools:
     """Pools of a stack by name, and the copies between them."""
 
-    device_pools: dict[PoolName, DevicePoolBase]
-    host_pools: dict[PoolName, HostPoolBase]
+    device_pools: dict[PoolName, DevicePool]
+    host_pools: dict[PoolName, PagedHostPool]
     compute: Stream
     transfers: PageTransfers
     group: HostPoolGroup
@@ -73,17 +70,17 @@ class HybridStack:
         self._closing = ExitStack()
 
     @property
-    def kv(self) -> MHADevicePool | MLADevicePool:
+    def kv(self) -> DevicePool:
         """KV on the device, as `config.attention` describes it."""
-        return cast("MHADevicePool | MLADevicePool", self.device_pools[PoolName.KV])
+        return self.device_pools[PoolName.KV]
 
     @property
-    def states(self) -> MambaDevicePool | None:
+    def states(self) -> DevicePool | None:
         """States on the device, of running requests and of cached prefixes.
 
         None for a model without them.
         """
-        return cast("MambaDevicePool | None", self.device_pools.get(PoolName.MAMBA))
+        return self.device_pools.get(PoolName.MAMBA)
 
     def __enter__(self) -> Self:
         return self

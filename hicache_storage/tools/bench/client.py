@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.pools import MHAHostPool
+    from hicache_storage.pools import PagedHostPool
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.tools.bench.settings import BenchWorkload
 
@@ -58,7 +58,7 @@ class CallSample:
         )
 
 
-def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
+def make_pool(workload: BenchWorkload, clients: int) -> PagedHostPool:
     """Make a host pool for some clients, and fill it.
 
     No call is then charged for the page faults of its memory.
@@ -68,9 +68,9 @@ def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
     """
     import torch
 
-    from hicache_storage.pools import AttentionGeometry, MHAHostPool
+    from hicache_storage.pools import AttentionGeometry, PagedHostPool
 
-    pool = MHAHostPool(
+    pool = PagedHostPool(
         AttentionGeometry(
             layers=range(1),
             head_num=1,
@@ -100,7 +100,7 @@ class Client:
     def __init__(
         self,
         storage: HiCacheStorage,
-        pool: MHAHostPool,
+        pool: PagedHostPool,
         workload: BenchWorkload,
         *,
         run: str,
@@ -194,7 +194,7 @@ class Client:
         import torch
 
         stamp = torch.frombuffer(bytearray(STAMP.pack(self._number, batch)), dtype=torch.uint8)
-        for buffer in (self._pool.k_buffer, self._pool.v_buffer):
+        for buffer in self._pool.parts:
             buffer[self._source.start : self._source.stop : PAGE_SIZE, 0, 0, : STAMP.size] = stamp
 
     def _verify(self, batch: int) -> None:
@@ -203,7 +203,7 @@ class Client:
 
         # Whatever was written last: the source pages must have the stamp of this batch.
         self._stamp(batch)
-        for buffer in (self._pool.k_buffer, self._pool.v_buffer):
+        for buffer in self._pool.parts:
             sent, came = (buffer[span.start : span.stop] for span in (self._source, self._target))
             if not torch.equal(sent, came):
                 raise WrongAnswerError(

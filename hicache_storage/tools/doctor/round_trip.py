@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from hicache_storage.hookspecs import DriverSpec
-    from hicache_storage.pools import MHAHostPool
+    from hicache_storage.pools import PagedHostPool
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
@@ -225,16 +225,16 @@ class _RoundTrip:
     """Pages to set and get, and the steps."""
 
     storage: HiCacheStorage
-    pool: MHAHostPool
+    pool: PagedHostPool
     keys: list[str]
 
     @classmethod
     def prepare(cls, storage: HiCacheStorage) -> _RoundTrip:
         import torch
 
-        from hicache_storage.pools import AttentionGeometry, MHAHostPool
+        from hicache_storage.pools import AttentionGeometry, PagedHostPool
 
-        pool = MHAHostPool(
+        pool = PagedHostPool(
             AttentionGeometry(
                 layers=range(LAYERS), head_num=HEADS, head_dim=HEAD_DIM, dtype=torch.uint8
             ),
