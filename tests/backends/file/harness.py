@@ -88,24 +88,40 @@ def replaced(owner: object, name: str, make: Callable[[Callable], Callable]) -> 
         yield
 
 
+@contextlib.contextmanager
 def failing(
-    name: str, number: int, *, when: Callable[..., bool] = lambda *_: True, after: int = 0
-) -> contextlib.AbstractContextManager[None]:
-    """Make a function of `os` fail, for calls that match, after some that succeed."""
+    name: str,
+    number: int,
+    *,
+    when: Callable[..., object] = lambda *_: True,
+    after: int = 0,
+    times: int = 1 << 30,
+    applied: bool = False,
+) -> Iterator[list[tuple[object, ...]]]:
+    """Make a function of `os` fail, for calls that match, after some that succeed.
+
+    Args:
+        applied: the calls take effect, and report the error all the same.
+
+    Yields:
+        The arguments of the calls that have failed.
+    """
+    hits, left = list[tuple[object, ...]](), [after]
 
     def make(real: Callable) -> Callable:
-        left = [after]
-
         def broken(*args: object, **kwargs: object) -> object:
-            if when(*args):
+            answer = real(*args, **kwargs) if applied else None
+            if len(hits) < times and when(*args):
                 if not left[0]:
+                    hits.append(args)
                     raise OSError(number, os.strerror(number))
                 left[0] -= 1
-            return real(*args, **kwargs)
+            return answer if applied else real(*args, **kwargs)
 
         return broken
 
-    return replaced(os, name, make)
+    with replaced(os, name, make):
+        yield hits
 
 
 @contextlib.contextmanager

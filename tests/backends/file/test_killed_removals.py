@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache_storage.spec import StorageUnavailableError
-from tests.backends.file.harness import Rig, bundle_bytes, chain
+from tests.backends.file.harness import Rig, bundle_bytes, chain, failing
 from tests.backends.file.test_processes import FORK
 
 if TYPE_CHECKING:
@@ -94,21 +94,12 @@ def test_what_is_set_after_the_kill_is_found(tmp_path, change):
 
 @pytest.mark.parametrize("change", ["delete", "clear", "evict"])
 @pytest.mark.parametrize("name", ["rename", "utime"])
-def test_a_removal_that_cannot_be_announced_removes_nothing(tmp_path, change, name):
-    a, knows = Rig(tmp_path), Rig(tmp_path)
-    if change == "evict":
-        a = Rig(tmp_path, capacity=bundle_bytes(6) + 300)
+def test_a_removal_that_cannot_be_announced_removes_nothing(rig, change, name):
+    a = rig(capacity=bundle_bytes(6) + 300) if change == "evict" else rig()
+    knows = rig()
     a.put(KEYS)
     assert knows.hit(KEYS) == 4
-    real = getattr(os, name)
-
-    def failing(path, *args, **kwargs):
-        if "/bundles/" not in str(args[0] if args else path):
-            raise OSError(errno.EIO, "EIO")
-        return real(path, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, name, failing)
+    with failing(name, errno.EIO, when=lambda *paths: "/bundles/" not in str(paths[-1])):
         if change == "clear":
             with pytest.raises(StorageUnavailableError):
                 a.storage.clear()
@@ -120,8 +111,6 @@ def test_a_removal_that_cannot_be_announced_removes_nothing(tmp_path, change, na
         assert knows.put(KEYS) == [True] * 4
     # What could not be announced is no removal, also where another storage knows of it.
     assert a.put(NEW[:1]) == [True]
-    for rig in (a, knows, fresh := Rig(tmp_path)):
-        assert rig.holds(KEYS)
-        assert rig.holds(NEW[:1])
-    for rig in (a, knows, fresh):
-        rig.storage.close()
+    for side in (a, knows, rig()):
+        assert side.holds(KEYS)
+        assert side.holds(NEW[:1])

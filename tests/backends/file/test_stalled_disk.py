@@ -19,7 +19,15 @@ from hicache_backends.posix.directories import Mount
 from hicache_backends.posix.files import is_cached, read_cached_into
 from hicache_storage.objects import Call, ObjectRead
 from hicache_storage.spec import CancellationToken, HiCacheError, HungReads
-from tests.backends.file.harness import COMPONENTS, PATIENCE_SECONDS, Rig, chain, flip, replaced
+from tests.backends.file.harness import (
+    COMPONENTS,
+    PATIENCE_SECONDS,
+    Rig,
+    chain,
+    failing,
+    flip,
+    replaced,
+)
 from tests.support.waiting import eventually
 
 LENGTHS = pytest.mark.parametrize(
@@ -235,16 +243,8 @@ def test_what_has_left_the_page_cache_comes_through_buffers(
 ):
     a, keys = guarded(components=components, pages=8), chain("a", 8)
     a.put(keys)
-    real, refused = os.preadv, []
-
-    def refuse(*args):
-        if len(args) == 4 and args[3]:
-            refused.append(number)
-            raise OSError(number, os.strerror(number))
-        return real(*args)
-
-    monkeypatch.setattr(os, "preadv", refuse)
-    assert a.holds(keys)
+    with failing("preadv", number, when=lambda *args: len(args) == 4 and args[3]) as refused:
+        assert a.holds(keys)
     assert refused
 
 
@@ -252,19 +252,11 @@ def test_somebody_elses_files_are_read_through_buffers(guarded, monkeypatch):
     """Reading them may set their time of access, which waits where the journal stalls."""
     a, keys = guarded(), chain("a", 4)
     a.put(keys)
-    real, flags = os.open, []
-
-    def refuse(path, mode, *rest, **named):
-        if mode & os.O_NOATIME:
-            flags.append(mode)
-            raise PermissionError(1, "not the owner")
-        return real(path, mode, *rest, **named)
-
-    monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(files, "_open_cached", lambda path, flags: None)
     monkeypatch.setattr(reader, "read_cached_into", None)
-    assert a.holds(keys)
-    assert flags
+    with failing("open", errno.EPERM, when=lambda _, flags, *__: flags & os.O_NOATIME) as refused:
+        assert a.holds(keys)
+    assert refused
 
 
 @LENGTHS

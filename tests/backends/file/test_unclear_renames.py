@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +11,7 @@ from msgspec import structs
 
 from hicache_backends.file import publisher as publisher_module
 from hicache_backends.file.bundle import parse_bundle
-from tests.backends.file.harness import Rig, chain, failing
+from tests.backends.file.harness import Rig, chain, failing, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,21 +20,10 @@ NUMBERS = [errno.EIO, errno.ENOENT, errno.ETIMEDOUT]
 
 
 @contextlib.contextmanager
-def unclear(
-    number: int, when: Callable[[str, str], bool], *, times: int = 1
-) -> Iterator[list[tuple[str, str]]]:
-    """Make some renames take effect and report an error."""
-    real, hits = os.rename, list[tuple[str, str]]()
-
-    def rename(source, target):
-        real(source, target)
-        if len(hits) < times and when(str(source), str(target)):
-            hits.append((str(source), str(target)))
-            raise OSError(number, os.strerror(number))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "rename", rename)
-        yield hits
+def unclear(number: int, when: Callable[[str, str], bool]) -> Iterator[None]:
+    """Make a rename take effect and report an error."""
+    with failing("rename", number, when=when, times=1, applied=True) as hits:
+        yield
     assert hits
 
 
@@ -94,7 +82,7 @@ def test_a_claim_whose_rename_is_unclear_loses_no_page(rig, number):
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("listed", [False, True], ids=["unseen", "listed"])
-def test_a_replacement_whose_rename_is_unclear_loses_no_page(rig, number, listed, monkeypatch):
+def test_a_replacement_whose_rename_is_unclear_loses_no_page(rig, number, listed):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
 
@@ -111,26 +99,29 @@ def test_a_replacement_whose_rename_is_unclear_loses_no_page(rig, number, listed
         assert side.holds(keys[1:])
 
 
-def test_a_replacement_that_could_not_be_synced_loses_no_page(rig, monkeypatch):
+def test_a_replacement_that_could_not_be_synced_loses_no_page(rig):
     a, keys = rig(fsync=True), chain("a", 4)
     a.put(keys)
     other = rig()
 
-    def failing(path):
-        # A listing has found both, and removed the void one.
-        assert rig().holds(keys[1:])
-        raise OSError(errno.EIO, "EIO")
+    def sync(_):
+        def failed(path):
+            # A listing has found both, and removed the void one.
+            assert rig().holds(keys[1:])
+            raise OSError(errno.EIO, "EIO")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(publisher_module, "sync_directory", failing)
+        return failed
+
+    with replaced(publisher_module, "sync_directory", sync):
         a.storage.delete(keys[:1])
     for side in (a, other, rig()):
         assert side.holds(keys[1:])
 
 
-@pytest.mark.parametrize("function", ["announce", "sync"])
-def test_a_failed_announcement_takes_no_page_from_who_has_found_it(rig, monkeypatch, function):
-    a, b, keys = rig(fsync=function == "sync"), rig(), chain("a", 3)
+@pytest.mark.parametrize("function", ["announce", "sync_directory"])
+def test_a_failed_announcement_takes_no_page_from_who_has_found_it(rig, function):
+    syncs = function == "sync_directory"
+    a, b, keys = rig(fsync=syncs), rig(), chain("a", 3)
     a.put(chain("before", 1))
     b.hit(keys)
     answers = list[object]()
@@ -141,11 +132,7 @@ def test_a_failed_announcement_takes_no_page_from_who_has_found_it(rig, monkeypa
         answers.append(b.put(keys))
         raise OSError(errno.ENOSPC, "ENOSPC")
 
-    with monkeypatch.context() as patch:
-        if function == "sync":
-            patch.setattr(publisher_module, "sync_directory", slow)
-        else:
-            patch.setattr(a.store.feed, "announce", slow)
+    with replaced(publisher_module if syncs else a.store.feed, function, lambda _: slow):
         assert a.put(keys) == [False] * 3
     assert answers == [[True] * 3]
     for side in (a, b, rig()):
@@ -166,19 +153,11 @@ def test_what_could_not_be_announced_is_announced_with_the_next_set(rig):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT])
-def test_a_bundle_whose_removal_is_unclear_is_promised_by_nobody(rig, monkeypatch, number):
+def test_a_bundle_whose_removal_is_unclear_is_promised_by_nobody(rig, number):
     a, b, keys = rig(), rig(), chain("a", 3)
     a.put(keys)
     assert b.hit(keys) == 3
-    real = os.unlink
-
-    def unlink(path, *args, **kwargs):
-        real(path, *args, **kwargs)
-        if str(path).endswith(".bundle"):
-            raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", unlink)
+    with failing("unlink", number, when=lambda path: path.endswith(".bundle"), applied=True):
         assert a.storage.delete(keys) == [False] * 3
     a.put(chain("next", 1))
     assert [a.hit(keys), b.hit(keys)] == [0, 0]
