@@ -371,7 +371,7 @@ COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
     Renew: ("leases",),
     Delete: ("keys", "generations"),
 }
-"""Columns of the scopes in requests that can be cut; the first has one value for each entry."""
+"""Columns of the scopes in requests; the first has one value for each entry."""
 
 # Limits, errors, status, checks, drains, exports: about the server and for operators.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # A request is done at once, and nothing else meanwhile: these limits are some 20 ms of work.
 DEFAULTS: Final = Limits(
-    body_bytes=1 << 20,
+    body_bytes=512 << 10,
     keys=4096,
     scopes=64,
     key_bytes=1024,

@@ -7,13 +7,6 @@ import pytest
 from hicache_metadata_server.core.limits import DEFAULTS
 from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.protocol.peer import Peer, peer_on
-from tests.metadata_server.redis_servers import redis_server
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.long)])

@@ -8,6 +8,8 @@ from hicache_metadata_server import protocol as p
 from tests.metadata_server.protocol.peer import keys_of, peer_on
 
 UNREADABLE = [b"", b"{", b"{'keys': []}", b'{"keys": [}', b"\xff\xfe\x00", b"keys=a&keys=b"]
+# A wrong field comes first.
+UNREADABLE += [b'{"keys": 7, "num_pages": "x", "written_keys_to_confirm": 7, ']
 NO_OBJECTS = [b"null", b"[]", b"7", b'"keys"']
 RESERVE, CONFIRM, RELEASE = (
     "reserve_and_allocate_page_indices",
