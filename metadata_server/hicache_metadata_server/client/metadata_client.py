@@ -115,7 +115,7 @@ class MetadataClient(ABC):
             self._check_slots(part.scope, columns.slots)
         pins = [
             p.Unpin(pins=[response.pin], scope=chunk.scopes[0].scope)
-            for chunk, response in done
+            for _, chunk, response in done
             if response.pin
         ]
         return Located(found.scopes, pins)
@@ -148,7 +148,7 @@ class MetadataClient(ABC):
         for columns, part in zip(leased.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
         return p.Leases(
-            scopes=leased.scopes, lease_seconds=min(response.lease_seconds for _, response in done)
+            scopes=leased.scopes, lease_seconds=min(response.lease_seconds for *_, response in done)
         )
 
     def commit(self, scopes: Sequence[p.CommitScope], call: Call) -> list[list[bool]]:
@@ -222,21 +222,20 @@ class MetadataClient(ABC):
 
     def _send_split(
         self, path: str, request: Any, response_type: type[A], call: Call
-    ) -> tuple[A, list[tuple[Any, A]]]:
+    ) -> tuple[A, list[tuple[int, Any, A]]]:
         """Send a request in chunks that are within the limits.
 
         Returns:
-            The response as if one request had been sent, and the chunks with their responses.
+            The response as if one request had been sent, and each chunk behind the index of its
+            scope, with its response.
         """
-        chunks, done = self._chunks(request), list[tuple[Any, A]]()
-        for _, chunk in chunks:
+        done = list[tuple[int, Any, A]]()
+        for number, chunk in self._chunks(request):
             scopes = [part.scope for part in chunk.scopes]
             response = self._with_scopes(path, chunk, scopes, response_type, call)
             _check_shape(chunk, response)
-            done.append((chunk, response))
-        if len(done) == 1:
-            return done[0][1], done
-        return _joined(chunks, [response for _, response in done]), done
+            done.append((number, chunk, response))
+        return done[0][2] if len(done) == 1 else _joined(done), done
 
     def _chunks(self, request: Any) -> list[tuple[int, Any]]:
         limits, columns, parts = self.about.limits, p.COLUMNS[type(request)], request.scopes
@@ -379,15 +378,13 @@ def _cut(request: Any, max_entries: int) -> list[tuple[int, Any]]:
     return chunks[::-1] if isinstance(request, _FROM_THE_END) else chunks
 
 
-def _joined(chunks: Sequence[tuple[int, Any]], responses: Sequence[Any]) -> Any:
+def _joined(done: Sequence[tuple[int, Any, Any]]) -> Any:
     """Join the responses to all chunks into one response."""
-    answered = list(zip(chunks, responses, strict=True))
-    if isinstance(chunks[0][1], _FROM_THE_END):
-        answered.reverse()
+    _, first, response = done[0]
     scopes = dict[int, list[Any]]()
-    for (number, _), response in answered:
-        scopes.setdefault(number, []).append(response.scopes[0])
-    return structs.replace(responses[0], scopes=[_merged(some) for some in scopes.values()])
+    for number, _, one in reversed(done) if isinstance(first, _FROM_THE_END) else done:
+        scopes.setdefault(number, []).append(one.scopes[0])
+    return structs.replace(response, scopes=[_merged(some) for some in scopes.values()])
 
 
 def _merged(responses: Sequence[Any]) -> Any:
