@@ -10,6 +10,7 @@ from tests.support.commands import run_python
 WITHOUT_TORCH = """
 import sys
 import hicache_storage.pools, hicache_storage.pools.access, hicache_storage.pools.adapter
+import hicache_storage.transfer, hicache_storage.transfer.simulator
 from hicache_storage.pools import PageAccess, page_access
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 
@@ -24,7 +25,8 @@ try:
     page_access(object())
 except InvalidPoolError:
     pass
-assert "torch" not in sys.modules, "torch was imported"
+found = {"torch", "numpy"} & sys.modules.keys()
+assert not found, f"{found} was imported"
 """
 
 

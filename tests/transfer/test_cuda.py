@@ -214,17 +214,6 @@ def test_the_current_stream_of_a_model_is_taken(cuda):
         assert host.layer(0)[0][0].eq(3).all()
 
 
-def test_events_are_as_the_simulator_has_them():
-    device = CudaDevice()
-    stream = device.stream("a")
-    event = stream.record()
-    stream.wait_event(event)
-    stream.synchronize()
-    assert event.query()
-    with pytest.raises(TypeError, match="needs a CudaEvent"):
-        stream.wait_event(object())
-
-
 def test_memory_that_is_not_page_locked_is_refused(cuda):
     device, _ = pools_of("mha", "page_first", "cuda")
     arguments = dict(FIELDS["mha"], size=device.size, layers=range(LAYERS))

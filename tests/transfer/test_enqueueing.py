@@ -95,6 +95,26 @@ def test_the_number_of_calls_does_not_grow_with_the_pages(way, layout):
     assert counts[1].total() <= 2 + 2 * 2 * LAYERS * 2
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_a_transfer_leaves_a_bounded_number_of_pieces_to_dma(monkeypatch, layout):
+    """A stream's queue has no more places, and a call that finds none waits."""
+    pieces, pages = [], page_slots(range(0, 32, 2), PAGE)
+
+    def count(to, origin, size, stream):
+        pieces.append(min(to.numel(), origin.numel()))
+        return 0
+
+    monkeypatch.setattr(copies, "MAX_PIECES", 24)
+    with stubbed():
+        made, *_ = engine("mla", layout, "dma", 32)
+        monkeypatch.setattr(cuda_module, "copy_pieces", count)
+        made.write_back(moved(pages, pages))
+        assert 0 < sum(pieces) <= 24
+        pieces.clear()
+        made.load(moved(pages, pages))
+        assert sum(pieces) <= 24
+
+
 @pytest.mark.parametrize(
     ("stub", "call", "message"),
     [

@@ -6,27 +6,6 @@ from pathlib import Path
 
 from tests.support.commands import run_python
 
-WITHOUT_TORCH = """
-import sys
-import hicache_storage.transfer, hicache_storage.transfer.simulator, hicache_storage.pools
-assert "torch" not in sys.modules, "torch was imported"
-"""
-WITH_TORCH_ALONE = """
-import sys
-
-class Nothing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("msgspec", "xxhash", "starlette", "aiohttp", "prometheus_client", "typer", "rich"):
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Nothing())
-import hicache_storage.pools, hicache_storage.transfer, hicache_storage.transfer.simulator
-for module in (hicache_storage.pools, hicache_storage.transfer):
-    for name in module.__all__:
-        getattr(module, name)
-"""
-
-
 GPU_TESTS = """
 import sys
 
@@ -45,14 +24,6 @@ ended = pytest.main([*options, "--collect-only", "-q", "-W", "default", *(f"test
 sys.exit(ended)
 """
 ROOT = Path(__file__).parents[2]
-
-
-def test_naming_the_parts_needs_no_torch():
-    run_python(WITHOUT_TORCH)
-
-
-def test_using_them_needs_torch_alone():
-    run_python(WITH_TORCH_ALONE)
 
 
 def test_tests_of_copies_on_a_gpu_need_little_more():

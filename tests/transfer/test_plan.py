@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -107,3 +109,13 @@ def test_layers_may_lie_anywhere():
     (apart,) = make_plan(device, pools_of("mla", "page_first")[0], "dma")
     assert (whole.out, whole.into) == (STAGED, STAGED)
     assert (apart.out, apart.into, apart.layer_num) == (DIRECT, DIRECT, LAYERS)
+    # A block, in which the layers are in another order; and a layer that lies in the next page.
+    turned = SimpleNamespace(layer=lambda layer: host.layer((0, 2, 1)[layer]))
+    (found,) = make_plan(device, turned, "dma")
+    assert (found.out, found.into) == (STAGED, DIRECT)
+    beyond = [slice(None, -1), slice(None, -1), slice(1, None)]
+    parts = SimpleNamespace(
+        layer=lambda layer: tuple(part[beyond[layer]] for part in host.layer(layer))
+    )
+    (found,) = make_plan(device, parts, "dma")
+    assert (found.out, found.into) == (DIRECT, DIRECT)

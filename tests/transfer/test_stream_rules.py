@@ -151,46 +151,33 @@ def write_back_pages(rig, seeds, *, at_once=True):
     rig.finish()
 
 
-def staged_out_behind_slow_kernels(rig):
-    """Staging buffers are used again, and gathering takes its time."""
-    write_back_pages(rig, range(3))
-    rig.place.delay(rig.staging(OUT).filler)
-    write_back_pages(rig, range(3, 6))
+def staged(move, delay):
+    """Staging buffers are used again, and what fills or drains them takes its time."""
+
+    def program(rig):
+        move(rig, range(3))
+        delay(rig)
+        move(rig, range(3, 6))
+
+    return program
 
 
-def staged_out_behind_a_slow_bus(rig):
-    """Staging buffers are used again, and copies to the host take their time."""
-    write_back_pages(rig, range(3))
-    rig.delay_draining(OUT)
-    write_back_pages(rig, range(3, 6))
+def filling(direction):
+    return lambda rig: rig.place.delay(rig.staging(direction).filler)
 
 
-def staged_in_behind_a_slow_bus(rig):
-    """Staging buffers are used again, and copies from the host take their time."""
-    layers_behind_their_events(rig)
-    rig.place.delay(rig.staging(IN).filler)
-    layers_behind_their_events(rig, range(3, 6))
-
-
-def staged_in_behind_slow_kernels(rig):
-    """Staging buffers are used again, and scattering takes its time."""
-    layers_behind_their_events(rig)
-    rig.delay_draining(IN)
-    layers_behind_their_events(rig, range(3, 6))
+def draining(direction):
+    return lambda rig: rig.delay_draining(direction)
 
 
 def host_pages_of_a_load_stay(rig):
     """A host page is freed while it is loaded: it is not handed out before it has been read."""
     content = rig.content(0)
     host = rig.filled_host(content)
-    rig.place.delay(rig.engine.streams[IN])
-    rig.place.hold()
-    counter = rig.load(host, rig.slots(2))
-    freed_pages_stay(rig, host)
-    seen = rig.read(2, counter)
+    freed_pages_stay(rig, host, IN)
+    seen = rig.read(2)
     rig.finish()
     assert same(seen, content)
-    assert rig.free_pages() == PAGES
 
 
 def host_pages_of_a_write_back_stay(rig):
@@ -198,22 +185,24 @@ def host_pages_of_a_write_back_stay(rig):
     whole."""
     host = rig.alloc()
     rig.run_kernel(2, rig.content(0))
-    rig.place.delay(rig.engine.streams[OUT])
-    rig.place.hold()
-    acknowledgement = rig.write_back(rig.slots(2), host)
-    freed_pages_stay(rig, host)
-    rig.wait(acknowledgement)
+    freed_pages_stay(rig, host, OUT)
     rig.finish()
-    assert rig.free_pages() == PAGES
 
 
-def freed_pages_stay(rig, host):
+def freed_pages_stay(rig, host, direction):
+    """A copy of page 2 runs while its host page is freed and all others are taken."""
+    rig.place.delay(rig.engine.streams[direction])
+    rig.place.hold()
+    page = rig.slots(2)
+    copy = rig.write_back(page, host) if direction == OUT else rig.load(host, page)
     rig.free(host)
     handed = rig.alloc(PAGES - 1)
     extra = [slots.alloc(rig.host[name].page_size) for name, slots in rig.host_slots.items()]
     rig.place.release()
     assert extra == [None] * len(extra), "a host page was handed out while a copy used it"
     rig.free(handed)
+    copy.synchronize()
+    assert rig.free_pages() == PAGES
 
 
 ANY = [
@@ -229,14 +218,10 @@ ANY = [
     host_pages_of_a_load_stay,
     host_pages_of_a_write_back_stay,
 ]
-WITH_STAGING = [
-    staged_out_behind_slow_kernels,
-    staged_out_behind_a_slow_bus,
-    staged_in_behind_a_slow_bus,
-    staged_in_behind_slow_kernels,
-]
+STAGED_OUT = [staged(write_back_pages, slow(OUT)) for slow in (filling, draining)]
+STAGED_IN = [staged(layers_behind_their_events, slow(IN)) for slow in (filling, draining)]
 PROGRAMS = [(program, way, *pool) for program in ANY for way in WAYS for pool in POOLS] + [
-    (program, "dma", "mha", "page_first_direct") for program in WITH_STAGING
+    (program, "dma", "mha", "page_first_direct") for program in STAGED_OUT + STAGED_IN
 ]
 
 
@@ -366,10 +351,10 @@ STAGING_MUTANTS = {
     for name, direction, step, program in [
         ("gathering does not wait for kernels", OUT, "before_staging", write_back_behind_kernels),
         ("staging does not wait for host pages", IN, "before_staging", load_in_write_back),
-        ("gathering overruns a buffer", OUT, "before_fill", staged_out_behind_a_slow_bus),
-        ("copies leave before they are gathered", OUT, "hand_over", staged_out_behind_slow_kernels),
-        ("staging overruns a buffer", IN, "before_fill", staged_in_behind_slow_kernels),
-        ("scattering begins before pages have come", IN, "hand_over", staged_in_behind_a_slow_bus),
+        ("gathering overruns a buffer", OUT, "before_fill", STAGED_OUT[1]),
+        ("copies leave before they are gathered", OUT, "hand_over", STAGED_OUT[0]),
+        ("staging overruns a buffer", IN, "before_fill", STAGED_IN[1]),
+        ("scattering begins before pages have come", IN, "hand_over", STAGED_IN[0]),
     ]
 }
 BROKEN = [
