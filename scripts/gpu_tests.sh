@@ -117,11 +117,11 @@ part() {
     -o junit_logging=system-out --junit-xml "$out/$name.xml" "$@"
 }
 
-part copies "torch pytest cuda.core cuda.bindings" --confcutdir tests/transfer \
+part copies "torch pytest numpy cuda.core cuda.bindings" --confcutdir tests/transfer \
   tests/transfer/test_cuda.py tests/transfer/test_stream_rules.py tests/transfer/test_engine.py \
   tests/pools/test_memory.py tests/pools/test_adapter.py || failed=1
-part stack "torch pytest pluggy msgspec xxhash cuda.core cuda.bindings" tests/hybrid/test_stack.py || failed=1
-part example "torch pytest pluggy msgspec xxhash hypothesis cuda.core cuda.bindings" \
+part stack "torch pytest numpy pluggy msgspec xxhash cuda.core cuda.bindings" tests/hybrid/test_stack.py || failed=1
+part example "torch pytest numpy pluggy msgspec xxhash hypothesis cuda.core cuda.bindings" \
   tests/examples/test_tiny_hybrid_lm.py tests/examples/test_multiturn.py || failed=1
 if wanted benchmark; then
   options=(--out "$out")
