@@ -173,7 +173,6 @@ class CircuitBreakerLayer(GuardedLayer):
         ask: Callable[[HiCacheStorageExtraInfo | None], AnswerT],
         miss: Callable[[StorageUnavailableError], AnswerT],
         info: HiCacheStorageExtraInfo | None = None,
-        from_memory: Callable[[HiCacheStorageExtraInfo | None], AnswerT | None] | None = None,
     ) -> AnswerT:
         name, kind = type(self.inner).__name__, "read" if operation == "lookup" else operation
         if self._closed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -77,40 +76,37 @@ class DeadlineLayer(GuardedLayer):
         ask: Callable[[HiCacheStorageExtraInfo | None], AnswerT],
         miss: Callable[[StorageUnavailableError], AnswerT],
         info: HiCacheStorageExtraInfo | None = None,
-        from_memory: Callable[[HiCacheStorageExtraInfo | None], AnswerT | None] | None = None,
     ) -> AnswerT:
-        within, capabilities = self._within(info), self.inner.capabilities
-        limit, longest = self._limit(within), capabilities.lookup_seconds
+        within, capabilities = info or self._default, self.inner.capabilities
+        longest = capabilities.lookup_seconds
         # A read into the pool must not be abandoned; a lookup may end in time by itself.
         waits = (operation == "read" and capabilities.hung_reads is HungReads.WAIT) or (
-            operation == "lookup" and longest is not None and longest <= limit
+            operation == "lookup" and longest is not None and longest <= self._limit(within)
         )
-        is_bounded = capabilities.may_hang and not (waits and operation == "read")
-        if from_memory is not None and is_bounded and limit > 0:
-            # Handing the call to a thread takes longer than a whole lookup, and a read out of the
-            # page cache takes up to a third longer there.
-            started = time.monotonic()
-            found = from_memory(within)
-            if found is not None:
-                note_answer_from_memory()
-                return found
-            if operation == "read":
-                left = max(0.0, limit - (time.monotonic() - started))
-                within = replace(within, deadline_seconds=left)
         return self._bounded(ask, miss, within, waits=waits)
+
+    # Handing a call to a thread takes longer than a whole lookup in memory, and a read out of the
+    # page cache takes up to a third longer there.
+    asks_memory = True
+
+    def may_ask_memory(self, operation: str, info: HiCacheStorageExtraInfo | None) -> bool:
+        capabilities = self.inner.capabilities
+        if not capabilities.may_hang or self._limit(info or self._default) <= 0:
+            return False
+        return operation == "lookup" or capabilities.hung_reads is not HungReads.WAIT
 
     def health(self) -> Health:
         return self._bounded(
             lambda _: self.inner.health(),
             lambda error: Health(ok=False, detail=str(error)),
-            self._within(None),
+            self.limited(None),
         )
 
     def open(self) -> None:
         def refuse(error: StorageUnavailableError) -> None:
             raise type(error)(f"{error}; the storage did not open")
 
-        self._bounded(lambda _: self.inner.open(), refuse, self._within(None))
+        self._bounded(lambda _: self.inner.open(), refuse, self.limited(None))
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()
@@ -167,7 +163,12 @@ class DeadlineLayer(GuardedLayer):
         finally:
             self._closed.set()
 
-    def _within(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
+    def limited(
+        self, extra_info: HiCacheStorageExtraInfo | None, spent: float = 0.0
+    ) -> HiCacheStorageExtraInfo:
+        if spent:
+            info = extra_info or self._default
+            return replace(info, deadline_seconds=max(0.0, self._limit(info) - spent))
         check_info(extra_info)
         waited = seconds_since_asked()
         if extra_info is None and not waited:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import time
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from hicache_storage.layers.base import StorageLayer
 from hicache_storage.objects.requests import (
@@ -18,6 +20,7 @@ from hicache_storage.spec import (
     PoolPresence,
     PoolTransferResult,
     UnknownPoolError,
+    note_answer_from_memory,
 )
 from hicache_storage.spec.arguments import check_keys
 
@@ -51,7 +54,6 @@ class GuardedLayer(StorageLayer):
         ask: Callable[[HiCacheStorageExtraInfo | None], AnswerT],
         miss: Callable[[StorageUnavailableError], AnswerT],
         info: HiCacheStorageExtraInfo | None = None,
-        from_memory: Callable[[HiCacheStorageExtraInfo | None], AnswerT | None] | None = None,
     ) -> AnswerT:
         """Make a call, or answer a miss in its place; a layer overrides it.
 
@@ -59,10 +61,22 @@ class GuardedLayer(StorageLayer):
             operation: "lookup", "read", "write" or "delete".
             ask: calls the storage below.
             miss: answers without it, and is told why. A clear raises then.
-            info: of the call.
-            from_memory: asks the storage below for an answer without I/O.
+            info: of the call, as `limited` has returned it.
         """
         return ask(info)
+
+    def limited(
+        self, extra_info: HiCacheStorageExtraInfo | None, spent: float = 0.0
+    ) -> HiCacheStorageExtraInfo | None:
+        """Return what a call of this layer is made with, after so many seconds of it."""
+        return extra_info
+
+    asks_memory: ClassVar[bool] = False
+    """Whether answers without I/O are taken first, where `may_ask_memory`."""
+
+    def may_ask_memory(self, operation: str, info: HiCacheStorageExtraInfo | None) -> bool:
+        """Return whether to ask the storage below for an answer without I/O."""
+        return True
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -76,12 +90,17 @@ class GuardedLayer(StorageLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        info = self.limited(extra_info)
+        if self.asks_memory and self.may_ask_memory("lookup", info):
+            found = self.inner.batch_exists_cached(keys, pool_transfers, info)
+            if found is not None:
+                note_answer_from_memory()
+                return found
         return self.guard(
             "lookup",
             lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
             lambda _: no_hit(keys, pool_transfers),
-            extra_info,
-            lambda info: self.inner.batch_exists_cached(keys, pool_transfers, info),
+            info,
         )
 
     def batch_present(
@@ -91,23 +110,35 @@ class GuardedLayer(StorageLayer):
         pool: str = PoolName.KV,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
+        info = self.limited(extra_info)
+        if self.asks_memory and self.may_ask_memory("lookup", info):
+            found = self.inner.batch_present_cached(keys, pool=pool, extra_info=info)
+            if found is not None:
+                note_answer_from_memory()
+                return found
         return self.guard(
             "lookup",
             lambda info: self.inner.batch_present(keys, pool=pool, extra_info=info),
             lambda _: no_pages(keys, pool),
-            extra_info,
-            lambda info: self.inner.batch_present_cached(keys, pool=pool, extra_info=info),
+            info,
         )
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
+        info = self.limited(extra_info)
+        if self.asks_memory and self.may_ask_memory("read", info):
+            started = time.monotonic()
+            delivered = self.inner.batch_get_cached(transfers, info)
+            if delivered is not None:
+                note_answer_from_memory()
+                return delivered
+            info = self.limited(info, time.monotonic() - started)
         return self.guard(
             "read",
             lambda info: self.inner.batch_get_v2(transfers, info),
             lambda _: self.none_moved(transfers, reads=True),
-            extra_info,
-            lambda info: self.inner.batch_get_cached(transfers, info),
+            info,
         )
 
     def batch_set_v2(
@@ -117,7 +148,7 @@ class GuardedLayer(StorageLayer):
             "write",
             lambda info: self.inner.batch_set_v2(transfers, info),
             lambda _: self.none_moved(transfers, reads=False),
-            extra_info,
+            self.limited(extra_info),
         )
 
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
@@ -134,6 +165,7 @@ class GuardedLayer(StorageLayer):
             "delete",
             lambda info: _with_info(info, lambda: self.inner.delete(keys, pool=pool)),
             miss,
+            self.limited(None),
         )
 
     def clear(self) -> None:
@@ -143,7 +175,8 @@ class GuardedLayer(StorageLayer):
         if not self.capabilities.clears:
             super().clear()
         else:
-            self.guard("delete", lambda info: _with_info(info, self.inner.clear), refuse)
+            ask = partial(_with_info, call=self.inner.clear)
+            self.guard("delete", ask, refuse, self.limited(None))
 
     def none_moved(
         self, transfers: Sequence[PoolTransfer], *, reads: bool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -195,8 +194,9 @@ class ObjectStorage(ObjectDriver):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         check_keys(keys)
-        found = self._find(keys, [PoolName(pool)], extra_info) or {}
-        return found.get(PoolName(pool), [False] * len(keys))
+        name = PoolName(pool)
+        found = self._find(keys, [name], extra_info) or {}
+        return found[name] if name in found else [False] * len(keys)
 
     def batch_present_cached(
         self,
@@ -208,8 +208,11 @@ class ObjectStorage(ObjectDriver):
         if not self._may_answer_from_memory:
             return None
         check_keys(keys)
-        found = self._find(keys, [PoolName(pool)], extra_info, from_memory=True)
-        return None if found is None else found.get(PoolName(pool), [False] * len(keys))
+        name = PoolName(pool)
+        found = self._find(keys, [name], extra_info, from_memory=True)
+        if found is None:
+            return None
+        return found[name] if name in found else [False] * len(keys)
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -396,40 +399,40 @@ class ObjectStorage(ObjectDriver):
         where memory alone cannot answer.
         """
         call = _call(extra_info)
-        # From memory no request id is set: nothing is sent, and what is logged here is met again by
-        # the lookup that asks the store.
-        scope = nullcontext() if from_memory else RequestScope(call.request_id)
-        with self._lifecycle.lock(), self._lifecycle, scope:
+        with self._lifecycle.lock(), self._lifecycle:
             started = time.perf_counter()
             pools = [self._pools[name] for name in names if name in self._pools]
-            lookups = [(part, keys) for pool in pools if keys for part in pool.parts]
-            parts = (
-                self._lookup_cached(lookups, call) if from_memory else self._lookup(lookups, call)
-            )
+            batches = [
+                LookupBatch(part.namespace, keys) for pool in pools if keys for part in pool.parts
+            ]
+            # From memory no request id is set: nothing is sent, and what is logged here is met
+            # again by the lookup that asks the store.
+            if from_memory:
+                parts = self._lookup_cached(batches, call)
+            else:
+                with RequestScope(call.request_id):
+                    parts = self._lookup(batches, call)
             if parts is None:
                 return None
-            divided = _of_pools(pools, parts) if keys else [[list[bool]()] for _ in pools]
-            present = {pool.name: _all(own) for pool, own in zip(pools, divided, strict=True)}
+            if len(parts) == 1:
+                present = {pools[0].name: parts[0]}
+            else:
+                divided = _of_pools(pools, parts) if keys else [[list[bool]()] for _ in pools]
+                present = {pool.name: _all(own) for pool, own in zip(pools, divided, strict=True)}
             self.recorder.observe_lookup(present, started)
             return present
 
-    def _lookup(
-        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
-    ) -> list[list[bool]]:
-        """Look objects up, in one batch; `lookups` has no pools with shards, but their parts."""
-        if not lookups:
+    def _lookup(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        """Look objects up; pools with shards are given by their parts."""
+        if not batches:
             note_answer_from_memory()
             return []
-        batches = [LookupBatch(part.namespace, keys) for part, keys in lookups]
         found = self._guard.ask("exists", self.objects_exist, batches, call)
         self._damaged.hide(batches, found)
         return found
 
-    def _lookup_cached(
-        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
-    ) -> list[list[bool]] | None:
+    def _lookup_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]] | None:
         """Look objects up without I/O; None where that is not possible."""
-        batches = [LookupBatch(part.namespace, keys) for part, keys in lookups]
         try:
             found = self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
         except Exception as error:  # noqa: BLE001 - `_lookup` meets it again, counts it and logs it
@@ -610,7 +613,7 @@ class ObjectStorage(ObjectDriver):
             self._identity.is_writer(pool.name) for pool, _ in lookups
         ):
             return [[False] * len(keys) for _, keys in lookups]
-        return self._lookup(lookups, call)
+        return self._lookup([LookupBatch(part.namespace, keys) for part, keys in lookups], call)
 
     def _missing_pages(self, request: PoolRequest, stored: dict[str, bool]) -> WriteBatch:
         """Select the pages that this rank has to write.

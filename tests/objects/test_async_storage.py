@@ -18,7 +18,6 @@ from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
     HungReads,
     StorageClosedError,
-    StorageTimeoutError,
     StorageUnavailableError,
 )
 from tests.objects.forking import in_child
@@ -113,18 +112,6 @@ def stored(storage, pool, keys):
     }
 
 
-def test_a_round_trip(gated):
-    storage, pool = gated()
-    page = pool.fill(0, 7)
-    stored(storage, pool, ["a"])
-    assert storage.batch_get_v2([pool.transfer("kv", ["b", "a"], [2, 3])]) == {"kv": [False, True]}
-    assert pool.page(3) == page
-    assert storage.delete(["a", "b"]) == [True, False]
-    stored(storage, pool, ["a"])
-    storage.clear()
-    assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
-
-
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_requests_in_flight_are_bounded_for_all_threads_together(gated, concurrency):
     storage, _ = gated(concurrency=concurrency)
@@ -207,16 +194,6 @@ def test_a_call_without_an_answer_is_a_fault(gated, caplog):
     assert storage.batch_exists_v2(["a", "b", "c"]).kv_hit_pages == 0
     assert storage.get_stats().faults == 1
     assert "answering misses: no a" in caplog.text
-
-
-def test_a_late_clear_raises(gated):
-    storage, _ = gated()
-    storage.hung = {"clear"}
-    layer = DeadlineLayer(storage, 0.3)
-    with pytest.raises(StorageTimeoutError):
-        layer.clear()
-    assert storage.fault_count() <= 1
-    layer.close()
 
 
 def test_close_cancels_a_hung_call_and_ends_the_thread(gated, monkeypatch):
