@@ -133,10 +133,10 @@ class PageIndex:
         Raises:
             OSError: the bundles could not be listed.
         """
-        if self._is_retry_due():
+        if not self.is_current(snapshot):
             with self.bundle_set.lock:
                 self._requeue()
-        self.bundle_set.catch_up(snapshot, expired)
+            self.bundle_set.catch_up(snapshot, expired)
 
     def is_current(self, snapshot: FeedSnapshot) -> bool:
         """Return whether `catch_up` would do nothing."""
@@ -150,10 +150,9 @@ class PageIndex:
         return not self._unread
 
     def _is_retry_due(self) -> bool:
-        now = time.monotonic()
         return bool(
-            (self._unreadable and now >= self._retry_at)
-            or (self._to_recheck and now >= self._recheck_at)
+            (self._unreadable and time.monotonic() >= self._retry_at)
+            or (self._to_recheck and time.monotonic() >= self._recheck_at)
         )
 
     def _requeue(self) -> None:
