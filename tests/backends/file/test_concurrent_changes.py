@@ -274,7 +274,7 @@ def test_new_bundles_are_added_before_old_ones_are_removed(rig):
             seen.append("added")
 
         def bundles_removed(self, bundles):
-            seen.append("removed")
+            seen.append(f"removed, {len(b.page_index.pages)} pages left")
 
     listener = Listener()
     b.bundle_set.listen(listener)
@@ -282,7 +282,7 @@ def test_new_bundles_are_added_before_old_ones_are_removed(rig):
     a.storage.delete(KEYS[:1])
     b.bundle_set.invalidate()
     assert b.hit(KEYS[1:]) == 2
-    assert seen == ["added", "removed"]
+    assert seen == ["added", "removed, 2 pages left"]
 
 
 def rewritten_whenever_opened(a: Rig, b: Rig, keys: list[str]):
