@@ -62,10 +62,15 @@ def kinds(scribe, **options):
 # -----------------------------------------------------------------------------------------------
 
 K = AnomalyKind
+WRONG = b"x" * PAGE_BYTES
 LATE = "StorageTimeoutError: late"
+OTHER = {"keys": ("other",)}
 REFUSED = {"ok": False}
 HISTORIES = {
     "a value that was begun": ([("set", 0, 10, 7), ("get", 5, 6, 7), ("get", 11, 12, 7)], []),
+    "bytes that are no value": ([("set", 0, 10, 7), ("get", 11, 12, WRONG)], [K.FOREIGN]),
+    "a value of nobody": ([("get", 0, 1, 7)], [K.UNBEGUN]),
+    "another key's value": ([("set", 0, 1, 7, OTHER), ("get", 2, 3, 7)], [K.UNBEGUN]),
     "what is not acknowledged may be missing": (
         [("set", 0, 1, 7, REFUSED), ("set", 0, None, 8), ("set", 0, 5, 9), ("get", 2, 3, None)],
         [],
@@ -78,6 +83,29 @@ HISTORIES = {
         [("set", 0, 1, 7, REFUSED), ("set", 0, None, 8), ("get", 9, 10, 8)],
         [],
     ),
+    "a page that is written anew": (
+        [("set", 0, 1, 7), ("set", 2, 3, 8), ("get", 4, 5, 8)],
+        [K.REWRITTEN],
+    ),
+    "sets that overlap may both publish": (
+        [("set", 0, 2, 7), ("set", 1, 3, 8), ("get", 4, 5, 8)],
+        [],
+    ),
+    "a deleted value comes back": (
+        [("set", 0, 1, 7), ("delete", 2, 3), ("get", 4, 5, 7)],
+        [K.REMOVED],
+    ),
+    "a cleared value comes back": (
+        [("set", 0, 1, 7), ("clear", 2, 3), ("get", 4, 5, 7)],
+        [K.REMOVED],
+    ),
+    **{
+        f"a removal from {began} to {ended} decides nothing": (
+            [("set", 0, 1, 7), ("delete", began, ended), ("get", 4, 5, 7), ("get", 4, 5, None)],
+            [],
+        )
+        for began, ended in [(2, None), (2, 9), (0, 3), (1, 3)]
+    },
     "a clear that raised may have happened or not or happen later": (
         [
             *[("set", 0, 1, 7), ("clear", 2, 3, LATE), ("get", 4, 5, 7), ("exists", 4, 5, 1)],
@@ -98,6 +126,20 @@ HISTORIES = {
             *[("get", 6, 7, 8), ("get", 8, 9, None)],
         ],
         [K.LOST],
+    ),
+    "exists is held to the same": (
+        [
+            *[("exists", 0, 1, 1), ("set", 2, 3, 7), ("exists", 4, 5, 0)],
+            *[("delete", 6, 7), ("exists", 8, 9, 1)],
+        ],
+        [K.CLAIMED, K.DENIED, K.CLAIMED],
+    ),
+    "a page is promised to nobody before its set has answered": (
+        [
+            *[("set", 0, None, 7), ("exists", 1, 2, 1), ("get", 1, 2, 7)],
+            *[("set", 3, 4, 8), ("get", 5, 6, 8)],
+        ],
+        [],
     ),
 }
 
