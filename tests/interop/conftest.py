@@ -60,20 +60,42 @@ def ranks():
 
 
 @pytest.fixture
+def plain(ranks, storage):
+    """A rank with KV alone, attached to `storage`."""
+    from tests.interop.engine import mha_pools
+
+    rank = ranks(mha_pools("page_first"))
+    rank.attach(*storage)
+    return rank
+
+
+@pytest.fixture
+def hybrid(ranks, storage):
+    """A rank with Mamba states beside KV, attached to `storage`."""
+    from tests.interop.engine import mha_pools, with_mamba
+
+    rank = ranks(with_mamba(mha_pools("page_first")))
+    rank.attach(*storage)
+    return rank
+
+
+@pytest.fixture
+def sample(ranks, trouble):
+    """A rank with KV alone, attached to the driver that `trouble` breaks."""
+    from tests.interop.engine import mha_pools
+
+    rank = ranks(mha_pools("page_first"))
+    rank.attach("sample")
+    return rank
+
+
+@pytest.fixture
 def trouble():
     """The drivers of `drivers.py` under their names, and what goes wrong in them."""
-    from hicache_storage import plugins
-    from tests.interop.drivers import SEEN, SPECS, STORES, TROUBLE
+    from tests.interop.drivers import installed
 
-    registry = plugins.registry()
-    for spec in SPECS:
-        registry.add(spec, owner="tests")
-    yield TROUBLE
-    TROUBLE.clear()
-    STORES.clear()
-    SEEN.clear()
-    for spec in SPECS:
-        del registry.drivers[spec.name], registry.owners[spec.name]
+    with installed() as trouble:
+        yield trouble
 
 
 @pytest.fixture(scope="session")
@@ -88,13 +110,11 @@ def metadata_url():
 @pytest.fixture
 def server():
     """A metadata server of the test's own, which it may kill; in order at the end."""
-    from hicache_metadata_server.cli.admin_client import AdminClient
-    from hicache_metadata_server.protocol import Fsck, FsckReport
-    from tests.interop.metadata import started
+    from tests.interop.metadata import problems, started
 
     with started() as served:
         yield served
-        assert AdminClient(served.url).call("/v2/fsck", Fsck(), FsckReport).problems == []
+        assert problems(served.url) == []
 
 
 @pytest.fixture

@@ -3,24 +3,22 @@ contract itself."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hicache_storage import plugins
 from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.layers import StorageLayer
-from hicache_storage.objects import (
-    Call,
-    LookupBatch,
-    Namespace,
-    ObjectStorage,
-    ReadBatch,
-    WriteBatch,
-)
+from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import Capabilities, DriverConfig, Durability, Sharing
+from hicache_storage.testing import MemoryStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator
 
+    from hicache_storage.objects import Call
     from hicache_storage.spec import StorageIdentity
 
 CAPABILITIES = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN, clears=True)
@@ -55,6 +53,12 @@ class Trouble:
 
 TROUBLE = Trouble()
 
+
+def raise_os_error(operation: str) -> object:
+    """As a store fails."""
+    raise OSError(5, "Input/output error")
+
+
 SEEN: list[tuple[str, list[str], str | None]] = []
 """What the driver was told about each of its calls: operation, prefix keys, request."""
 
@@ -63,55 +67,47 @@ class SampleConfig(DriverConfig):
     store: str = "default"
 
 
-class SampleStorage(ObjectStorage):
+class SampleStorage(MemoryStorage):
     """Keeps pages in a dict of the process."""
 
-    def __init__(self, identity: StorageIdentity, config: SampleConfig) -> None:
-        super().__init__(identity, driver_name="sample", capabilities=CAPABILITIES)
-        self.objects = STORES[config.store]
+    def __init__(
+        self,
+        identity: StorageIdentity,
+        config: SampleConfig,
+        capabilities: Capabilities = CAPABILITIES,
+    ) -> None:
+        objects = STORES[config.store]
+        super().__init__(identity, objects, driver_name="sample", capabilities=capabilities)
 
-    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        SEEN.append(("exists", list(call.prefix_keys), call.request_id))
-        instead = TROUBLE.strike("exists")
-        if instead is not None:
-            return instead
-        return [
-            [batch.namespace.object_name(key) in self.objects for key in batch.keys]
-            for batch in batches
-        ]
+    def objects_exist(self, batches, call):
+        return _or_right(_struck("exists", call), super().objects_exist, batches, call)
 
-    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        SEEN.append(("get", list(call.prefix_keys), call.request_id))
-        instead = TROUBLE.strike("get")
-        if instead is not None:
-            return instead
-        return [
-            [
-                read.fill(self.objects.get(read.namespace.object_name(read.key)))
-                for read in batch.reads
-            ]
-            for batch in batches
-        ]
+    def read_objects(self, batches, call):
+        return _or_right(_struck("get", call), super().read_objects, batches, call)
 
-    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        SEEN.append(("set", list(call.prefix_keys), call.request_id))
-        instead = TROUBLE.strike("set")
-        if instead is not None:
-            return instead
-        for batch in batches:
-            self.objects.update(
-                {write.namespace.object_name(write.key): write.tobytes() for write in batch.writes}
-            )
-        return [[True] * len(batch.writes) for batch in batches]
+    def write_objects(self, batches, call):
+        return _or_right(_struck("set", call), super().write_objects, batches, call)
 
-    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+    def clear_namespaces(self, namespaces, call):
         TROUBLE.strike("clear")
-        for namespace in namespaces:
-            for name in [name for name in self.objects if name.startswith(namespace.name)]:
-                del self.objects[name]
+        super().clear_namespaces(namespaces, call)
 
-    def connect(self) -> None:
+    def connect(self):
         TROUBLE.strike("connect")
+
+    delete_objects = ObjectStorage.delete_objects
+    discard_objects = ObjectStorage.discard_objects
+
+
+def _struck(operation: str, call: Call) -> object:
+    SEEN.append((operation, list(call.prefix_keys), call.request_id))
+    return TROUBLE.strike(operation)
+
+
+def _or_right(
+    instead: object, right: Callable[..., object], *arguments: object, **named: object
+) -> object:
+    return right(*arguments, **named) if instead is None else instead
 
 
 class UnrulyStorage(StorageLayer):
@@ -120,38 +116,31 @@ class UnrulyStorage(StorageLayer):
 
     def __init__(self, identity: StorageIdentity, config: SampleConfig) -> None:
         super().__init__(SampleStorage(identity, config))
-        self.announced = 0
 
     def on_host_pools_registered(self):
-        self.announced += 1
         TROUBLE.strike("registered")
 
-    def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None):
-        instead = TROUBLE.strike("exists")
-        return (
-            super().batch_exists_v2(keys, pool_transfers, extra_info)
-            if instead is None
-            else instead
-        )
+    def batch_present(self, *asked, **named):
+        return _or_right(TROUBLE.strike("exists"), super().batch_present, *asked, **named)
 
-    def batch_get_v2(self, transfers, extra_info=None):
-        instead = TROUBLE.strike("get")
-        return super().batch_get_v2(transfers, extra_info) if instead is None else instead
+    def batch_exists_v2(self, *asked, **named):
+        return _or_right(TROUBLE.strike("exists"), super().batch_exists_v2, *asked, **named)
 
-    def batch_set_v2(self, transfers, extra_info=None):
-        instead = TROUBLE.strike("set")
-        return super().batch_set_v2(transfers, extra_info) if instead is None else instead
+    def batch_get_v2(self, *asked, **named):
+        return _or_right(TROUBLE.strike("get"), super().batch_get_v2, *asked, **named)
+
+    def batch_set_v2(self, *asked, **named):
+        return _or_right(TROUBLE.strike("set"), super().batch_set_v2, *asked, **named)
 
 
 class SealedStorage(SampleStorage):
     """Cannot be cleared."""
 
     def __init__(self, identity: StorageIdentity, config: SampleConfig) -> None:
-        super().__init__(identity, config)
-        self._capabilities = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN)
+        super().__init__(identity, config, replace(CAPABILITIES, clears=False))
 
 
-SPECS = [
+_SPECS = [
     DriverSpec(
         name=name,
         target=f"{__name__}:{storage.__name__}",
@@ -164,3 +153,19 @@ SPECS = [
         ("sealed", SealedStorage),
     )
 ]
+
+
+@contextlib.contextmanager
+def installed() -> Generator[Trouble]:
+    """The drivers count as installed until the end of a block, where what they have done is forgotten."""
+    registry = plugins.registry()
+    for spec in _SPECS:
+        registry.add(spec, owner="tests")
+    try:
+        yield TROUBLE
+    finally:
+        TROUBLE.clear()
+        STORES.clear()
+        SEEN.clear()
+        for spec in _SPECS:
+            del registry.drivers[spec.name], registry.owners[spec.name]

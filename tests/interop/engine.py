@@ -65,59 +65,41 @@ def mha_pools(
     pages: int = PAGES,
 ) -> Pools:
     """KV of a model with multi-head attention."""
-    size = pages * PAGE_SIZE
-    device = MHATokenToKVPool(
-        size=size,
-        page_size=PAGE_SIZE,
-        dtype=dtype,
-        head_num=heads,
-        head_dim=16,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
-    )
-    host = MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info,
-        1.0,
-        0,
-        PAGE_SIZE,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=size,
-        start_layer=0,
-        end_layer=layers,
-    )
-    return Pools(device, host)
+    device = MHATokenToKVPool(dtype=dtype, head_num=heads, head_dim=16, **_on_cpu(pages, layers))
+    return Pools(device, _host(MHATokenToKVPoolHost, device, PAGE_SIZE, layout, layers))
 
 
 def mla_pools(layout: str, *, dcp_size: int = 1, dcp_rank: int = 0) -> Pools:
     """KV of a model with latent attention, which every TP rank holds whole."""
-    size, layers = PAGES * PAGE_SIZE, 3
+    layers = 3
     device = MLATokenToKVPool(
-        size=size,
-        page_size=PAGE_SIZE,
-        dtype=torch.bfloat16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        layer_num=layers,
-        device="cpu",
-        enable_memory_saver=False,
+        dtype=torch.bfloat16, kv_lora_rank=16, qk_rope_head_dim=8, **_on_cpu(PAGES, layers)
     )
-    host = MLATokenToKVPoolHost(
+    shards = {"target_layer_num": layers, "dcp_size": dcp_size, "dcp_rank": dcp_rank}
+    page = PAGE_SIZE * dcp_size
+    return Pools(device, _host(MLATokenToKVPoolHost, device, page, layout, layers, **shards))
+
+
+def _on_cpu(pages: int, layers: int) -> dict[str, object]:
+    """What the device pools of all kinds are given."""
+    size = {"size": pages * PAGE_SIZE, "page_size": PAGE_SIZE, "layer_num": layers}
+    return {**size, "device": "cpu", "enable_memory_saver": False}
+
+
+def _host(kind: type, device: object, page: int, layout: str, layers: int, **more: int) -> object:
+    """The host pool of a device pool, as large as that."""
+    return kind(
         device.get_device_pool_infos()[0].buffer_info,
         1.0,
         0,
-        PAGE_SIZE * dcp_size,
+        page,
         layout,
         pin_memory=False,
-        device_capacity_tokens=size,
+        device_capacity_tokens=device.size,
         start_layer=0,
         end_layer=layers,
-        target_layer_num=layers,
-        dcp_size=dcp_size,
-        dcp_rank=dcp_rank,
+        **more,
     )
-    return Pools(device, host)
 
 
 def mamba_pool(layout: str, *, slot_states: int = 0) -> MambaPoolHost:
@@ -141,6 +123,17 @@ def logical_pools(layout: str = "page_first") -> Pools:
     """An anchor that hands out slots and holds nothing, as DeepSeek-V4 has it."""
     pools = mha_pools(layout)
     return Pools(pools.device, LogicalHostPool(PAGES * PAGE_SIZE, PAGE_SIZE, layout=layout))
+
+
+def with_mamba(pools: Pools, layout: str = "page_first", **options: int) -> Pools:
+    """The same pools with one of Mamba states beside them."""
+    pools.side["mamba"] = mamba_pool(layout, **options)
+    return pools
+
+
+def tp(rank: int, size: int = 2) -> dict[str, int]:
+    """A rank's place in tensor parallelism."""
+    return {"tp_rank": rank, "tp_size": size, "attn_tp_rank": rank, "attn_tp_size": size}
 
 
 def buffers(pool: object) -> list[torch.Tensor]:
@@ -278,17 +271,10 @@ class Rank:
         if self.controller.enable_storage:
             self.controller.detach_storage_backend()
 
-    def threads(self) -> list[threading.Thread]:
-        controller = self.controller
-        return [
-            controller.prefetch_thread,
-            controller.prefetch_io_aux_thread,
-            controller.prefetch_sync_thread,
-            controller.backup_thread,
-        ]
-
     def all_alive(self) -> bool:
-        return all(thread.is_alive() for thread in self.threads())
+        """Whether each of the controller's threads still runs."""
+        names = ("prefetch", "prefetch_io_aux", "prefetch_sync", "backup")
+        return all(getattr(self.controller, f"{name}_thread").is_alive() for name in names)
 
     def hashes(self, tokens: list[int], prefix_keys: list[str] | None = None) -> list[str]:
         """SGLang's page hashes: a chain, which goes on from the last of `prefix_keys`."""
@@ -425,6 +411,17 @@ class Rank:
             torch.equal(a, b) for a, b in zip(got, expected, strict=True)
         )
         return same and untouched(self.pools.all()[name], result.indices[name])
+
+    def restores(self, backup: Backup, **windows: int) -> bool:
+        """Whether all of a backup comes back once the host has evicted everything, and no more.
+
+        `windows` gives the trailing pages that each side pool needs.
+        """
+        self.wipe()
+        result = self.prefetch(backup.tokens, windows=windows)
+        return result.completed_tokens == len(backup.tokens) and all(
+            self.delivered(result, backup, name) for name in ("kv", *windows)
+        )
 
 
 def tokens(pages: int, *, start: int = 0) -> list[int]:

@@ -14,7 +14,6 @@ import os
 import pkgutil
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,8 +27,9 @@ import pytest
 
 from hicache_conformance.harness.ports import free_ports
 from tests.docs.blocks import blocks, steps
-from tests.interop.server_process import WAIT_SECONDS, ServerProcess
-from tests.interop.tiny_model import LLAMA, VOCABULARY, write_model
+from tests.interop import tiny_model
+from tests.interop.server_process import WAIT_SECONDS, ServerProcess, counted
+from tests.interop.tiny_model import LLAMA, write_model
 
 ROOT = Path(__file__).parents[2]
 QUICK_START = ROOT / "docs" / "quickstart-engine.md"
@@ -72,14 +72,8 @@ def check_restored(again: Answer, first: Answer) -> None:
 
 
 def prompt(number: int) -> list[int]:
-    """Pages of tokens and a few more; prompts of another number share no page."""
-    return [
-        number,
-        *(
-            3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3)
-            for place in range(1, REUSED + 5)
-        ),
-    ]
+    """Pages of tokens and a few more; prompts of another number share none."""
+    return tiny_model.prompt(number, REUSED)
 
 
 def prepare_engine(
@@ -168,12 +162,12 @@ class EngineServer(ServerProcess):
         options: str = "",
         python: Path = Path(sys.executable),
     ) -> None:
-        self.python = python
         self.starts = 0
         self.place, self.log = place, place / f"server-{len(list(place.glob('server-*')))}.log"
         [self.port] = free_ports(1)
+        [program, *arguments] = command
         self.argv = [
-            *command,
+            *(str(python), str(python.with_name(program)), *arguments),
             *shlex.split(ON_CPU),
             "--admin-api-key",
             ADMIN_KEY,
@@ -203,32 +197,15 @@ class EngineServer(ServerProcess):
         # Sockets lie in it, whose paths are short by law.
         self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
         self.environment["TMPDIR"] = self.temporary.name
-        [program, *arguments] = self.argv
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [str(self.python), str(self.python.with_name(program)), *arguments],
-                cwd=self.place,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        """Kill all its processes. To be asked to end takes SGLang seconds, and less would be
-        lost."""
-        shared = self._shared_memory()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for file in shared:
-            file.unlink(missing_ok=True)
+    def kill(self) -> None:
+        """To be asked to end takes SGLang seconds, and less would be lost."""
+        super().kill()
         self.temporary.cleanup()
 
-    def _shared_memory(self) -> set[Path]:
-        """The files in `/dev/shm` that it has, and that nobody would remove."""
+    def shared_memory(self) -> set[Path]:
+        """What its processes have mapped."""
         found = set[Path]()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -239,7 +216,7 @@ class EngineServer(ServerProcess):
                     }
         return found
 
-    def _is_up(self) -> bool:
+    def is_up(self) -> bool:
         """Whether it serves; started again where its port was taken before it listened.
 
         SGLang binds it seconds after it was chosen, and takes other ports in its neighbourhood.
@@ -247,12 +224,12 @@ class EngineServer(ServerProcess):
         """
         lost = "error while attempting to bind on address" in self.text()
         if lost and self.starts < MAX_STARTS:
-            self.__exit__()
+            self.kill()
             [port] = free_ports(1)
             self.argv = [str(port) if part == str(self.port) else part for part in self.argv]
             self.port = port
             self.__enter__()
-        return super()._is_up()
+        return super().is_up()
 
     def ask(self, prompt: list[int], **more: object) -> Answer:
         """Generate eight tokens."""
@@ -267,19 +244,18 @@ class EngineServer(ServerProcess):
             (told["cached_tokens_details"] or {}).get("storage", 0),
         )
 
-    def counted(self, what: str, pool: str = "") -> list[int]:
-        """One of the counters of each rank's bridge, as Prometheus reads it; of one pool, or of
-        all."""
-        first = json.loads((self.place / "hicache.json").read_text())["metrics_port"]
-        return [
-            _pages_counted(self._metrics_at(first + rank), what, pool) for rank in range(self.ranks)
-        ]
+    def counted(self, what: str, **labels: str) -> list[int]:
+        """A counter of pages of each rank's bridge, as Prometheus reads it."""
+        name, first = f"hicache_storage_{what}_pages_total", self._first_metrics_port()
+        texts = [self._metrics_at(first + rank) for rank in range(self.ranks)]
+        return [int(counted(text, name, **labels)) for text in texts]
 
     def metrics(self) -> str:
         """What rank 0's bridge answers Prometheus."""
-        return self._metrics_at(
-            json.loads((self.place / "hicache.json").read_text())["metrics_port"]
-        )
+        return self._metrics_at(self._first_metrics_port())
+
+    def _first_metrics_port(self) -> int:
+        return json.loads((self.place / "hicache.json").read_text())["metrics_port"]
 
     def _metrics_at(self, port: int) -> str:
         url = f"http://127.0.0.1:{port}/metrics"
@@ -325,14 +301,3 @@ class EngineServer(ServerProcess):
             "hicache_storage_prefetch_policy": "wait_complete",
         }
         return self.call("PUT", "/hicache/storage-backend", body)
-
-
-def _pages_counted(metrics: str, what: str, pool: str) -> int:
-    counters = [
-        line
-        for line in metrics.splitlines()
-        if line.startswith(f"hicache_storage_{what}_pages_total{{")
-    ]
-    return sum(
-        int(float(line.split()[-1])) for line in counters if not pool or f'pool="{pool}"' in line
-    )

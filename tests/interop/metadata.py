@@ -1,5 +1,4 @@
-"""Metadata servers for the tests, each a process of its own; and SGLang's
-driver, pointed at one of them."""
+"""Metadata servers for the tests, each a process of its own; and SGLang's driver, pointed at one."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hicache_metadata_server.cli.admin_client import AdminClient
-from hicache_metadata_server.protocol import Scopes
+from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
 from tests.support.metadata import Served
 
 if TYPE_CHECKING:
@@ -26,9 +25,9 @@ SERVE = (
 )
 
 
-def started(store: Path | str = "{tmp}/m.db") -> Served:
-    """Our server on a store of its own, or on this one."""
-    return Served(command=f"{SERVE}{store}")
+def started() -> Served:
+    """Our server on a store of its own."""
+    return Served(command=f"{SERVE}{{tmp}}/m.db")
 
 
 def live(url: str) -> dict[str, int]:
@@ -37,6 +36,11 @@ def live(url: str) -> dict[str, int]:
         scope.scope: scope.live
         for scope in AdminClient(url).call("/v2/scopes", None, Scopes).scopes
     }
+
+
+def problems(url: str) -> list[str]:
+    """What `fsck` finds wrong with our server."""
+    return AdminClient(url).call("/v2/fsck", Fsck(), FsckReport).problems
 
 
 def attach_sglang_hf3fs(

@@ -7,15 +7,16 @@ import os
 import signal
 import urllib.request
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
 from hicache_conformance.injectors.servers import stand_still
-from tests.interop.metadata import started
+from tests.interop.metadata import live, problems, started
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -71,22 +72,15 @@ class FileStore:
 
     def outages(self) -> list[AbstractContextManager[None]]:
         """The directory has another name."""
-        return [self._renamed()]
-
-    @contextlib.contextmanager
-    def _renamed(self) -> Generator[None]:
         away = self.place.with_name("away")
-        self.place.rename(away)
-        try:
-            yield
-        finally:
-            # What was written in its place meanwhile is another store.
-            if self.place.exists():
-                self.place.rename(self.place.with_name(f"meanwhile-{len(list(self._others()))}"))
-            away.rename(self.place)
+        return [_between(lambda: self.place.rename(away), lambda: self._put_back(away))]
 
-    def _others(self) -> Generator[Path]:
-        yield from self.place.parent.glob("meanwhile-*")
+    def _put_back(self, away: Path) -> None:
+        # What was written in its place meanwhile is another store.
+        if self.place.exists():
+            others = len(list(self.place.parent.glob("meanwhile-*")))
+            self.place.rename(self.place.with_name(f"meanwhile-{others}"))
+        away.rename(self.place)
 
 
 @dataclass
@@ -117,28 +111,24 @@ class Hf3fsStore:
                             file.seek(start)
                             file.write(NOISE)
 
+    def pages(self) -> int:
+        """How many pages the server says there are."""
+        return sum(live(self.server.url).values())
+
     def outages(self) -> list[AbstractContextManager[None]]:
         """The metadata server is killed and started again, or suspended."""
-        return [self._killed(), self._suspended()]
+        signalled = self._signalled
+        return [
+            _between(self.server.kill, self.server.start),
+            _between(partial(signalled, signal.SIGSTOP), partial(signalled, signal.SIGCONT)),
+        ]
 
-    @contextlib.contextmanager
-    def _killed(self) -> Generator[None]:
-        self.server.kill()
-        try:
-            yield
-        finally:
-            self.server.start()
-
-    @contextlib.contextmanager
-    def _suspended(self) -> Generator[None]:
+    def _signalled(self, number: int) -> None:
         process = self.server.process
         assert process is not None
-        os.killpg(process.pid, signal.SIGSTOP)
-        stand_still(process.pid)
-        try:
-            yield
-        finally:
-            os.killpg(process.pid, signal.SIGCONT)
+        os.killpg(process.pid, number)
+        if number == signal.SIGSTOP:
+            stand_still(process.pid)
 
 
 @dataclass
@@ -174,25 +164,24 @@ class MooncakeStore:
         with urllib.request.urlopen(address, timeout=10) as answer:
             return answer.read().decode().split()
 
+    def pages(self) -> int:
+        """How many objects the master knows."""
+        return len(self._names())
+
     def outages(self) -> list[AbstractContextManager[None]]:
         """The master is killed, with all that it knew of, and started again; or suspended."""
-        return [self._killed(), self._suspended()]
+        master = self.cluster.master
+        return [_between(master.kill, master.start), _between(master.suspend, master.resume)]
 
-    @contextlib.contextmanager
-    def _killed(self) -> Generator[None]:
-        self.cluster.master.kill()
-        try:
-            yield
-        finally:
-            self.cluster.master.start()
 
-    @contextlib.contextmanager
-    def _suspended(self) -> Generator[None]:
-        self.cluster.master.suspend()
-        try:
-            yield
-        finally:
-            self.cluster.master.resume()
+@contextlib.contextmanager
+def _between(away: Callable[[], object], back: Callable[[], object]) -> Generator[None]:
+    """Until the end of a `with` block."""
+    away()
+    try:
+        yield
+    finally:
+        back()
 
 
 @contextlib.contextmanager
@@ -204,6 +193,7 @@ def opened(driver: str, place: Path) -> Generator[Store]:
         case "hf3fs":
             with started() as server:
                 yield Hf3fsStore(place / "store", server)
+                assert problems(server.url) == []
         case _:
             # However busy the machine is, no lease may end during a read, and no store may seem
             # dead.

@@ -24,7 +24,8 @@ from hicache_storage.spec import (
     StorageUnavailableError,
     UnsupportedOperationError,
 )
-from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, tokens
+from tests.interop.drivers import raise_os_error
+from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens, with_mamba
 
 pytestmark = pytest.mark.interop
 
@@ -58,88 +59,69 @@ def created(monkeypatch):
     return storages
 
 
-@pytest.fixture
-def refused(ranks, trouble, created):
-    """Attaches where it must fail; then checks that nothing is left of it and that a right attach
-    still works."""
-
-    def attach(
-        error, match, *, pools=None, parallel=None, driver="sample", driver_config=None, **extra
-    ):
-        rank = ranks(pools or mha_pools("page_first"), **(parallel or {}))
-        before = threads()
-        with pytest.raises(error, match=match):
-            rank.attach(driver, driver_config, **extra)
-        until_only(before)
-        assert not rank.controller.enable_storage
-        assert rank.controller.storage_backend is None
-        for storage in created:
-            with pytest.raises(StorageClosedError):
-                storage.batch_exists_v2(["a"])
-        if pools is None:
-            rank.attach("sample")
-            assert rank.backup(tokens(2)).completed_tokens == 2 * PAGE_SIZE
-
-    return attach
-
-
-def test_without_interface_v1(refused):
-    refused(ConfigError, r'set "interface_v1": 1', interface_v1=None)
+@pytest.mark.parametrize(
+    ("extra", "error", "match"),
+    [
+        ({"interface_v1": None}, ConfigError, r'set "interface_v1": 1'),
+        ({"tennant": "x"}, ConfigError, r"unknown key 'tennant'.*did you mean 'tenant'"),
+        ({"driver": "flie"}, DriverNotFoundError, r"no driver named 'flie'"),
+        ({"driver": None}, ConfigError, r"driver"),
+        (
+            {"driver_config": {"stor": "x"}},
+            ConfigError,
+            r"unknown option 'stor'; did you mean 'store'",
+        ),
+        ({"model": None}, ConfigError, r"no model name"),
+        (
+            {"kv_dtype": "float16"},
+            ConfigError,
+            r"kv_dtype is 'float16', and the KV host pool holds 'bfloat16'",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, (type, str)) else next(iter(value)),
+)
+def test_a_configuration_that_cannot_be(ranks, trouble, created, extra, error, match):
+    refused(ranks(mha_pools("page_first")), created, error, match, **extra)
 
 
-def test_an_unknown_key(refused):
-    refused(ConfigError, r"unknown key 'tennant'.*did you mean 'tenant'", tennant="x")
+@pytest.mark.parametrize(
+    ("make_pools", "match"),
+    [
+        (
+            lambda: mha_pools("page_first", dtype=torch.float8_e5m2),
+            r"does not tell fp8_e4m3 from fp8_e5m2",
+        ),
+        (lambda: mha_pools("page_unified"), r"can neither lend its pages nor copy them"),
+        (lambda: mla_pools("page_unified"), r"can neither lend its pages nor copy them"),
+        (lambda: without_memory(mha_pools("page_first")), r"no memory of its own"),
+    ],
+    ids=["fp8", "layout-mha", "layout-mla", "gone"],
+)
+def test_a_kv_pool_that_cannot_be_served(ranks, trouble, created, make_pools, match):
+    refused(ranks(make_pools()), created, InvalidPoolError, match, again=False)
 
 
-def test_an_unknown_driver(refused):
-    refused(DriverNotFoundError, r"no driver named 'flie'", driver="flie")
-
-
-def test_an_unknown_option_of_the_driver(refused):
-    refused(
-        ConfigError, r"unknown option 'stor'; did you mean 'store'", driver_config={"stor": "x"}
-    )
-
-
-def test_no_driver(refused):
-    refused(ConfigError, r"driver", driver=None)
-
-
-def test_a_model_without_a_name(refused):
-    refused(ConfigError, r"no model name", model=None)
-
-
-def test_fp8_of_an_unknown_kind(refused):
-    refused(
-        InvalidPoolError,
-        r"does not tell fp8_e4m3 from fp8_e5m2",
-        pools=mha_pools("page_first", dtype=torch.float8_e5m2),
-    )
-
-
-def test_a_kv_dtype_that_is_not_the_pools(refused):
-    refused(
-        ConfigError,
-        r"kv_dtype is 'float16', and the KV host pool holds 'bfloat16'",
-        kv_dtype="float16",
-    )
-
-
-@pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
-def test_a_layout_that_has_neither_addresses_nor_flat_pages(refused, created, make_pools):
-    refused(
-        InvalidPoolError,
-        r"can neither lend its pages nor copy them",
-        pools=make_pools("page_unified"),
-    )
-    assert created
-
-
-def test_a_kv_pool_that_is_gone(refused, created):
-    pools = mha_pools("page_first")
+def without_memory(pools):
     pools.kv.destroy()
-    refused(InvalidPoolError, r"no memory of its own", pools=pools)
-    assert created
+    return pools
+
+
+def refused(rank, created, error, match, *, again=True, driver="sample", **extra):
+    """Attach where it must fail; nothing is left of it, and a right attach still works."""
+    before = threads()
+    with pytest.raises(error, match=match):
+        rank.attach(driver, **extra)
+    until_only(before)
+    assert not rank.controller.enable_storage
+    assert rank.controller.storage_backend is None
+    for storage in created:
+        with pytest.raises(StorageClosedError):
+            storage.batch_exists_v2(["a"])
+    if again:
+        rank.attach("sample")
+        assert rank.backup(tokens(2)).completed_tokens == 2 * PAGE_SIZE
+    elif "fp8" not in match:
+        assert created
 
 
 def test_the_engines_own_keys_are_accepted(ranks, storage):
@@ -167,16 +149,11 @@ def test_the_engines_own_keys_are_accepted(ranks, storage):
 
 
 def test_detach_and_attach_again_leave_no_thread_behind(ranks, storage):
-    pools = mha_pools("page_first")
-    pools.side["mamba"] = mamba_pool("page_first")
-    rank = ranks(pools)
+    rank = ranks(with_mamba(mha_pools("page_first")))
     before = threads()
     for _ in range(3):
         rank.attach(*storage)
-        backup = rank.backup(tokens(3), checkpoints={"mamba": 1})
-        rank.wipe()
-        result = rank.prefetch(tokens(3), windows={"mamba": 1})
-        assert rank.delivered(result, backup, "mamba")
+        assert rank.restores(rank.backup(tokens(3), checkpoints={"mamba": 1}), mamba=1)
         rank.wipe()
         rank.detach()
         until_only(before)
@@ -214,55 +191,35 @@ def test_a_driver_that_cannot_clear_says_so(ranks, trouble):
         rank.bridge.clear()
 
 
-def test_after_a_clear_that_failed_nothing_is_served_until_one_has_happened(ranks, trouble, caplog):
-    """SGLang answers its own caller with success all the same: what should be gone must be no
+def test_after_a_clear_that_failed_nothing_is_served_until_one_has_happened(
+    sample, trouble, caplog
+):
+    """SGLang answers its own caller with success all the same, and logs the error: its scheduler
+    does not look at the answer (`clear_hicache_storage_wrapped`). What should be gone must be no
     hit."""
-    rank = ranks(mha_pools("page_first"))
-    rank.attach("sample")
-    rank.backup(tokens(2))
-    bridge, keys = rank.bridge, rank.hashes(tokens(2))
+    sample.backup(tokens(2))
+    bridge, keys = sample.bridge, sample.hashes(tokens(2))
     assert bridge.batch_exists(keys) == 2
-
-    def fail(operation):
-        raise OSError(5, "I/O error")
-
-    trouble.at("clear", answer=fail)
-    with pytest.raises(StorageUnavailableError, match="I/O error"):
+    trouble.at("clear", answer=raise_os_error)
+    with pytest.raises(StorageUnavailableError, match="Input/output error"):
         bridge.clear()
     assert "nothing is served until a clear has succeeded" in caplog.text
     assert bridge.batch_exists(keys) == 0
     assert bridge.refused_calls == 1
+    engine = SimpleNamespace(cache_controller=SimpleNamespace(clear_storage_backend=bridge.clear))
+    assert StorageAttachment(engine).clear() is False
+    assert "Failed to clear" in caplog.text
     trouble.clear()
     bridge.clear()
     assert bridge.batch_exists(keys) == 0
-    rank.backup(tokens(2))
+    sample.backup(tokens(2))
     assert bridge.batch_exists(keys) == 2
 
 
-def test_sglang_logs_a_clear_that_failed(ranks, trouble, caplog):
-    """Its scheduler does not look at the answer (`clear_hicache_storage_wrapped`), which is why
-    nothing is served then."""
-    rank = ranks(mha_pools("page_first"))
-    rank.attach("sample")
-
-    def fail(operation):
-        raise OSError(5, "I/O error")
-
-    trouble.at("clear", answer=fail)
-    engine = SimpleNamespace(
-        cache_controller=SimpleNamespace(clear_storage_backend=rank.bridge.clear)
-    )
-    with caplog.at_level("ERROR"):
-        assert StorageAttachment(engine).clear() is False
-    assert "Failed to clear" in caplog.text
-
-
-def test_the_oldest_interface_is_refused(ranks, storage, caplog):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    rank.backup(tokens(2))
-    bridge, key = rank.bridge, rank.hashes(tokens(2))[0]
-    page = rank.pools.kv.get_dummy_flat_data_page()
+def test_the_oldest_interface_is_refused(plain, caplog):
+    plain.backup(tokens(2))
+    bridge, key = plain.bridge, plain.hashes(tokens(2))[0]
+    page = plain.pools.kv.get_dummy_flat_data_page()
     assert bridge.exists(key)
     assert not bridge.exists("nothing")
     assert bridge.get(key, page) is None
@@ -279,32 +236,22 @@ def test_sglangs_own_failure_injector_can_stand_between(ranks, storage):
         rank = ranks(mha_pools("page_first"))
         rank.attach(*storage)
         assert type(rank.bridge).__name__ == "HiCacheStorageFailureInjector"
-        backup = rank.backup(tokens(3))
-        rank.wipe()
-        assert rank.delivered(rank.prefetch(tokens(3)), backup)
+        assert rank.restores(rank.backup(tokens(3)))
         rank.detach()
 
 
-def test_a_controller_reset_keeps_the_storage(ranks, storage):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    backup = rank.backup(tokens(3))
-    rank.wipe()
-    rank.controller.reset()
-    assert rank.delivered(rank.prefetch(tokens(3)), backup)
+def test_a_controller_reset_keeps_the_storage(plain):
+    backup = plain.backup(tokens(3))
+    plain.wipe()
+    plain.controller.reset()
+    assert plain.restores(backup)
 
 
-def test_side_pools_may_come_later(ranks, storage):
+def test_side_pools_may_come_later(hybrid):
     """SGLang registers dynamic sidecars one by one, long after the attach."""
-    pools = mha_pools("page_first")
-    pools.side["mamba"] = mamba_pool("page_first")
-    rank = ranks(pools)
-    rank.attach(*storage)
     draft = mha_pools("page_first")
     entry = PoolEntry(PoolName.DRAFT, draft.kv, draft.device, lambda layer: layer)
-    rank.controller.register_host_pool_entry(entry)
-    pools.side["draft"] = draft.kv
-    backup = rank.backup(tokens(4), checkpoints={"mamba": 1, "draft": 4})
-    rank.wipe()
-    result = rank.prefetch(tokens(4), windows={"mamba": 1, "draft": 4})
-    assert all(rank.delivered(result, backup, name) for name in ("kv", "mamba", "draft"))
+    hybrid.controller.register_host_pool_entry(entry)
+    hybrid.pools.side["draft"] = draft.kv
+    backup = hybrid.backup(tokens(4), checkpoints={"mamba": 1, "draft": 4})
+    assert hybrid.restores(backup, mamba=1, draft=4)

@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransferResult
-from tests.interop.drivers import STORES
-from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, tokens
+from tests.interop.drivers import STORES, raise_os_error
+from tests.interop.engine import PAGE_SIZE, mha_pools, tokens, with_mamba
 
 pytestmark = pytest.mark.interop
 
@@ -21,10 +21,6 @@ OPERATIONS = ("exists", "get", "set")
 SHORT_SECONDS = 0.3
 """Only while something hangs."""
 PATIENCE_SECONDS = 60.0
-
-
-def raise_os_error(operation):
-    raise OSError(5, "Input/output error")
 
 
 def raise_runtime_error(operation):
@@ -39,27 +35,30 @@ def hang_for_a_while(operation):
     time.sleep(2 * SHORT_SECONDS)
 
 
-def answer_for_too_many(operation):
-    return [[True] * 1000]
+def huge(operation):
+    if operation == "exists":
+        return PoolTransferResult(1000, {}, list(range(1, 1001)))
+    return {"kv": [True] * 1000, "mamba": [True] * 1000}
 
 
-def answer_with_nothing(operation):
-    return []
+def empty(operation):
+    return PoolTransferResult(0) if operation == "exists" else {}
 
 
-DRIVER_FAULTS = (
-    raise_os_error,
-    raise_runtime_error,
-    hang_for_a_while,
-    answer_for_too_many,
-    answer_with_nothing,
-)
+@pytest.fixture(params=[{}, {"mamba": 1}], ids=["kv", "hybrid"])
+def begun(request, ranks, trouble):
+    """Attaches a rank to a driver and writes four pages; the side pools' windows."""
 
+    def begin(driver):
+        windows = request.param
+        pools = mha_pools("page_first")
+        rank = ranks(with_mamba(pools) if windows else pools)
+        rank.attach(driver, deadline_seconds=PATIENCE_SECONDS)
+        backup = rank.backup(tokens(4), checkpoints=windows)
+        rank.wipe()
+        return rank, backup, windows
 
-def with_mamba():
-    pools = mha_pools("page_first")
-    pools.side["mamba"] = mamba_pool("page_first")
-    return pools
+    return begin
 
 
 def give(rank, seconds):
@@ -75,28 +74,31 @@ def still_works(rank, trouble):
     trouble.clear()
     assert rank.all_alive()
     rank.wipe()
-    backup = rank.backup(tokens(3, start=7000), checkpoints={"mamba": 1} if rank.hybrid else None)
-    rank.wipe()
-    result = rank.prefetch(tokens(3, start=7000), windows={"mamba": 1} if rank.hybrid else None)
-    return backup.completed_tokens == 3 * PAGE_SIZE and rank.delivered(result, backup)
+    windows = {"mamba": 1} if rank.hybrid else {}
+    return rank.restores(rank.backup(tokens(3, start=7000), checkpoints=windows), **windows)
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["kv", "hybrid"])
-@pytest.mark.parametrize("fault", DRIVER_FAULTS)
-def test_a_driver_that_fails(ranks, trouble, fault, hybrid):
-    rank = ranks(with_mamba() if hybrid else mha_pools("page_first"))
-    rank.attach("sample", deadline_seconds=PATIENCE_SECONDS)
-    checkpoints = {"mamba": 1} if hybrid else None
-    backup = rank.backup(tokens(4), checkpoints=checkpoints)
-    rank.wipe()
+@pytest.mark.parametrize(
+    "fault",
+    [
+        raise_os_error,
+        raise_runtime_error,
+        hang_for_a_while,
+        lambda operation: [[True] * 1000],
+        lambda operation: [],
+    ],
+    ids=["error", "bug", "hang", "too-many", "nothing"],
+)
+def test_a_driver_that_fails(begun, trouble, fault):
+    rank, backup, windows = begun("sample")
     if fault is hang_for_a_while:
         give(rank, SHORT_SECONDS)
     for operation in OPERATIONS:
         trouble.at(operation, answer=fault)
         if operation == "set":
-            rank.backup(tokens(4, start=3000), checkpoints=checkpoints)
+            rank.backup(tokens(4, start=3000), checkpoints=windows)
         else:
-            result = rank.prefetch(tokens(4), windows=checkpoints)
+            result = rank.prefetch(tokens(4), windows=windows)
             assert result.completed_tokens in (0, 4 * PAGE_SIZE)
             assert result.completed_tokens == 0 or rank.delivered(result, backup)
         assert trouble.happened
@@ -109,35 +111,19 @@ def test_a_driver_that_fails(ranks, trouble, fault, hybrid):
     assert still_works(rank, trouble)
 
 
-def unruly_answers():
-    def huge(operation):
-        if operation == "exists":
-            return PoolTransferResult(1000, {}, list(range(1, 1001)))
-        return {"kv": [True] * 1000, "mamba": [True] * 1000}
-
-    def empty(operation):
-        return PoolTransferResult(0) if operation == "exists" else {}
-
-    def another_type(operation):
-        return "yes"
-
-    return (raise_os_error, raise_runtime_error, leave_the_process, huge, empty, another_type)
-
-
-@pytest.mark.parametrize("hybrid", [False, True], ids=["kv", "hybrid"])
-@pytest.mark.parametrize("fault", unruly_answers())
-def test_a_storage_that_breaks_the_contract(ranks, trouble, fault, hybrid):
-    rank = ranks(with_mamba() if hybrid else mha_pools("page_first"))
-    rank.attach("unruly", deadline_seconds=PATIENCE_SECONDS)
-    checkpoints = {"mamba": 1} if hybrid else None
-    rank.backup(tokens(4), checkpoints=checkpoints)
-    rank.wipe()
+@pytest.mark.parametrize(
+    "fault",
+    [raise_os_error, raise_runtime_error, leave_the_process, huge, empty, lambda operation: "yes"],
+    ids=["error", "bug", "exit", "huge", "empty", "another-type"],
+)
+def test_a_storage_that_breaks_the_contract(begun, trouble, fault):
+    rank, _, windows = begun("unruly")
     for operation in OPERATIONS:
         trouble.at(operation, answer=fault)
         if operation == "set":
-            assert rank.backup(tokens(4, start=3000), checkpoints=checkpoints).completed_tokens == 0
+            assert rank.backup(tokens(4, start=3000), checkpoints=windows).completed_tokens == 0
         else:
-            assert rank.prefetch(tokens(4), windows=checkpoints).completed_tokens == 0
+            assert rank.prefetch(tokens(4), windows=windows).completed_tokens == 0
         assert trouble.happened
         rank.wipe()
         trouble.clear()
@@ -147,7 +133,7 @@ def test_a_storage_that_breaks_the_contract(ranks, trouble, fault, hybrid):
 def test_a_storage_that_fails_when_all_pools_are_registered(ranks, trouble, caplog):
     """SGLang would be left half attached, with its threads running."""
     trouble.at("registered", answer=raise_runtime_error)
-    rank = ranks(with_mamba())
+    rank = ranks(with_mamba(mha_pools("page_first")))
     rank.attach("unruly")
     assert trouble.happened == 1
     assert "refused on_host_pools_registered" in caplog.text
@@ -156,7 +142,7 @@ def test_a_storage_that_fails_when_all_pools_are_registered(ranks, trouble, capl
 
 def test_a_failed_question_has_a_verdict_for_every_pool(ranks, trouble):
     """SGLang reads a pool that is left out as one that nothing is known about."""
-    rank = ranks(with_mamba())
+    rank = ranks(with_mamba(mha_pools("page_first")))
     rank.attach("unruly")
     trouble.at("exists", answer=raise_runtime_error)
     answer = rank.bridge.batch_exists_v2(
@@ -166,22 +152,18 @@ def test_a_failed_question_has_a_verdict_for_every_pool(ranks, trouble):
     assert answer.extra_pool_hit_pages == {"kv": 0, "mamba": 0}
 
 
-def test_damaged_pages_are_misses_and_are_repaired(ranks, trouble):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach("sample")
-    rank.backup(tokens(6))
+def test_damaged_pages_are_misses_and_are_repaired(sample):
+    sample.backup(tokens(6))
     memory_store = STORES["default"]
     third = list(memory_store)[2]
     memory_store[third] = bytes(len(memory_store[third]))
-    rank.wipe()
-    result = rank.prefetch(tokens(6))
+    sample.wipe()
+    result = sample.prefetch(tokens(6))
     assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 2 * PAGE_SIZE)
-    rank.wipe()
-    assert rank.prefetch(tokens(6)).hit_tokens == 2 * PAGE_SIZE
-    rank.wipe()
-    backup = rank.backup(tokens(6))
-    rank.wipe()
-    assert rank.delivered(rank.prefetch(tokens(6)), backup)
+    sample.wipe()
+    assert sample.prefetch(tokens(6)).hit_tokens == 2 * PAGE_SIZE
+    sample.wipe()
+    assert sample.restores(sample.backup(tokens(6)))
 
 
 def test_a_store_that_is_away_at_first_is_found_later(ranks, trouble, caplog):
@@ -195,57 +177,37 @@ def test_a_store_that_is_away_at_first_is_found_later(ranks, trouble, caplog):
     assert still_works(rank, trouble)
 
 
-@pytest.mark.parametrize(
-    ("keys", "indices"),
-    [
-        (["a", "b"], torch.arange(PAGE_SIZE)),
-        (["a"], torch.arange(PAGE_SIZE, dtype=torch.int32)),
-        (["a"], torch.arange(PAGE_SIZE) + 1),
-        (["a"], torch.arange(PAGE_SIZE) + 10_000),
-        (["a"], torch.arange(0, 2 * PAGE_SIZE, 2)),
-        (["a" * 600], torch.arange(PAGE_SIZE)),
-        (["a"], None),
-        ([7], torch.arange(PAGE_SIZE)),
-    ],
-    ids=[
-        "too few",
-        "dtype",
-        "misaligned",
-        "out of range",
-        "scattered",
-        "long key",
-        "none",
-        "no text",
-    ],
-)
-def test_misuse_is_answered_not_raised(ranks, storage, caplog, keys, indices):
-    rank = ranks(with_mamba())
-    rank.attach(*storage)
-    bridge = rank.bridge
-    for move in (bridge.batch_get_v1, bridge.batch_set_v1):
-        assert move(keys, indices) == [False] * len(keys)
+PAGE = torch.arange(PAGE_SIZE)
+MISUSE = {
+    "too few": (["a", "b"], PAGE),
+    "dtype": (["a"], PAGE.int()),
+    "misaligned": (["a"], PAGE + 1),
+    "out of range": (["a"], PAGE + 10_000),
+    "scattered": (["a"], 2 * PAGE),
+    "long key": (["a" * 600], PAGE),
+    "none": (["a"], None),
+    "no text": ([7], PAGE),
+}
+
+
+@pytest.mark.parametrize(("keys", "indices"), MISUSE.values(), ids=MISUSE)
+def test_misuse_is_answered_not_raised_and_its_reason_logged_once(hybrid, caplog, keys, indices):
+    bridge = hybrid.bridge
+    caplog.clear()
+    for _ in range(2):
+        for move in (bridge.batch_get_v1, bridge.batch_set_v1):
+            assert move(keys, indices) == [False] * len(keys)
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 2
     good = PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0]), keys=["state"])
     bad = PoolTransfer(PoolName.KV, host_indices=indices, keys=keys)
     assert bridge.batch_set_v2([bad, good]) == {"kv": [False] * len(keys), "mamba": [True]}
     assert bridge.batch_get_v2([bad, good]) == {"kv": [False] * len(keys), "mamba": [True]}
-    assert bridge.refused_calls == 4
+    assert bridge.refused_calls == 6
     assert "refused batch_set_v1, pool kv: InvalidTransferError" in caplog.text
 
 
-def test_a_reason_is_logged_once(ranks, storage, caplog):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    caplog.clear()
-    for _ in range(5):
-        rank.bridge.batch_get_v1(["a", "b"], torch.arange(PAGE_SIZE))
-    assert rank.bridge.refused_calls == 5
-    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
-
-
-def test_odd_questions_have_answers(ranks, storage):
-    rank = ranks(with_mamba())
-    rank.attach(*storage)
-    bridge = rank.bridge
+def test_odd_questions_have_answers(hybrid):
+    bridge = hybrid.bridge
     assert bridge.batch_exists([]) == 0
     assert bridge.batch_exists(["a\0b"]) == 0
     assert bridge.batch_get_v1([], torch.tensor([], dtype=torch.int64)) == []
@@ -257,25 +219,18 @@ def test_odd_questions_have_answers(ranks, storage):
         ["a"], [PoolTransfer(PoolName.SWA, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
     )
     assert (answer.kv_hit_pages, answer.extra_pool_hit_pages) == (0, {"kv": 0, "swa": 0})
-
-
-def test_a_pool_asked_twice_in_a_call_answers_one_after_the_other(ranks, storage):
-    rank = ranks(with_mamba())
-    rank.attach(*storage)
+    # A pool that is asked twice in a call answers one after the other.
     first = PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0]), keys=["a"])
     second = PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([1, 2]), keys=["b", "c"])
-    assert rank.bridge.batch_set_v2([first, second]) == {"mamba": [True, True, True]}
+    assert bridge.batch_set_v2([first, second]) == {"mamba": [True, True, True]}
     first.keys = ["missing"]
-    assert rank.bridge.batch_get_v2([first, second]) == {"mamba": [False, True, True]}
+    assert bridge.batch_get_v2([first, second]) == {"mamba": [False, True, True]}
 
 
-def test_calls_after_close_are_misses(ranks, storage):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    rank.backup(tokens(3))
-    bridge = rank.bridge
-    bridge.close()
-    bridge.close()
-    assert rank.prefetch(tokens(3)).hit_tokens == 0
-    assert rank.backup(tokens(3)).completed_tokens == 0
-    assert rank.all_alive()
+def test_calls_after_close_are_misses(plain):
+    plain.backup(tokens(3))
+    plain.bridge.close()
+    plain.bridge.close()
+    assert plain.prefetch(tokens(3)).hit_tokens == 0
+    assert plain.backup(tokens(3)).completed_tokens == 0
+    assert plain.all_alive()

@@ -3,21 +3,15 @@ the rule that is about it."""
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.support.commands import HICACHE, run_hicache
+from tests.support.commands import run_hicache
+from tests.support.foreign import SuiteRun, of_cases
 
 # A run of a foreign driver takes minutes where the processors are busy.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
-
-DRIVERS = Path(__file__).parents[1] / "conformance" / "interfaces"
-SGLANG = ("--interface", "sglang", "--profile", "smoke", "--seed", "11")
 
 KNOWN = {
     "sglang-file": {
@@ -71,47 +65,6 @@ LONG = ("sglang-file", "sglang-hf3fs")
 """Drivers with most of the cases."""
 
 
-class Run:
-    """`hicache conformance run`, begun at once."""
-
-    def __init__(self, report, driver, *arguments):
-        self.report = report
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
-        }
-        self._process = subprocess.Popen(
-            [HICACHE, "conformance", "run", driver, *SGLANG, *arguments, "--report", report],
-            cwd=DRIVERS,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._output = None
-
-    def output(self):
-        if self._output is None:
-            self._output, _ = self._process.communicate(timeout=800)
-        return self._output
-
-    @property
-    def status(self):
-        self.output()
-        return self._process.returncode
-
-    @property
-    def results(self):
-        self.output()
-        return json.loads((self.report / "results.json").read_text())
-
-    def cases(self):
-        return {case["name"]: case for rule in self.results["rules"] for case in rule["cases"]}
-
-    def end(self):
-        self._process.kill()
-        self._process.communicate()
-
-
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """Runs of the drivers that are asked for, all at once, because they spend most of it waiting."""
@@ -122,16 +75,16 @@ def runs(request, tmp_path_factory):
         if driver not in LONG or any(f"[{driver}" in item.name for item in request.session.items)
     }
     begun = {
-        driver: Run(
+        driver: SuiteRun(
             home / driver,
+            "sglang",
             driver,
-            *(part for _, case in cases.values() for part in ("--case", case)),
-            *(part for case in APART for part in ("--case", case)),
+            *of_cases(*(case for _, case in cases.values()), *APART),
         )
         for driver, cases in known.items()
     }
-    begun["sample_storage:Copies"] = Run(
-        home / "copies", "sample_storage:Copies", "--level", "core,pools,identity"
+    begun["copies"] = SuiteRun(
+        home / "copies", "sglang", "sample_storage:Copies", "--level", "core,pools,identity"
     )
     yield begun
     for run in begun.values():
@@ -150,33 +103,34 @@ def _params(*values):
 )
 def test_a_known_fault_is_found_by_its_rule(runs, driver, fault):
     rule, case = KNOWN[driver][fault]
-    found = runs[driver].cases()[case]
+    found = runs[driver].ran.cases[case]
     assert (found["outcome"], found["broken_rule"]) == ("fail", rule), found["reason"]
 
 
 @pytest.mark.long
 def test_cases_do_not_meet_on_a_server_that_keeps_one_length_for_each_rank(runs):
-    found = runs["sglang-hf3fs"].cases()[APART[1]]
+    found = runs["sglang-hf3fs"].ran.cases[APART[1]]
     assert found["outcome"] == "pass", found["reason"]
 
 
 @pytest.mark.parametrize("driver", [_params(driver) for driver in KNOWN])
 def test_a_driver_with_faults_exits_1(runs, driver):
-    assert runs[driver].status == 1, runs[driver].output()
-    assert runs[driver].results["interface"] == "SGLang 0.5.23"
+    ran = runs[driver].ran
+    assert ran.status == 1, ran.output
+    assert ran.report["interface"] == "SGLang 0.5.23"
 
 
 def test_a_right_driver_is_not_blamed(runs):
     # That the bridge is not blamed either is for `make judged` to find.
-    run = runs["sample_storage:Copies"]
-    assert run.status == 0, run.output()
-    assert run.results["totals"]["untested"] == 0
-    assert run.results["totals"]["pass"] >= 15
+    ran = runs["copies"].ran
+    assert ran.status == 0, ran.output
+    assert ran.report["totals"]["untested"] == 0
+    assert ran.report["totals"]["pass"] >= 15
 
 
 @pytest.mark.long
 def test_the_command_in_a_report_shows_a_fault_again(runs):
-    case = runs["sglang-sim"].cases()["test_the_greatest_common_endpoint"]
+    case = runs["sglang-sim"].ran.cases["test_the_greatest_common_endpoint"]
     program, *arguments = shlex.split(case["reproduce"])
     assert program == "hicache"
     again = run_hicache(*arguments)
@@ -185,6 +139,6 @@ def test_the_command_in_a_report_shows_a_fault_again(runs):
 
 
 def test_a_driver_that_is_not_there_exits_2(tmp_path):
-    run = Run(tmp_path, "no_such_module:Storage")
-    assert run.status == 2
-    assert "cannot import no_such_module:Storage" in " ".join(run.output().split())
+    ran = SuiteRun(tmp_path, "sglang", "no_such_module:Storage").ran
+    assert ran.status == 2
+    assert "cannot import no_such_module:Storage" in ran.words

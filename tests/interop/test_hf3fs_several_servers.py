@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 import requests
 from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
 
-from hicache_conformance.harness.ports import free_ports
 from tests.interop.metadata import SERVE, live
 from tests.support.metadata import Served
 
@@ -30,35 +27,20 @@ PYTHON = (
 )
 
 
-@pytest.fixture
-def redis(tmp_path):
-    [port] = free_ports(1)
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    with (tmp_path / "redis.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--appendonly", "yes", "--appendfsync", "always", "--dir", str(tmp_path)],
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        until = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            assert time.monotonic() < until, (tmp_path / "redis.log").read_text()
-            time.sleep(0.02)
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.kill()
-        process.wait(PATIENCE_SECONDS)
+REDIS = (
+    "redis-server --port {port} --bind 127.0.0.1 --save '' --appendonly yes --appendfsync always "
+    "--dir {tmp}"
+)
 
 
 @pytest.fixture
-def servers(redis):
-    command = SERVE.replace(sys.executable, PYTHON).replace("sqlite:///", redis)
-    with Served(command=command) as one, Served(command=command) as other:
-        yield one, other
+def servers():
+    """Two metadata servers on one Redis."""
+    with Served(command=REDIS) as redis:
+        address = f"redis://127.0.0.1:{redis.port}/0"
+        command = SERVE.replace(sys.executable, PYTHON).replace("sqlite:///", address)
+        with Served(command=command) as one, Served(command=command) as other:
+            yield one, other
 
 
 def keys_of(rank):

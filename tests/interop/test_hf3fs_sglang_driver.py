@@ -20,13 +20,14 @@ from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
 
 from tests.interop.engine import (
     PAGE_SIZE,
-    mamba_pool,
     mha_pools,
     mla_pools,
     pages,
     scribble,
     tokens,
+    tp,
     wipe,
+    with_mamba,
 )
 from tests.interop.metadata import WAIT_SECONDS, live
 
@@ -38,10 +39,7 @@ pytestmark = [
 ]
 
 PAGES = 6
-TWO_RANKS = [
-    {"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2}
-    for number in range(2)
-]
+TWO_RANKS = [tp(number) for number in range(2)]
 
 
 @pytest.fixture
@@ -54,11 +52,6 @@ def attached(ranks, server, sglang_hf3fs):
         return rank, driver
 
     return attach
-
-
-def with_mamba(pools):
-    pools.side["mamba"] = mamba_pool("page_first")
-    return pools
 
 
 def keys(count, mark=""):
@@ -169,11 +162,7 @@ def test_two_namespaces(attached, server):
     backup = rank.backup(tokens(PAGES), checkpoints={"mamba": 1})
     assert backup.pool_hits == {"mamba": 1}
     assert live(server.url) == {"0:kv": 2 * PAGES, "0:mamba": 1}
-    rank.wipe()
-    result = rank.prefetch(tokens(PAGES), windows={"mamba": 1})
-    assert result.completed_tokens == PAGES * PAGE_SIZE
-    assert rank.delivered(result, backup)
-    assert rank.delivered(result, backup, "mamba")
+    assert rank.restores(backup, mamba=1)
     driver.metadata_client.clear(0, namespace="mamba")
     assert live(server.url) == {"0:kv": 2 * PAGES, "0:mamba": 0}
     rank.wipe()
@@ -222,11 +211,7 @@ def test_pages_survive_a_kill_of_the_server(attached, server):
     backup = rank.backup(tokens(PAGES), checkpoints={"mamba": 1})
     server.kill()
     server.start()
-    rank.wipe()
-    result = rank.prefetch(tokens(PAGES), windows={"mamba": 1})
-    assert result.completed_tokens == PAGES * PAGE_SIZE
-    assert rank.delivered(result, backup)
-    assert rank.delivered(result, backup, "mamba")
+    assert rank.restores(backup, mamba=1)
 
 
 def test_more_pages_than_the_file_has(attached, server):

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from hicache_storage.engines.sglang import SGLangBridge
-from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens
+from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens, tp
 
 pytestmark = pytest.mark.interop
 
@@ -27,65 +27,48 @@ def hit_pages(rank, storage, **extra):
 
 
 @pytest.mark.parametrize(
-    ("pools", "other_pools"),
+    "other",
     [
-        pytest.param({}, {"dtype": torch.float16}, id="dtype of equal size"),
-        pytest.param({}, {"dtype": torch.float32}, id="dtype"),
-        pytest.param({"layout": "page_first"}, {"layout": "page_first_direct"}, id="layout"),
-        pytest.param(
-            {"layout": "page_first"}, {"layout": "layer_first"}, id="layout of other components"
-        ),
-        pytest.param({"heads": 2}, {"heads": 4}, id="heads"),
-        pytest.param({"layers": 3}, {"layers": 4}, id="layers"),
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"layout": "page_first_direct"},
+        {"layout": "layer_first"},
+        {"heads": 4},
+        {"layers": 4},
     ],
+    ids=lambda fields: "-".join(map(str, next(iter(fields.items())))),
 )
-def test_other_pages_are_a_miss(ranks, storage, pools, other_pools):
+def test_other_pages_are_a_miss(ranks, storage, other):
     """Finding D9: SGLang's own file driver reads some of these as hits, with wrong bytes."""
-    first = ranks(mha_pools(**{"layout": "page_first", **pools}))
-    second = ranks(mha_pools(**{"layout": "page_first", **other_pools}))
+    first = ranks(mha_pools("page_first", heads=2, layers=3))
+    second = ranks(mha_pools(**{"layout": "page_first", **other}))
     backup = written_by(first, storage)
     assert hit_pages(second, storage) == 0
-    first.wipe()
-    assert first.delivered(first.prefetch(tokens(4)), backup)
+    assert first.restores(backup)
 
 
 @pytest.mark.parametrize(
     "other",
-    [
-        pytest.param({"tp_rank": 1, "tp_size": 2, "attn_tp_rank": 1, "attn_tp_size": 2}, id="rank"),
-        pytest.param({"tp_rank": 0, "tp_size": 4, "attn_tp_rank": 0, "attn_tp_size": 4}, id="size"),
-        pytest.param(
-            {"tp_rank": 0, "tp_size": 2, "pp_rank": 1, "pp_size": 2, "attn_tp_size": 2}, id="stage"
-        ),
-    ],
+    [tp(1), tp(0, 4), {**tp(0), "pp_rank": 1, "pp_size": 2}],
+    ids=["rank", "size", "stage"],
 )
 def test_ranks_of_sharded_kv_never_meet(ranks, storage, other):
-    first = ranks(mha_pools("page_first"), tp_rank=0, tp_size=2, attn_tp_rank=0, attn_tp_size=2)
-    written_by(first, storage)
+    written_by(ranks(mha_pools("page_first"), **tp(0)), storage)
     assert hit_pages(ranks(mha_pools("page_first"), **other), storage) == 0
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_replicated_kv_share(ranks, storage, size):
     """Also with another TP size: latent KV does not depend on it."""
-    first = ranks(mla_pools("page_first"), tp_rank=0, tp_size=2, attn_tp_rank=0, attn_tp_size=2)
-    second = ranks(
-        mla_pools("page_first"),
-        tp_rank=size - 1,
-        tp_size=size,
-        attn_tp_rank=size - 1,
-        attn_tp_size=size,
-    )
-    backup = written_by(first, storage)
+    backup = written_by(ranks(mla_pools("page_first"), **tp(0)), storage)
+    second = ranks(mla_pools("page_first"), **tp(size - 1, size))
     second.attach(*storage)
-    second.wipe()
-    assert second.delivered(second.prefetch(tokens(4)), backup)
+    assert second.restores(backup)
 
 
 def test_a_rank_that_does_not_write_answers_what_exists(ranks, storage):
     """SGLang does not ask it to write; if it did, nothing would be written."""
-    writer = ranks(mla_pools("page_first"), tp_rank=0, tp_size=2, attn_tp_rank=0, attn_tp_size=2)
-    other = ranks(mla_pools("page_first"), tp_rank=1, tp_size=2, attn_tp_rank=1, attn_tp_size=2)
+    writer, other = (ranks(mla_pools("page_first"), **tp(number)) for number in range(2))
     writer.attach(*storage)
     other.attach(*storage)
     assert other.controller.backup_skip

@@ -42,6 +42,14 @@ L, H, D, DV, P, PAGES = 3, 2, 8, 4, 4, 5
 S = P * PAGES
 DEVICE_ROWS = 2 * P
 INDEX_BYTES = 132
+HOST = {
+    "pin_memory": False,
+    "device_capacity_tokens": DEVICE_ROWS,
+    "start_layer": 0,
+    "end_layer": L,
+    "host_token_capacity": S,
+}
+"""Of each of SGLang's pools of tokens."""
 
 
 @dataclass
@@ -91,18 +99,7 @@ def mha(layout: str, v_dim: int = D) -> Twins:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    theirs = get_mha_host_pool_cls(info)(
-        info,
-        1.0,
-        0,
-        P,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=DEVICE_ROWS,
-        start_layer=0,
-        end_layer=L,
-        host_token_capacity=S,
-    )
+    theirs = get_mha_host_pool_cls(info)(info, 1.0, 0, P, layout, **HOST)
     ours = PagedHostPool(
         AttentionGeometry(
             layers=range(L), head_num=H, head_dim=D, v_head_dim=v_dim, dtype=torch.bfloat16
@@ -130,19 +127,7 @@ def mla_host(layout: str) -> MLATokenToKVPoolHost:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    return MLATokenToKVPoolHost(
-        info,
-        1.0,
-        0,
-        P,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=DEVICE_ROWS,
-        start_layer=0,
-        end_layer=L,
-        target_layer_num=L,
-        host_token_capacity=S,
-    )
+    return MLATokenToKVPoolHost(info, 1.0, 0, P, layout, target_layer_num=L, **HOST)
 
 
 def mla(layout: str) -> Twins:
@@ -252,27 +237,22 @@ def new_page(length: int) -> bytes:
 
 
 class TestPoolsThatLend:
-    def test_tensors_have_the_same_shapes(self, lending: Twins) -> None:
+    def test_they_have_the_same_tensors_sizes_and_geometry(self, lending: Twins) -> None:
         for theirs, ours in lending.tensors:
             assert (theirs.shape, theirs.dtype) == (ours.shape, ours.dtype)
-
-    def test_components_are_the_same_bytes_in_the_same_order(self, lending: Twins) -> None:
-        for slot, ours in zip(
-            lending.pages(), lending.ours.page_buffers(lending.pages()), strict=True
-        ):
-            assert [bytes(buffer) for buffer in ours] == told(
-                lending.theirs, slot, lending.ours.page_size
-            )
-
-    def test_pages_are_shared(self, lending: Twins) -> None:
+        slot_bytes = lending.ours.geometry.page_bytes // lending.ours.page_size
+        assert slot_bytes == lending.theirs.size_per_token
+        assert lending.ours.size == lending.theirs.size
         access = page_access(lending.theirs)
         assert isinstance(access, AddressedPages)
         assert access.geometry == lending.ours.geometry
 
-    def test_slots_cost_the_same(self, lending: Twins) -> None:
-        slot_bytes = lending.ours.geometry.page_bytes // lending.ours.page_size
-        assert slot_bytes == lending.theirs.size_per_token
-        assert lending.ours.size == lending.theirs.size
+    def test_components_are_the_same_bytes_in_the_same_order(self, lending: Twins) -> None:
+        slots = lending.pages()
+        for slot, ours in zip(slots, lending.ours.page_buffers(slots), strict=True):
+            assert [bytes(buffer) for buffer in ours] == told(
+                lending.theirs, slot, lending.ours.page_size
+            )
 
     def test_a_page_goes_in_and_out(self, lending: Twins) -> None:
         access = page_access(lending.theirs)
@@ -336,19 +316,7 @@ class TestPoolsThatCannotBeServed:
             kv_cache_dim=D,
             size_per_token=L * D * 2,
         )
-        pool = MLATokenToKVPoolHost(
-            allocation,
-            1.0,
-            0,
-            P,
-            "page_first",
-            pin_memory=False,
-            device_capacity_tokens=DEVICE_ROWS,
-            start_layer=0,
-            end_layer=L,
-            target_layer_num=L,
-            host_token_capacity=S,
-        )
+        pool = MLATokenToKVPoolHost(allocation, 1.0, 0, P, "page_first", target_layer_num=L, **HOST)
         with pytest.raises(InvalidPoolError, match="has no memory of its own"):
             page_access(pool)
 

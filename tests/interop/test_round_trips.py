@@ -24,10 +24,10 @@ POOLS = [
 ]
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["plain", "hybrid"])
+@pytest.mark.parametrize("controller", ["plain", "hybrid"])
 @pytest.mark.parametrize(("make_pools", "layout"), POOLS)
-def test_pages_come_back(ranks, storage, make_pools, layout, hybrid):
-    rank = ranks(make_pools(layout), hybrid=hybrid)
+def test_pages_come_back(ranks, storage, make_pools, layout, controller):
+    rank = ranks(make_pools(layout), hybrid=controller == "hybrid")
     rank.attach(*storage)
     backup = rank.backup(tokens(6))
     assert backup.completed_tokens == 6 * PAGE_SIZE
@@ -36,23 +36,21 @@ def test_pages_come_back(ranks, storage, make_pools, layout, hybrid):
     assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 6 * PAGE_SIZE)
     assert rank.delivered(result, backup)
     assert rank.bridge.refused_calls == 0
+    assert rank.prefetch(tokens(4, start=1000)).hit_tokens == 0
 
 
-def test_pages_come_back_where_the_pool_has_holes(ranks, storage):
+def test_pages_come_back_where_the_pool_has_holes(plain):
     """Host pages are handed out in any order; each page has to find its own place."""
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    backup = rank.backup(tokens(8))
-    rank.wipe()
-    taken = rank.pools.kv.alloc(16 * PAGE_SIZE).view(16, PAGE_SIZE)
-    rank.pools.kv.free(
-        taken[torch.randperm(16, generator=torch.Generator().manual_seed(0))].reshape(-1)
-    )
-    rank.pools.kv.alloc(rank.pools.kv.available_size() - 16 * PAGE_SIZE)
-    result = rank.prefetch(tokens(8))
+    backup = plain.backup(tokens(8))
+    plain.wipe()
+    kv = plain.pools.kv
+    taken = kv.alloc(16 * PAGE_SIZE).view(16, PAGE_SIZE)
+    kv.free(taken[torch.randperm(16, generator=torch.Generator().manual_seed(0))].reshape(-1))
+    kv.alloc(kv.available_size() - 16 * PAGE_SIZE)
+    result = plain.prefetch(tokens(8))
     slots = result.indices["kv"][::PAGE_SIZE].tolist()
     assert slots != sorted(slots)
-    assert rank.delivered(result, backup)
+    assert plain.delivered(result, backup)
 
 
 def test_a_long_prompt_takes_several_batches(ranks, storage):
@@ -60,28 +58,15 @@ def test_a_long_prompt_takes_several_batches(ranks, storage):
     rank.attach(*storage)
     backup = rank.backup(tokens(290))
     assert backup.completed_tokens == 290 * PAGE_SIZE
-    rank.wipe()
-    result = rank.prefetch(tokens(290))
-    assert (result.hit_tokens, result.completed_tokens) == (290 * PAGE_SIZE, 290 * PAGE_SIZE)
-    assert rank.delivered(result, backup)
+    assert rank.restores(backup)
 
 
-def test_the_stored_prefix_of_a_longer_prompt_is_found(ranks, storage):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    backup = rank.backup(tokens(4))
-    rank.wipe()
-    result = rank.prefetch(tokens(9))
+def test_the_stored_prefix_of_a_longer_prompt_is_found(plain):
+    backup = plain.backup(tokens(4))
+    plain.wipe()
+    result = plain.prefetch(tokens(9))
     assert (result.hit_tokens, result.completed_tokens) == (4 * PAGE_SIZE, 4 * PAGE_SIZE)
-    assert rank.delivered(result, backup)
-
-
-def test_another_prompt_is_not_found(ranks, storage):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    rank.backup(tokens(4))
-    assert rank.prefetch(tokens(4, start=1000)).hit_tokens == 0
-    assert rank.bridge.refused_calls == 0
+    assert plain.delivered(result, backup)
 
 
 def test_what_is_stored_is_not_written_again(ranks, storage):
@@ -90,22 +75,18 @@ def test_what_is_stored_is_not_written_again(ranks, storage):
     backup = rank.backup(tokens(4), seed=1)
     rank.wipe()
     assert rank.backup(tokens(6), seed=2).completed_tokens == 6 * PAGE_SIZE
-    rank.wipe()
-    result = rank.prefetch(tokens(4))
-    assert rank.delivered(result, backup)
+    assert rank.restores(backup)
     assert rank.bridge.storage.get_stats().pools["kv"].pages_written == 6
 
 
-def test_a_page_that_vanishes_after_the_query_ends_the_hit_there(ranks, trouble):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach("sample")
-    backup = rank.backup(tokens(6))
-    rank.wipe()
+def test_a_page_that_vanishes_after_the_query_ends_the_hit_there(sample, trouble):
+    backup = sample.backup(tokens(6))
+    sample.wipe()
     fourth = list(STORES["default"])[3]
     trouble.at("get", answer=lambda operation: STORES["default"].pop(fourth, None) and None)
-    result = rank.prefetch(tokens(6))
+    result = sample.prefetch(tokens(6))
     assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 3 * PAGE_SIZE)
-    assert all(map(torch.equal, rank.contents(result)[:3], backup.contents["kv"][:3]))
+    assert all(map(torch.equal, sample.contents(result)[:3], backup.contents["kv"][:3]))
 
 
 def test_the_driver_is_told_what_precedes_the_keys(ranks, trouble):
@@ -131,11 +112,9 @@ def test_the_driver_is_told_what_precedes_the_keys(ranks, trouble):
         ]
 
 
-def test_the_driver_is_told_the_session(ranks, trouble):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach("sample")
-    rank.bridge.batch_exists(["a"], HiCacheStorageExtraInfo(extra_info={"session_id": "chat-7"}))
-    rank.bridge.batch_exists(["a"], HiCacheStorageExtraInfo(extra_info={"session_id": 7}))
+def test_the_driver_is_told_the_session(sample):
+    sample.bridge.batch_exists(["a"], HiCacheStorageExtraInfo(extra_info={"session_id": "chat-7"}))
+    sample.bridge.batch_exists(["a"], HiCacheStorageExtraInfo(extra_info={"session_id": 7}))
     [first, (operation, prefix, drawn)] = SEEN
     assert (first, operation, prefix) == (("exists", [], "chat-7"), "exists", [])
     assert drawn not in (None, "", "chat-7")
@@ -145,9 +124,7 @@ def test_fp8_pages_come_back_under_their_logical_dtype(ranks, storage):
     rank = ranks(mha_pools("page_first", dtype=torch.float8_e4m3fn))
     assert rank.pools.kv.dtype == torch.uint8
     rank.attach(*storage, kv_dtype="fp8_e4m3")
-    backup = rank.backup(tokens(4))
-    rank.wipe()
-    assert rank.delivered(rank.prefetch(tokens(4)), backup)
+    assert rank.restores(rank.backup(tokens(4)))
     rank.detach()
     rank.attach(*storage, kv_dtype="fp8_e5m2")
     assert rank.prefetch(tokens(4)).hit_tokens == 0
@@ -196,32 +173,18 @@ def test_pages_are_not_those_of_weights_that_came_later(ranks, storage, monkeypa
     assert rank.prefetch(tokens(4)).hit_tokens == 0
     serving.weight_version = "default"
     rank.detach()
-    rank.wipe()
     rank.attach(*storage)
-    assert rank.delivered(rank.prefetch(tokens(4)), backup)
+    assert rank.restores(backup)
 
 
-def test_pages_outlive_a_detach(ranks, storage):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    backup = rank.backup(tokens(4))
-    rank.detach()
-    rank.wipe()
-    rank.attach(*storage)
-    assert rank.delivered(rank.prefetch(tokens(4)), backup)
-
-
-def test_clear_removes_the_pages(ranks, storage):
-    rank = ranks(mha_pools("page_first"))
+def test_clear_removes_the_pages(plain, ranks, storage):
     other = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
     other.attach(*storage, model="qwen")
-    rank.backup(tokens(4))
+    plain.backup(tokens(4))
     backup = other.backup(tokens(4))
-    rank.bridge.clear()
-    assert rank.prefetch(tokens(4)).hit_tokens == 0
-    other.wipe()
-    assert other.delivered(other.prefetch(tokens(4)), backup)
+    plain.bridge.clear()
+    assert plain.prefetch(tokens(4)).hit_tokens == 0
+    assert other.restores(backup)
 
 
 def test_metrics_tell_what_moved_since_they_were_last_asked(ranks, storage):
@@ -239,19 +202,25 @@ def test_metrics_tell_what_moved_since_they_were_last_asked(ranks, storage):
     assert rank.bridge.get_stats().backup_pgs == []
 
 
-def test_prometheus_can_ask_the_bridge_itself(ranks, storage):
+@pytest.mark.parametrize(
+    ("parallel", "number"),
+    [({"tp_rank": 1, "tp_size": 2}, "0"), ({"dp_rank": 1}, "1")],
+    ids=["rank", "replica"],
+)
+def test_prometheus_can_ask_the_bridge_itself(ranks, storage, parallel, number):
+    """Each rank at a port of its own, and each replica of plain DP, although the storage
+    configuration of each says that it is number 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    name, driver_config = storage
-    rank = ranks(mha_pools("page_first"), tp_rank=1, tp_size=2)
-    rank.attach(name, driver_config, metrics_port=port - 1, metrics_host="127.0.0.1")
+    rank = ranks(mha_pools("page_first"), **parallel)
+    rank.attach(*storage, metrics_port=port - 1, metrics_host="127.0.0.1")
+    assert rank.controller.storage_config.dp_rank == 0
     rank.backup(tokens(6))
     said = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
     ranked = (
-        'dp_rank="0",driver="'
-        + rank.bridge.storage.get_stats().driver
-        + '",model_name="llama",pool="kv",pp_rank="0",tp_rank="1"'
+        f'dp_rank="{number}",driver="{rank.bridge.storage.get_stats().driver}",model_name="llama",'
+        f'pool="kv",pp_rank="0",tp_rank="{parallel.get("tp_rank", 0)}"'
     )
     assert f"hicache_storage_written_pages_total{{{ranked}}} 6.0" in said
     rank.detach()
@@ -259,20 +228,7 @@ def test_prometheus_can_ask_the_bridge_itself(ranks, storage):
         urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
 
 
-def test_a_replica_of_plain_dp_has_a_port_of_its_own(ranks, storage):
-    """Its storage configuration says that it is number 0, as that of every replica does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rank = ranks(mha_pools("page_first"), dp_rank=1)
-    rank.attach(*storage, metrics_port=port - 1, metrics_host="127.0.0.1")
-    assert rank.controller.storage_config.dp_rank == 0
-    assert 'dp_rank="1"' in urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
-
-
-def test_metrics_can_be_switched_off(ranks, storage):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach(*storage)
-    rank.backup(tokens(6))
-    assert rank.bridge.get_stats().backup_pgs == []
-    assert rank.bridge.storage.get_stats().pools == {}
+def test_metrics_can_be_switched_off(plain):
+    plain.backup(tokens(6))
+    assert plain.bridge.get_stats().backup_pgs == []
+    assert plain.bridge.storage.get_stats().pools == {}

@@ -97,7 +97,7 @@ def again(past: Past):
     read for that."""
     with past.server() as server:
         answer = server.wait_until_up().ask(RESTARTED)
-        yield server, answer, {pool: server.counted("read", pool) for pool in ("kv", "mamba")}
+        yield server, answer, {pool: server.counted("read", pool=pool) for pool in ("kv", "mamba")}
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_damaged_state_of_one_rank_costs_hits_and_changes_no_answer(past, serv
     answer = server.ask(DAMAGED)
     assert answer.cached == 0
     assert answer.says(past.answers["damaged"])
-    assert sorted(server.counted("damaged", "mamba")) == [0, 1]
+    assert sorted(server.counted("damaged", pool="mamba")) == [0, 1]
     server.wait_for(
         lambda: files_of(namespace, state) not in ([file], []), "the state is not written again"
     )

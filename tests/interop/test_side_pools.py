@@ -6,13 +6,22 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-from tests.interop.engine import PAGE_SIZE, logical_pools, mamba_pool, mha_pools, mla_pools, tokens
+from tests.interop.engine import (
+    PAGE_SIZE,
+    logical_pools,
+    mamba_pool,
+    mha_pools,
+    mla_pools,
+    tokens,
+    tp,
+    with_mamba,
+)
 
 pytestmark = pytest.mark.interop
 
 
-def with_mamba(pools, layout, **options):
-    pools.side["mamba"] = mamba_pool(layout, **options)
+def with_side(pools, name, pool):
+    pools.side[name] = pool
     return pools
 
 
@@ -35,7 +44,7 @@ def test_states_come_back_with_their_pages(ranks, storage, make_pools, layout):
 
 def test_states_with_parts_that_have_no_addresses_come_back(ranks, storage):
     """Side states ride along in flat pages only; SGLang's pool refuses to tell where they are."""
-    rank = ranks(with_mamba(mha_pools("page_first"), "page_first", slot_states=2))
+    rank = ranks(with_mamba(mha_pools("page_first"), slot_states=2))
     with pytest.raises(NotImplementedError):
         rank.pools.side["mamba"].get_page_buffer_meta(torch.tensor([0]))
     rank.attach(*storage)
@@ -48,63 +57,46 @@ def test_states_with_parts_that_have_no_addresses_come_back(ranks, storage):
     assert rank.delivered(result, backup, "mamba")
 
 
-def test_the_hit_ends_at_the_last_checkpoint(ranks, storage):
+def test_the_hit_ends_at_the_last_checkpoint(hybrid):
     """Rule EX-1: KV reaches page 8, states exist at 2 and 5; nothing between them can be
     restored."""
-    rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
-    rank.attach(*storage)
-    rank.backup(tokens(2), checkpoints={"mamba": 1})
-    rank.wipe()
-    backup = rank.backup(tokens(5), checkpoints={"mamba": 1})
-    rank.wipe()
-    rank.backup(tokens(8))
-    rank.wipe()
-    result = rank.prefetch(tokens(8), windows={"mamba": 1})
+    hybrid.backup(tokens(2), checkpoints={"mamba": 1})
+    hybrid.wipe()
+    states = hybrid.backup(tokens(5), checkpoints={"mamba": 1})
+    hybrid.wipe()
+    hybrid.backup(tokens(8))
+    hybrid.wipe()
+    result = hybrid.prefetch(tokens(8), windows={"mamba": 1})
     assert result.hit_tokens == 5 * PAGE_SIZE
     assert result.verdicts == {"kv": 8, "mamba": 5}
-    assert rank.delivered(result, backup, "mamba")
-
-    answer = rank.bridge.batch_exists_v2(
-        rank.hashes(tokens(8)),
-        [
-            PoolTransfer(
-                PoolName.MAMBA, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES
-            )
-        ],
+    assert hybrid.delivered(result, states, "mamba")
+    window = PoolTransfer(
+        PoolName.MAMBA, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES
     )
+    answer = hybrid.bridge.batch_exists_v2(hybrid.hashes(tokens(8)), [window])
     assert answer.restorable_prefix_pages == [2, 5]
 
 
-def test_without_a_checkpoint_there_is_no_hit_and_every_pool_has_a_verdict(ranks, storage):
-    rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
-    rank.attach(*storage)
-    rank.backup(tokens(4))
-    result = rank.prefetch(tokens(4), windows={"mamba": 1})
+def test_without_a_checkpoint_there_is_no_hit_and_every_pool_has_a_verdict(hybrid):
+    hybrid.backup(tokens(4))
+    result = hybrid.prefetch(tokens(4), windows={"mamba": 1})
     assert result.hit_tokens == 0
     assert result.verdicts == {"kv": 4, "mamba": 0}
 
 
-def test_a_window_of_several_pages_comes_back(ranks, storage):
-    rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
-    rank.attach(*storage)
-    backup = rank.backup(tokens(6), checkpoints={"mamba": 3})
-    rank.wipe()
-    result = rank.prefetch(tokens(6), windows={"mamba": 3})
-    assert result.hit_tokens == 6 * PAGE_SIZE
-    assert rank.delivered(result, backup, "mamba")
+def test_a_window_of_several_pages_comes_back(hybrid):
+    assert hybrid.restores(hybrid.backup(tokens(6), checkpoints={"mamba": 3}), mamba=3)
 
 
-def test_block_groups_report_and_do_not_decide(ranks, storage):
+def test_block_groups_report_and_do_not_decide(hybrid):
     """Rule EX-4. SGLang 0.5.23 declares the policy and uses it nowhere."""
-    rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
-    rank.attach(*storage)
-    rank.backup(tokens(4), checkpoints={"mamba": 4})
-    rank.wipe()
-    rank.backup(tokens(6))
+    hybrid.backup(tokens(4), checkpoints={"mamba": 4})
+    hybrid.wipe()
+    hybrid.backup(tokens(6))
     question = PoolTransfer(
         PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=2, group_pages=1
     )
-    answer = rank.bridge.batch_exists_v2(rank.hashes(tokens(6)), [question])
+    answer = hybrid.bridge.batch_exists_v2(hybrid.hashes(tokens(6)), [question])
     assert answer.kv_hit_pages == 6
     assert answer.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.MAMBA: 4}
 
@@ -112,16 +104,7 @@ def test_block_groups_report_and_do_not_decide(ranks, storage):
 def test_every_rank_has_states_of_its_own_beside_replicated_kv(ranks, storage):
     """Rule ID-3: in a model with latent attention the first rank writes KV for all, and each its
     own states."""
-    both = [
-        ranks(
-            with_mamba(mla_pools("page_first"), "page_first"),
-            tp_rank=number,
-            tp_size=2,
-            attn_tp_rank=number,
-            attn_tp_size=2,
-        )
-        for number in range(2)
-    ]
+    both = [ranks(with_mamba(mla_pools("page_first")), **tp(number)) for number in range(2)]
     backups = []
     for number, rank in enumerate(both):
         rank.attach(*storage)
@@ -140,7 +123,7 @@ class TestAnchorWithoutBytes:
 
     @pytest.fixture
     def rank(self, ranks, storage):
-        rank = ranks(with_mamba(logical_pools(), "page_first"))
+        rank = ranks(with_mamba(logical_pools()))
         rank.attach(*storage, kv_dtype="fp8_e4m3")
         return rank
 
@@ -154,18 +137,15 @@ class TestAnchorWithoutBytes:
         assert rank.delivered(result, backup, "mamba")
         assert rank.bridge.refused_calls == 0
 
-    def test_side_pools_decide(self, rank):
-        rank.backup(tokens(5))
-        assert rank.prefetch(tokens(5), windows={"mamba": 1}).hit_tokens == 0
-
-    def test_nothing_is_found_where_no_side_pool_is_asked(self, rank):
-        rank.backup(tokens(5), checkpoints={"mamba": 1})
-        assert rank.prefetch(tokens(5)).hit_tokens == 0
+    @pytest.mark.parametrize(
+        ("checkpoints", "start", "windows"),
+        [({}, 0, {"mamba": 1}), ({"mamba": 1}, 0, {}), ({"mamba": 1}, 500, {"mamba": 1})],
+        ids=["no states", "no side pool asked", "another prompt"],
+    )
+    def test_nothing_is_found(self, rank, checkpoints, start, windows):
+        rank.backup(tokens(5), checkpoints=checkpoints)
+        assert rank.prefetch(tokens(5, start=start), windows=windows).hit_tokens == 0
         assert rank.bridge.batch_exists_v2(rank.hashes(tokens(5))).kv_hit_pages == 0
-
-    def test_nothing_is_found_that_was_never_backed_up(self, rank):
-        rank.backup(tokens(5), checkpoints={"mamba": 1})
-        assert rank.prefetch(tokens(5, start=500), windows={"mamba": 1}).hit_tokens == 0
 
     def test_reading_the_anchor_delivers_nothing_and_says_so_truthfully(self, rank):
         hashes = rank.hashes(tokens(3))
@@ -177,9 +157,7 @@ class TestPoolsThatCannotBeServed:
     with misses."""
 
     def test_a_pool_without_memory(self, ranks, storage, caplog):
-        pools = mha_pools("page_first")
-        pools.side["swa"] = logical_pools().kv
-        rank = ranks(pools)
+        rank = ranks(with_side(with_mamba(mha_pools("page_first")), "swa", logical_pools().kv))
         rank.attach(*storage)
         assert "pool 'swa' (LogicalHostPool) is not served" in caplog.text
         backup = rank.backup(tokens(4))
@@ -187,50 +165,41 @@ class TestPoolsThatCannotBeServed:
         result = rank.prefetch(tokens(4), windows={"swa": 1})
         assert result.hit_tokens == 0
         assert result.verdicts == {"kv": 4, "swa": 0}
-        rank.wipe()
-        assert rank.delivered(rank.prefetch(tokens(4)), backup)
+        assert rank.restores(backup)
         assert rank.all_alive()
-
-    def test_moving_its_pages_does_not_disturb_the_others(self, ranks, storage):
-        pools = with_mamba(mha_pools("page_first"), "page_first")
-        pools.side["swa"] = logical_pools().kv
-        rank = ranks(pools)
-        rank.attach(*storage)
+        # Moving its pages does not disturb the others.
         wanted = [
             PoolTransfer(PoolName.SWA, host_indices=torch.arange(PAGE_SIZE), keys=["a"]),
             PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0, 1]), keys=["a", "b"]),
         ]
+        before = rank.bridge.refused_calls
         assert rank.bridge.batch_set_v2(wanted) == {"swa": [False], "mamba": [True, True]}
         assert rank.bridge.batch_get_v2(wanted) == {"swa": [False], "mamba": [True, True]}
-        assert rank.bridge.refused_calls == 2
+        assert rank.bridge.refused_calls == before + 2
 
-    def test_a_pool_that_takes_the_place_of_a_served_one(self, ranks, storage):
+    def test_a_pool_that_takes_the_place_of_a_served_one(self, hybrid):
         """The memory of the former must not be touched any more."""
-        rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
-        rank.attach(*storage)
+        bridge = hybrid.bridge
         wanted = PoolTransfer(PoolName.MAMBA, host_indices=torch.tensor([0]), keys=["a"])
-        assert rank.bridge.batch_set_v2([wanted]) == {"mamba": [True]}
-        rank.bridge.register_mem_host_pool_v2(logical_pools().kv, "mamba")
-        assert rank.bridge.batch_get_v2([wanted]) == {"mamba": [False]}
-        rank.bridge.register_mem_host_pool_v2(mamba_pool("page_first"), "mamba")
-        assert rank.bridge.batch_get_v2([wanted]) == {"mamba": [True]}
+        assert bridge.batch_set_v2([wanted]) == {"mamba": [True]}
+        bridge.register_mem_host_pool_v2(logical_pools().kv, "mamba")
+        assert bridge.batch_get_v2([wanted]) == {"mamba": [False]}
+        bridge.register_mem_host_pool_v2(mamba_pool("page_first"), "mamba")
+        assert bridge.batch_get_v2([wanted]) == {"mamba": [True]}
 
-    def test_heads_beside_replicated_kv(self, ranks, storage, caplog):
+    @pytest.mark.parametrize("served", [False, True], ids=["rank-1-of-2", "single-rank"])
+    def test_heads_beside_replicated_kv(self, ranks, storage, caplog, served):
         """SGLang stores a draft pool's heads from the first rank only: serving it would give the
         others the wrong heads."""
-        pools = mla_pools("page_first")
-        pools.side["draft"] = mha_pools("page_first").kv
-        rank = ranks(pools, tp_rank=1, tp_size=2, attn_tp_rank=1, attn_tp_size=2)
+        pools = with_side(mla_pools("page_first"), "draft", mha_pools("page_first").kv)
+        rank = ranks(pools, **({} if served else tp(1)))
         rank.attach(*storage)
-        assert "pool 'draft' (MHATokenToKVPoolHost) is not served" in caplog.text
-        assert rank.prefetch(tokens(2), windows={"draft": 1}).hit_tokens == 0
-
-    def test_heads_beside_replicated_kv_on_a_single_rank(self, ranks, storage):
-        pools = mla_pools("page_first")
-        pools.side["draft"] = mha_pools("page_first").kv
-        rank = ranks(pools)
-        rank.attach(*storage)
-        backup = rank.backup(tokens(4), checkpoints={"draft": 4})
-        rank.wipe()
-        result = rank.prefetch(tokens(4), windows={"draft": 4})
-        assert rank.delivered(result, backup, "draft")
+        warned = "pool 'draft' (MHATokenToKVPoolHost) is not served" in caplog.text
+        assert warned is not served
+        if served:
+            backup = rank.backup(tokens(4), checkpoints={"draft": 4})
+            rank.wipe()
+            result = rank.prefetch(tokens(4), windows={"draft": 4})
+            assert rank.delivered(result, backup, "draft")
+        else:
+            assert rank.prefetch(tokens(2), windows={"draft": 1}).hit_tokens == 0

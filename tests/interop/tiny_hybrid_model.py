@@ -3,31 +3,36 @@ as Qwen3.5 has them without experts."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 
-from tests.interop.tiny_model import VOCABULARY, write_model
+from tests.interop.tiny_model import (
+    COMMON,
+    HEAD_WIDTH,
+    HEADS,
+    INNER,
+    KV_HEADS,
+    VOCABULARY,
+    WIDTH,
+    random_matrices,
+    save,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-WIDTH, INNER, LAYERS, ATTENTION_LAYER = 64, 128, 4, 2
-HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 16
+LAYERS, ATTENTION_LAYER = 4, 2
 # Three value heads to each key head, because SGLang's fused kernel for one, two and four would need
 # a stand-in.
 KEY_HEADS, KEY_WIDTH, VALUE_HEADS, VALUE_WIDTH, CONVOLUTION = 2, 16, 6, 32, 4
 CONFIG = {
+    # The base of its rotations lies below.
+    **{name: value for name, value in COMMON.items() if name != "rope_theta"},
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": INNER,
     "num_hidden_layers": LAYERS,
     "full_attention_interval": ATTENTION_LAYER + 1,
-    "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_WIDTH,
     "attn_output_gate": False,
@@ -36,36 +41,23 @@ CONFIG = {
     "linear_num_value_heads": VALUE_HEADS,
     "linear_value_head_dim": VALUE_WIDTH,
     "linear_conv_kernel_dim": CONVOLUTION,
-    "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "partial_rotary_factor": 0.25,
     },
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 
 
 def write_hybrid_model(place: Path, *, seed: int) -> None:
     """Write the model with the tokenizer of the other one; one seed gives the same weights each
     time."""
-    write_model(place, seed=seed)
-    (place / "config.json").write_text(json.dumps(CONFIG))
-    save_file(_weights(seed), place / "model.safetensors", metadata={"format": "pt"})
+    save(place, CONFIG, _weights(seed))
 
 
 def _weights(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(rows: int, columns: int) -> torch.Tensor:
-        # Large enough that an answer depends on each token of its prompt.
-        return torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
-
+    random = random_matrices(seed)
     # Gemma's norms have the differences from 1.
     weights = {
         "model.embed_tokens.weight": random(VOCABULARY, WIDTH) * 4,

@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 VOCABULARY, WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_WIDTH = 512, 64, 128, 2, 4, 2, 16
@@ -62,11 +63,15 @@ MLA = {
 
 
 def write_model(place: Path, *, seed: int, config: dict[str, object] = LLAMA) -> None:
-    """Write the model and a tokenizer, whose words are `w0`, `w1`, ...; one seed gives the same
-    weights each time."""
+    """Write the model; one seed gives the same weights each time."""
+    save(place, config, _weights(config, seed))
+
+
+def save(place: Path, config: dict[str, object], weights: dict[str, torch.Tensor]) -> None:
+    """Write a model and a tokenizer, whose words are `w0`, `w1`, ..."""
     place.mkdir()
     (place / "config.json").write_text(json.dumps(config))
-    save_file(_weights(config, seed), place / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
     words = Tokenizer(
         WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")
     )
@@ -78,13 +83,24 @@ def write_model(place: Path, *, seed: int, config: dict[str, object] = LLAMA) ->
     )
 
 
-def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
+def prompt(number: int, tokens: int) -> list[int]:
+    """So many tokens and a few more; prompts of another number share no page."""
+    places = range(1, tokens + 5)
+    return [
+        number,
+        *(3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3) for place in places),
+    ]
+
+
+def random_matrices(seed: int) -> Callable[[int, int], torch.Tensor]:
+    """Make matrices of so many rows and columns."""
     generator = torch.Generator().manual_seed(seed)
+    # Large enough that an answer depends on each token of its prompt.
+    return lambda rows, columns: torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
 
-    def random(rows: int, columns: int) -> torch.Tensor:
-        # Large enough that an answer depends on each token of its prompt.
-        return torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
 
+def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
+    random = random_matrices(seed)
     projections, norms = _latent_attention() if config is MLA else _attention(config)
     projections |= {
         "mlp.gate_proj": (INNER, WIDTH),

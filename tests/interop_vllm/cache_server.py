@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Self
 
 from hicache_conformance.harness.ports import accepts, free_ports
-from tests.interop_vllm.engine_server import MeteredServer
+from tests.interop.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class CacheServer(MeteredServer):
+class CacheServer(ServerProcess):
     """`lmcache server`, until the block ends; then it is killed.
 
     Args:
@@ -38,32 +35,19 @@ class CacheServer(MeteredServer):
             "class_name": "HiCacheL2Adapter",
             "adapter_params": {"driver": driver, "driver_config": options},
         }
-        self._argv = [
+        self.argv = [
             *(sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"),
             *("--host", "127.0.0.1", "--port", str(self._rpc_port), "--http-port", str(self.port)),
             *("--chunk-size", "64", "--l1-size-gb", "0.25", "--eviction-policy", "LRU"),
             *("--max-workers", "2", "--supported-transfer-mode", "engine_driven"),
             *("--l2-adapter", json.dumps(adapter)),
         ]
-        self._environment = {**os.environ, "PYTHONHASHSEED": "0", **environment}
+        self.environment = {**os.environ, "PYTHONHASHSEED": "0", **environment}
 
     def __enter__(self) -> Self:
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self._argv,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        super().__enter__()
         self.wait_for(lambda: accepts(self.port), "LMCache's server does not start")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
     def connector(self) -> tuple[str, str]:
         """Return vLLM's arguments of a connector to this server."""

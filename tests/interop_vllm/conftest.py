@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import warnings
 
+import pytest
+
 from tests.interop.missing_engine import NeedsEngine
 
 MISSING = """vLLM is not installed here, and these tests are about nothing else.
@@ -32,3 +34,12 @@ def pytest_pycollect_makemodule(module_path, parent):
             importlib.import_module("lmcache.v1.multiprocess.config")
             importlib.import_module("hicache_conformance.interfaces.vllm_tier.engine")
     return None
+
+
+@pytest.fixture
+def trouble():
+    """The drivers of `tests/interop/drivers.py` under their names, and what goes wrong in them."""
+    from tests.interop.drivers import installed
+
+    with installed() as trouble:
+        yield trouble

@@ -6,20 +6,18 @@ the worker that copies between a GPU and main memory lies in `stand_in/`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from hicache_conformance.harness.ports import free_ports
+from tests.interop import tiny_model
 from tests.interop.server_process import ServerProcess
-from tests.interop.tiny_model import LLAMA, VOCABULARY, write_model
+from tests.interop.tiny_model import LLAMA, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,14 +41,8 @@ class Answer:
 
 
 def prompt(number: int) -> list[int]:
-    """Blocks of tokens and a few more; prompts of another number share no block."""
-    return [
-        number,
-        *(
-            3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3)
-            for place in range(1, REUSED + 5)
-        ),
-    ]
+    """Blocks of tokens and a few more; prompts of another number share none."""
+    return tiny_model.prompt(number, REUSED)
 
 
 def vllm_fs(place: Path) -> dict[str, object]:
@@ -58,16 +50,7 @@ def vllm_fs(place: Path) -> dict[str, object]:
     return {"type": "fs", "root_dir": str(place)}
 
 
-class MeteredServer(ServerProcess):
-    """A server whose own `/metrics` have the counters of its storages."""
-
-    def counted(self, name: str) -> float:
-        """The sum of a counter's series."""
-        lines = self.call("GET", "/metrics").splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
-
-
-class EngineServer(MeteredServer):
+class EngineServer(ServerProcess):
     """The server over a model, until the block ends; then all its processes are killed.
 
     Args:
@@ -137,29 +120,9 @@ class EngineServer(MeteredServer):
             ),
         }
 
-    def __enter__(self) -> Self:
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.argv,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """Kill all its processes, and remove the CPU tier that nobody else would."""
-        regions = set(re.findall(r"/dev/shm/vllm_offload_\S+\.mmap", self.text()))
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for region in regions:
-            Path(region).unlink(missing_ok=True)
+    def shared_memory(self) -> set[Path]:
+        """The CPU tier."""
+        return set(map(Path, re.findall(r"/dev/shm/vllm_offload_\S+\.mmap", self.text())))
 
     def ask(self, tokens: list[int]) -> Answer:
         """Generate eight tokens, the most probable ones."""

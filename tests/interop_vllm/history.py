@@ -1,20 +1,17 @@
-"""Histories of real engines: what the driver in `recording/` wrote down, for the suite's checker."""
+"""Histories of real engines: what the driver in `recording/` wrote down."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import os
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from hicache_conformance.history.events import Begun, Call, Ended, Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tests.interop_vllm.stores import Store
+    from tests.interop.stores import Store
 
 RECORDING = Path(__file__).parent / "recording"
 
@@ -42,59 +39,29 @@ def recorded(store: Store, log: Path) -> dict[str, object]:
 def lines_of(log: Path) -> list[dict[str, object]]:
     """What the processes of an engine have recorded; without a line that is being written."""
     return [
-        {**json.loads(line), "process": file.stem}
+        json.loads(line)
         for file in log.glob("*.jsonl")
         for line in file.read_text().splitlines(keepends=True)
         if line.endswith("\n")
     ]
 
 
-def events_of(lines: Iterable[dict[str, object]]) -> list[Event]:
-    """Events of single pages, whose value stands for a digest; sets of equal bytes have the same.
+def wrong_pages(lines: Iterable[dict[str, object]]) -> list[tuple[str, str]]:
+    """Keys and digests of pages that were delivered and that nobody had begun to set as those.
 
-    The pool of an event is the namespace, so that a page that another engine had set under the
-    same key is another page.
+    A namespace is a part of a page's name, so that a page of another engine under the same key is
+    another page.
     """
-    lines = list(lines)
-    values = defaultdict[tuple[str, str], dict[str, int]](dict)
-    ends = dict[tuple[object, ...], dict[str, object]]()
+    lines, begun = list(lines), dict[tuple[str, str, str], int]()
     for line in lines:
-        if line["call"] == "set" and line["ended"] is not None:
-            ends[_set_of(line)] = line
-        elif line["call"] == "set":
-            for key, digest in zip(line["keys"], line["wrote"], strict=True):
-                page = values[line["namespace"], key]
-                page.setdefault(digest, len(page) + 1)
-    numbers = itertools.count()
-    events = list[Event]()
-    for line in lines:
-        if line["call"] == "set" and line["ended"] is not None:
-            continue
-        end = ends.get(_set_of(line)) if line["call"] == "set" else line
-        for index, key in enumerate(line["keys"]):
-            page = values[line["namespace"], key]
-            number = next(numbers)
-            # Clients of their own: calls of an engine's threads overlap.
-            begun = Begun(
-                number=number,
-                client=str(number),
-                call=Call(line["call"]),
-                at=line["begun"],
-                pool=line["namespace"],
-                keys=(key,),
-                value=page[line["wrote"][index]] if line["call"] == "set" else 0,
-            )
-            ended = None
-            if end is not None and line["call"] == "set":
-                ended = Ended(number=number, at=end["ended"], done=(end["done"][index],))
-            elif end is not None:
-                digest = line["found"][index]
-                # A digest that nobody has set under this page is the bytes of no value.
-                found = None if digest is None else page.get(digest, bytes.fromhex(digest))
-                ended = Ended(number=number, at=end["ended"], found=(found,))
-            events.append(Event(begun, ended))
-    return events
-
-
-def _set_of(line: dict[str, object]) -> tuple[object, ...]:
-    return line["process"], line["namespace"], line["number"]
+        if line["call"] == "set":
+            for key, digest in zip(line["keys"], line["digests"], strict=True):
+                page = line["namespace"], key, digest
+                begun[page] = min(line["begun"], begun.get(page, line["begun"]))
+    return [
+        (key, digest)
+        for line in lines
+        if line["call"] == "get"
+        for key, digest in zip(line["keys"], line["digests"], strict=True)
+        if digest and begun.get((line["namespace"], key, digest), math.inf) > line["ended"]
+    ]

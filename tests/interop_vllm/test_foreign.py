@@ -3,19 +3,13 @@ with one planted fault."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.support.commands import HICACHE
+from tests.support.foreign import SuiteRun, of_cases
 
 # Each run imports its engine, which takes a minute where the processors are busy.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-DRIVERS = Path(__file__).parents[1] / "conformance" / "interfaces"
 DAMAGE = "test_damaged_pages_are_not_delivered[flipped-bit]"
 SHORT = "test_a_page_found_damaged_stops_existing[short]"
 TP = "test_another_tp_size"
@@ -47,23 +41,11 @@ IN_CI = ("sample_tier:DeliversDamage", "sample_adapter:ByKeyAlone")
 
 
 def judged(place, interface, driver, *arguments):
-    """The exit status of a run, its report, and what was printed."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
-    }
+    """Run the suite to its end; samples have their store below a directory of the case."""
     options = ("-c", "path={tmp}/store") if ":" in driver else ()
-    command = [HICACHE, "conformance", "run", driver, "--interface", interface, *options]
-    ran = subprocess.run(
-        [*command, "--profile", "smoke", "--seed", "11", *arguments, "--report", place],
-        cwd=DRIVERS,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=800,
-    )
-    assert ran.returncode in (0, 1), ran.stdout + ran.stderr
-    return ran.returncode, json.loads((place / "results.json").read_text()), ran.stderr
+    ran = SuiteRun(place, interface, driver, *options, *arguments).ran
+    assert ran.status in (0, 1), ran.output
+    return ran
 
 
 @pytest.mark.parametrize(
@@ -74,16 +56,14 @@ def judged(place, interface, driver, *arguments):
 )
 def test_a_known_fault_is_found_by_its_rule(tmp_path, interface, driver):
     wanted = KNOWN[interface, driver]
-    names = [part for case in wanted for part in ("--case", case)]
-    status, report, output = judged(tmp_path, interface, driver, *names)
-    cases = {case["name"]: case for rule in report["rules"] for case in rule["cases"]}
+    ran = judged(tmp_path, interface, driver, *of_cases(*wanted))
     found = {
-        name: case["broken_rule"] or case["outcome"].replace("pass", "")
-        for name, case in cases.items()
+        name: rule or outcome.replace("pass", "")
+        for name, (outcome, rule) in ran.outcomes.items()
         if name in wanted
     }
-    assert found == wanted, output
-    assert status == 1
+    assert found == wanted, ran.output
+    assert ran.status == 1
 
 
 @pytest.mark.parametrize(
@@ -93,23 +73,15 @@ def test_a_known_fault_is_found_by_its_rule(tmp_path, interface, driver):
     ids=lambda text: text.replace(":", "-"),
 )
 def test_a_right_driver_is_not_blamed(tmp_path, interface, driver):
-    status, report, output = judged(tmp_path, interface, driver, "--level", "core,identity")
-    assert status == 0, output
-    assert report["totals"]["untested"] == 0
-    assert {rule["id"] for rule in report["rules"] if rule["outcome"] == "pass"} >= {"ID-1"}
+    ran = judged(tmp_path, interface, driver, "--level", "core,identity")
+    assert ran.status == 0, ran.output
+    assert ran.report["totals"]["untested"] == 0
+    assert "ID-1" in ran.rules("pass")
 
 
 @pytest.mark.long
 def test_a_tier_that_blocks_the_scheduler_is_told_apart(tmp_path):
-    status, report, output = judged(
-        tmp_path,
-        "vllm-tier",
-        "sample_tier:BlocksTheScheduler",
-        "--case",
-        READ,
-        "--case-seconds",
-        "30",
-    )
-    assert status == 1, output
-    [rule] = [rule for rule in report["rules"] if rule["id"] == "FT-3"]
-    assert rule["outcome"] == "fail"
+    driver = "sample_tier:BlocksTheScheduler"
+    ran = judged(tmp_path, "vllm-tier", driver, *of_cases(READ), "--case-seconds", "30")
+    assert ran.status == 1, ran.output
+    assert "FT-3" in ran.rules("fail")

@@ -22,6 +22,7 @@ from prometheus_client import REGISTRY, generate_latest
 
 from hicache_storage.engines.lmcache import HiCacheL2Adapter
 from hicache_storage.spec import ConfigError
+from tests.interop.drivers import raise_os_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -236,20 +237,15 @@ def test_an_object_that_lmcache_has_transformed_is_not_stored(server):
     assert server.adapter.refused_calls == 1
 
 
-def test_a_storage_that_raises_is_a_miss(server, monkeypatch):
-    server.fill(0, 1)
+def test_a_storage_that_raises_is_a_miss(tmp_path, trouble):
+    server = Server(tmp_path, driver="unruly", driver_config={})
     assert server.store(keys(1), [server.item(0)])
-    [storage] = server.adapter._storages.values()
-
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("broken")
-
-    for call in ("batch_present", "batch_get_v2", "batch_set_v2"):
-        monkeypatch.setattr(storage, call, fails)
+    trouble.at("exists", "get", "set", answer=raise_os_error)
     assert server.found(keys(1)) == [False]
     assert server.load(keys(1), [server.item(1)]) == [False]
     assert not server.store(keys(1), [server.item(0)])
     assert server.adapter.refused_calls == 3
+    server.adapter.close()
 
 
 def test_tasks_behind_hung_ones_are_misses_at_their_deadline(tmp_path, monkeypatch):
@@ -280,17 +276,8 @@ def test_tasks_behind_hung_ones_are_misses_at_their_deadline(tmp_path, monkeypat
 
 
 def test_each_kind_of_task_has_a_descriptor_of_its_own(server):
-    adapter = server.adapter
-    assert (
-        len(
-            {
-                adapter.get_store_event_fd(),
-                adapter.get_lookup_and_lock_event_fd(),
-                adapter.get_load_event_fd(),
-            }
-        )
-        == 3
-    )
+    kinds = ("store", "lookup_and_lock", "load")
+    assert len({getattr(server.adapter, f"get_{kind}_event_fd")() for kind in kinds}) == 3
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.interop.stores import opened
 from tests.interop_vllm.cache_server import CacheServer
 from tests.interop_vllm.engine_server import REUSED, Answer, EngineServer, prompt, write
-from tests.interop_vllm.stores import opened
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.interop_vllm.stores import Store
+    from tests.interop.stores import Store
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

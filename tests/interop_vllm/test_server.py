@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.interop.stores import Store, opened, tier
 from tests.interop_vllm.engine_server import (
     BLOCKS,
     CONFIG,
@@ -24,7 +25,6 @@ from tests.interop_vllm.engine_server import (
     prompt,
     write,
 )
-from tests.interop_vllm.stores import Store, opened, tier
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.interop.stores import FileStore, tier
 from tests.interop_vllm.engine_server import (
     BLOCK,
     BLOCKS,
@@ -18,7 +19,6 @@ from tests.interop_vllm.engine_server import (
     write,
 )
 from tests.interop_vllm.other_models import latent_attention, write_random
-from tests.interop_vllm.stores import FileStore, tier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,13 +29,10 @@ PROMPTS = (5, 6)
 WINDOW = 2 * BLOCK
 
 
-def pages(server: EngineServer, what: str) -> dict[str, int]:
+def pages(server: EngineServer, what: str, *pools: str) -> dict[str, float]:
     """One of the counters of the tier's pages, by pool."""
-    lines = server.call("GET", "/metrics").splitlines()
-    counters = [line for line in lines if line.startswith(f"hicache_storage_{what}_pages_total{{")]
-    return {
-        line.split('pool="')[1].split('"')[0]: int(float(line.split()[-1])) for line in counters
-    }
+    name = f"hicache_storage_{what}_pages_total"
+    return {pool: server.counted(name, pool=pool) for pool in pools}
 
 
 def test_two_groups_with_sliding_windows(tmp_path: Path):
@@ -53,15 +50,14 @@ def test_two_groups_with_sliding_windows(tmp_path: Path):
         assert {number: server.ask(prompt(number)) for number in PROMPTS} == right
         server.forget()
         # Of a window only what a later hit can use.
-        written = pages(server, "written")
-        assert set(written) == {"kv", "group_1"}
+        written = pages(server, "written", "kv", "group_1")
         assert max(written.values()) == BLOCKS * len(PROMPTS)
         assert 0 < min(written.values()) < BLOCKS * len(PROMPTS)
     with EngineServer(tmp_path, model, tier(store)) as again:
         again.wait_until_up()
         for number in PROMPTS:
             assert again.ask(prompt(number)) == Answer(right[number].tokens, REUSED)
-        assert all(pages(again, "read").values())
+        assert all(pages(again, "read", "kv", "group_1").values())
 
 
 def test_latent_attention(tmp_path: Path):
@@ -77,7 +73,7 @@ def test_latent_attention(tmp_path: Path):
         computed = {number: server.ask(prompt(number)) for number in PROMPTS}
         assert {answer.cached for answer in computed.values()} == {0}
         right = {number: server.ask(prompt(number)) for number in PROMPTS}
-        assert pages(server, "read") == {"kv": 0}
+        assert pages(server, "read", "kv") == {"kv": 0}
         server.wait_until_stored(len(PROMPTS) * REUSED // 16)
     assert len({answer.tokens for answer in right.values()}) == len(PROMPTS)
     for number in PROMPTS:
@@ -86,4 +82,4 @@ def test_latent_attention(tmp_path: Path):
     with EngineServer(tmp_path, model, tier(store), arguments=arguments) as again:
         again.wait_until_up()
         assert {number: again.ask(prompt(number)) for number in PROMPTS} == right
-        assert pages(again, "read") == {"kv": len(PROMPTS) * REUSED // 16}
+        assert pages(again, "read", "kv") == {"kv": len(PROMPTS) * REUSED // 16}

@@ -22,6 +22,7 @@ from hicache_conformance.interfaces.vllm_tier.engine import Rows, TierSpec, offl
 from hicache_storage.engines.vllm import HiCacheTier
 from hicache_storage.engines.vllm.build import build_of
 from hicache_storage.spec import ConfigError, seconds_since_asked
+from tests.interop.drivers import SEEN, STORES, raise_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,6 +125,13 @@ def engine(tmp_path):
     made.close()
 
 
+@pytest.fixture
+def sample(tmp_path, trouble):
+    made = Engine(tmp_path, driver="sample", driver_config={})
+    yield made
+    made.close()
+
+
 def test_what_is_stored_is_found_and_loaded_into_other_chunks(engine):
     contents = [engine.fill(chunk, chunk) for chunk in range(4)]
     assert engine.found(keys(6)) == [False] * 6
@@ -146,20 +154,18 @@ def test_another_engine_finds_what_one_has_stored(engine, tmp_path):
     other.close()
 
 
-def test_a_load_keeps_what_was_delivered_and_marks_the_rest_as_misses(engine):
-    content = engine.fill(0, 1)
-    assert engine.store(keys(1), [0]).success
-    wanted, request = keys(2), engine.request("asks")
-    # As if both had been there when they were looked up.
-    assert engine.found(keys(1), request) == [True]
-    engine.tier._lookups.lookup(wanted[1], request)
-    engine.tier._lookups._lookup_state[wanted[1]].result = True
-    result = engine.load(wanted, [3, 4], request)
+def test_a_load_keeps_what_was_delivered_and_marks_the_rest_as_misses(sample):
+    content = sample.fill(0, 1)
+    wanted, request = keys(2), sample.request("asks")
+    assert sample.store(wanted, [0, 1]).success
+    assert sample.found(wanted, request) == [True, True]
+    del STORES["default"][list(STORES["default"])[1]]
+    result = sample.load(wanted, [3, 4], request)
     assert not result.success
     assert list(result.successful_keys) == [wanted[0]]
-    assert engine.bytes_of(3) == content
-    assert engine.tier.lookup(wanted[0], request) is LookupResult.HIT
-    assert engine.tier.lookup(wanted[1], request) is LookupResult.MISS
+    assert sample.bytes_of(3) == content
+    assert sample.tier.lookup(wanted[0], request) is LookupResult.HIT
+    assert sample.tier.lookup(wanted[1], request) is LookupResult.MISS
 
 
 @pytest.mark.parametrize("groups", [(0, 1), (0, 2), (3, 5)])
@@ -176,27 +182,15 @@ def test_groups_have_pools_of_their_own(tmp_path, groups):
     engine.close()
 
 
-def test_heads_of_chains_are_younger_than_their_tails(tmp_path, monkeypatch):
-    engine = Engine(tmp_path)
-    request = engine.request()
-    chain = keys(4)
+def test_heads_of_chains_are_younger_than_their_tails(sample):
+    request, chain = sample.request(), keys(4)
     for number, key in enumerate(chain):
         request.set_offload_key_position(key, 16 * (number + 1))
-    asked = []
-    inner = engine.tier.storage.batch_set_v2
-    monkeypatch.setattr(
-        engine.tier._storage,
-        "batch_set_v2",
-        lambda transfers, extra_info: (
-            asked.append(list(extra_info.prefix_keys)),
-            inner(transfers, extra_info),
-        )[1],
-    )
     # The device has the first two; vLLM names them all, and has the others stored.
-    engine.tier.touch(chain, request)
-    assert engine.result(engine.submit(chain[2:], [0, 1], load=False, request=request)).success
+    sample.tier.touch(chain, request)
+    assert sample.result(sample.submit(chain[2:], [0, 1], load=False, request=request)).success
+    asked = [prefix for operation, prefix, _ in SEEN if operation == "set"]
     assert asked == [[key[:-4].hex() for key in chain[:2]]]
-    engine.close()
 
 
 def test_after_a_reset_nothing_is_served_or_stored(engine):
@@ -219,16 +213,14 @@ def test_a_reset_of_an_engine_that_keeps_its_weights_changes_nothing(tmp_path):
     engine.close()
 
 
-def test_a_storage_that_raises_is_a_miss(engine, monkeypatch):
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("broken")
-
-    for call in ("batch_present", "batch_get_v2", "batch_set_v2"):
-        monkeypatch.setattr(engine.tier._storage, call, fails)
+def test_a_storage_that_raises_is_a_miss(tmp_path, trouble):
+    engine = Engine(tmp_path, driver="unruly", driver_config={})
+    trouble.at("exists", "get", "set", answer=raise_os_error)
     assert engine.found(keys(2)) == [False, False]
     assert not engine.store(keys(1), [0]).success
     assert not engine.load(keys(1), [0]).success
     assert engine.tier.refused_calls == 3
+    engine.close()
 
 
 def test_lookups_behind_a_hung_one_have_waited_since_they_were_asked_for(engine, monkeypatch):

@@ -5,6 +5,8 @@ Nothing of this project is imported here: what a script shows is shown by the dr
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import (
@@ -18,6 +20,7 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 PAGES = 16
+_MEETINGS = itertools.count()
 
 
 def config(extra, **changes):
@@ -116,17 +119,28 @@ def last_page(name):
     return PoolTransfer(name, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
 
-__all__ = [
-    "PoolName",
-    "PoolTransfer",
-    "all_pages",
-    "config",
-    "fill",
-    "holds",
-    "kv_pool",
-    "last_page",
-    "mamba_pool",
-    "put",
-    "put_side",
-    "slots",
-]
+def meet(make, first, second):
+    """Show that a page of one rank is delivered to another; ranks are changes of the configuration."""
+    pool, other, keys = kv_pool(), kv_pool(), [f"meet-{next(_MEETINGS)}"]
+    assert put(make(pool, **first), pool, keys, value=2)
+    assert make(other, **second).batch_get_v1(keys, slots(3)) == [True]
+    assert holds(other, 3, 2)
+
+
+def with_states(make, count, mark):
+    """A rank whose store has the KV of some keys, with a pool of states; the pool and the keys."""
+    kv, states = kv_pool(), mamba_pool()
+    store, keys = make(kv), [f"{mark}-{page}" for page in range(count)]
+    store.register_mem_host_pool_v2(states, PoolName.MAMBA)
+    assert put(store, kv, keys)
+    return store, states, keys
+
+
+def too_short(make):
+    """A rank whose store has half of the page "short", which it cannot read and goes on finding."""
+    half, whole = kv_pool(page_bytes=8192), kv_pool()
+    assert put(make(half), half, ["short"])
+    store = make(whole)
+    assert store.batch_get_v1(["short"], slots(3)) == [False]
+    assert store.batch_exists(["short"]) == 1
+    return store, whole

@@ -6,18 +6,20 @@ from pathlib import Path
 
 import torch
 from engine import (
-    PoolName,
     all_pages,
     config,
     fill,
     holds,
     kv_pool,
     last_page,
-    mamba_pool,
+    meet,
     put,
     put_side,
     slots,
+    too_short,
+    with_states,
 )
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from shows import main, shows
 
 VARIABLE = "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"
@@ -36,10 +38,8 @@ def make_store(pool, **changes):
 @shows("ID-1")
 def names_of_models_run_together(make):
     """A page of the model a/b is delivered to the model a-b, and one of bfloat16 to float16."""
-    pool = kv_pool()
-    assert put(make(pool, model_name="a/b"), pool, ["k1"])
-    assert make(pool, model_name="a-b").batch_get_v1(["k1"], slots(3)) == [True]
-    other = kv_pool(dtype=torch.float16)
+    meet(make, {"model_name": "a/b"}, {"model_name": "a-b"})
+    pool, other = kv_pool(), kv_pool(dtype=torch.float16)
     assert put(make(pool), pool, ["k2"])
     assert make(other).batch_get_v1(["k2"], slots(3)) == [True]
     assert not holds(other, 3, 1)
@@ -48,10 +48,7 @@ def names_of_models_run_together(make):
 @shows("ID-4")
 def stages_of_a_pipeline_meet(make):
     """The first stage of a pipeline is delivered the page of the second."""
-    pool = kv_pool()
-    assert put(make(pool, pp_rank=1, pp_size=2), pool, ["k"], value=2)
-    assert make(pool, pp_rank=0, pp_size=2).batch_get_v1(["k"], slots(3)) == [True]
-    assert holds(pool, 3, 2)
+    meet(make, {"pp_rank": 1, "pp_size": 2}, {"pp_rank": 0, "pp_size": 2})
 
 
 @shows("ID-5")
@@ -65,11 +62,9 @@ def keys_climb_out(make):
 @shows("EX-1")
 def the_hit_is_a_minimum(make):
     """KV has 7 pages, states end after 2 and 6, a side pool after 5; the hit is 5, with no state."""
-    kv, states, side = kv_pool(), mamba_pool(), kv_pool()
-    store, keys = make(kv), [f"ex1-{page}" for page in range(7)]
-    store.register_mem_host_pool_v2(states, PoolName.MAMBA)
+    side = kv_pool()
+    store, states, keys = with_states(make, 7, "ex1")
     store.register_mem_host_pool_v2(side, PoolName.SWA)
-    assert put(store, kv, keys)
     assert put_side(store, states, PoolName.MAMBA, [keys[1], keys[5]])
     assert put_side(store, side, PoolName.SWA, keys[:5])
     asked = [last_page(PoolName.MAMBA), all_pages(PoolName.SWA)]
@@ -79,10 +74,7 @@ def the_hit_is_a_minimum(make):
 @shows("EX-5")
 def restorable_lengths_are_not_listed(make):
     """A state is kept after page 4 alone; restorable lengths are left out, which stands for all."""
-    kv, states = kv_pool(), mamba_pool()
-    store, keys = make(kv), [f"ex5-{page}" for page in range(4)]
-    store.register_mem_host_pool_v2(states, PoolName.MAMBA)
-    assert put(store, kv, keys)
+    store, states, keys = with_states(make, 4, "ex5")
     assert put_side(store, states, PoolName.MAMBA, keys[3:])
     found = store.batch_exists_v2(keys, [last_page(PoolName.MAMBA)])
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, None)
@@ -91,11 +83,7 @@ def restorable_lengths_are_not_listed(make):
 @shows("EX-9")
 def an_unreadable_page_exists(make):
     """A page that is too short to be read goes on existing."""
-    half, whole = kv_pool(page_bytes=8192), kv_pool()
-    assert put(make(half), half, ["short"])
-    store = make(whole)
-    assert store.batch_get_v1(["short"], slots(3)) == [False]
-    assert store.batch_exists(["short"]) == 1
+    too_short(make)
 
 
 @shows("GET-5")

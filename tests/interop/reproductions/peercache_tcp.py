@@ -8,18 +8,20 @@ import time
 from pathlib import Path
 
 from engine import (
-    PoolName,
-    PoolTransfer,
     all_pages,
     config,
     holds,
     kv_pool,
     last_page,
     mamba_pool,
+    meet,
     put,
     put_side,
     slots,
+    too_short,
+    with_states,
 )
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from shows import main, shows
 
 JOINING_SECONDS = 0.5
@@ -66,13 +68,8 @@ class Cluster:
 @shows("ID-1")
 def models_meet(make):
     """A page of one model is delivered to another, and one of TP size 4 to TP size 8."""
-    pool = kv_pool()
-    assert put(make(pool, model_name="one"), pool, ["k1"], value=1)
-    assert make(pool, model_name="other").batch_get_v1(["k1"], slots(3)) == [True]
-    assert holds(pool, 3, 1)
-    assert put(make(pool, tp_size=4), pool, ["k2"], value=2)
-    assert make(pool, tp_size=8).batch_get_v1(["k2"], slots(4)) == [True]
-    assert holds(pool, 4, 2)
+    meet(make, {"model_name": "one"}, {"model_name": "other"})
+    meet(make, {"tp_size": 4}, {"tp_size": 8})
 
 
 @shows("ID-3")
@@ -92,29 +89,20 @@ def shards_of_another_size_meet(make):
 @shows("ID-4")
 def context_parallel_ranks_meet(make):
     """The first rank of context parallelism is delivered the page of the second."""
-    pool = kv_pool()
-    assert put(make(pool, attn_cp_rank=1, attn_cp_size=2), pool, ["cp"], value=2)
-    assert make(pool, attn_cp_rank=0, attn_cp_size=2).batch_get_v1(["cp"], slots(3)) == [True]
-    assert holds(pool, 3, 2)
+    meet(make, {"attn_cp_rank": 1, "attn_cp_size": 2}, {"attn_cp_rank": 0, "attn_cp_size": 2})
 
 
 @shows("EX-1", "EX-2")
 def an_empty_side_pool_does_not_count(make):
     """A side pool that is needed whole and has nothing does not lower the hit."""
-    kv, states = kv_pool(), mamba_pool()
-    store, keys = make(kv), [f"ex2-{page}" for page in range(3)]
-    store.register_mem_host_pool_v2(states, PoolName.MAMBA)
-    assert put(store, kv, keys)
+    store, _, keys = with_states(make, 3, "ex2")
     assert store.batch_exists_v2(keys, [all_pages(PoolName.MAMBA)]).kv_hit_pages == 3
 
 
 @shows("EX-1", "EX-3")
 def a_window_is_looked_up_by_its_placeholder(make):
     """A side pool of which the last page is needed and that has all makes the hit 0."""
-    kv, states = kv_pool(), mamba_pool()
-    store, keys = make(kv), [f"ex3-{page}" for page in range(3)]
-    store.register_mem_host_pool_v2(states, PoolName.MAMBA)
-    assert put(store, kv, keys)
+    store, states, keys = with_states(make, 3, "ex3")
     assert put_side(store, states, PoolName.MAMBA, keys)
     assert store.batch_exists_v2(keys, [last_page(PoolName.MAMBA)]).kv_hit_pages == 0
 
@@ -122,11 +110,7 @@ def a_window_is_looked_up_by_its_placeholder(make):
 @shows("EX-9", "SET-3")
 def an_unreadable_page_stays(make):
     """A page that is too short to be read goes on existing, and a set does not repair it."""
-    half, whole = kv_pool(page_bytes=8192), kv_pool()
-    assert put(make(half), half, ["short"])
-    store = make(whole)
-    assert store.batch_get_v1(["short"], slots(3)) == [False]
-    assert store.batch_exists(["short"]) == 1
+    store, whole = too_short(make)
     assert put(store, whole, ["short"])
     assert store.batch_get_v1(["short"], slots(3)) == [False]
 

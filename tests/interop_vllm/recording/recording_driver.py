@@ -6,7 +6,6 @@ Engines load it as any other: `history.py` beside it makes it count as installed
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import threading
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.spec import PoolTransfer, StorageIdentity
-
-_NUMBERS = itertools.count()
 
 
 class RecordingConfig(DriverConfig):
@@ -54,31 +51,23 @@ class RecordingStorage(StorageLayer):
         self._accesses[str(host_pool_name)] = page_access(host_pool)
 
     def batch_get_v2(self, transfers, extra_info=None):
-        begun = time.monotonic_ns()
         answers = super().batch_get_v2(transfers, extra_info)
         ended = time.monotonic_ns()
         for transfer in transfers:
-            digests = self._digests(transfer)
             delivered = [
                 digest if answer else None
-                for digest, answer in zip(digests, answers[transfer.name], strict=True)
+                for digest, answer in zip(
+                    self._digests(transfer), answers[transfer.name], strict=True
+                )
             ]
-            self._note("get", transfer, begun, ended, found=delivered)
+            self._note("get", transfer, delivered, ended=ended)
         return answers
 
     def batch_set_v2(self, transfers, extra_info=None):
-        begun = time.monotonic_ns()
         # Before the call, which no engine changes a page during.
-        digests = [self._digests(transfer) for transfer in transfers]
-        number = next(_NUMBERS)
-        for transfer, of_pool in zip(transfers, digests, strict=True):
-            self._note("set", transfer, begun, None, number=number, wrote=of_pool)
-        answers = super().batch_set_v2(transfers, extra_info)
-        ended = time.monotonic_ns()
         for transfer in transfers:
-            done = answers[transfer.name]
-            self._note("set", transfer, begun, ended, number=number, done=done)
-        return answers
+            self._note("set", transfer, self._digests(transfer), begun=time.monotonic_ns())
+        return super().batch_set_v2(transfers, extra_info)
 
     def _digests(self, transfer: PoolTransfer) -> list[str]:
         access = self._accesses[str(transfer.name)]
@@ -89,17 +78,11 @@ class RecordingStorage(StorageLayer):
         ]
 
     def _note(
-        self, call: str, transfer: PoolTransfer, begun: int, ended: int | None, **more: object
+        self, call: str, transfer: PoolTransfer, digests: list[str | None], **at: int
     ) -> None:
-        pool = str(transfer.name)
-        line = {
-            "call": call,
-            "namespace": self.identity.fingerprint(pool).hex(),
-            "keys": list(transfer.keys),
-            "begun": begun,
-            "ended": ended,
-            **more,
-        }
+        namespace = self.identity.fingerprint(str(transfer.name)).hex()
+        page = {"namespace": namespace, "keys": list(transfer.keys), "digests": digests}
+        line = {"call": call, **page, **at}
         with self._lock, open(self._log, "a") as log:
             log.write(json.dumps(line) + "\n")
 

@@ -1,0 +1,167 @@
+"""Real SGLang servers of other shapes, started by the quick start's command: replicas, layouts of
+the host pool, KV that all ranks share, and TP sizes that share a store by `tp_lcm_size`."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.ports import free_ports
+from tests.interop.engine_server import (
+    PAGES,
+    REUSED,
+    EngineServer,
+    check_restored,
+    prepare_engine,
+    prompt,
+)
+from tests.interop.tiny_model import MLA
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# One to three starts of a server each; minutes where nothing else leaves it a processor.
+pytestmark = [pytest.mark.slow(seconds=60), pytest.mark.interop, pytest.mark.timeout(900)]
+
+TOGETHER_SECONDS = 60.0
+PROMPTS = range(30, 36)
+
+
+def stored(server: EngineServer, pages: list[int]) -> None:
+    """Wait until each rank has written so many pages."""
+    server.wait_for(lambda: server.counted("written") == pages, f"{pages} pages are not written")
+
+
+def layout_of(place: Path) -> str:
+    [namespace] = (place / "cache").rglob("namespace.json")
+    return json.loads(namespace.read_text())["layout"]
+
+
+def test_what_one_replica_has_stored_the_other_restores(tmp_path: Path):
+    """And each of them has metrics at a port of its own."""
+    command = prepare_engine(tmp_path, ranks=2, layout="page_first_direct", io_backend="direct")
+    with EngineServer(tmp_path, command, ranks=1, replicas=2) as server:
+        one = server.wait_until_up().ask(prompt(10), routed_dp_rank=0)
+        stored(server, [PAGES, 0])
+        check_restored(server.ask(prompt(10), routed_dp_rank=1), one)
+        assert server.counted("read") == [0, PAGES]
+        assert server.counted("written") == [PAGES, 0]
+    assert layout_of(tmp_path) == "page_first_direct"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("layout", "io_backend"), [("layer_first", "direct"), ("page_head", "kernel")]
+)
+def test_what_was_stored_is_restored(tmp_path: Path, layout: str, io_backend: str):
+    command = prepare_engine(tmp_path, ranks=1, layout=layout, io_backend=io_backend)
+    with EngineServer(tmp_path, command, ranks=1) as server:
+        first = server.wait_until_up().ask(prompt(10))
+        stored(server, [PAGES])
+        server.flush()
+        check_restored(server.ask(prompt(10)), first)
+        assert server.counted("read") == [PAGES]
+    assert layout_of(tmp_path) == layout
+
+
+@pytest.mark.long
+def test_one_rank_writes_what_every_rank_reads_and_a_server_of_one_rank_too(tmp_path: Path):
+    command = prepare_engine(tmp_path, ranks=2, config=MLA)
+    with EngineServer(tmp_path, command, ranks=2) as server:
+        first = server.wait_until_up().ask(prompt(10))
+        stored(server, [PAGES, 0])
+        server.flush()
+        check_restored(server.ask(prompt(10)), first)
+        assert server.counted("written") == [PAGES, 0]
+        assert server.counted("read") == [PAGES, PAGES]
+    with EngineServer(tmp_path, command, ranks=1) as alone:
+        check_restored(alone.wait_until_up().ask(prompt(10)), first)
+        [bundle] = (tmp_path / "cache").rglob("*.bundle")
+        damaged = bytearray(bundle.read_bytes())
+        damaged[len(damaged) // 2] ^= 0xFF
+        bundle.write_bytes(damaged)
+        alone.flush()
+        answer = alone.ask(prompt(10))
+        assert 0 < answer.from_storage < REUSED
+        assert answer.says(first)
+        assert alone.ask(prompt(20)).cached == 0
+
+
+# TP sizes
+# ---------------------------------------------------------------------------------------------------
+
+
+def prepare(place: Path) -> list[str]:
+    command = prepare_engine(place, ranks=2, layout="page_head")
+    file = place / "hicache.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tp_lcm_size": 2}))
+    return command
+
+
+@pytest.mark.long
+def test_each_tp_size_restores_what_the_other_has_stored(tmp_path: Path):
+    command = prepare(tmp_path)
+    with EngineServer(tmp_path, command, ranks=2) as two:
+        first = two.wait_until_up().ask(prompt(10))
+        stored(two, [PAGES, PAGES])
+    with EngineServer(tmp_path, command, ranks=1) as one:
+        check_restored(one.wait_until_up().ask(prompt(10)), first)
+        assert one.counted("read") == [PAGES]
+        other = one.ask(prompt(20))
+        stored(one, [PAGES])
+    with EngineServer(tmp_path, command, ranks=2) as two:
+        check_restored(two.wait_until_up().ask(prompt(20)), other)
+        assert two.counted("read") == [PAGES, PAGES]
+
+
+@pytest.mark.long
+def test_both_tp_sizes_at_once(tmp_path: Path):
+    """For a minute both serve the same few prompts, and forget what they hold now and then.
+
+    Every answer is the one that the prompt has without any cache, and both read what the other has
+    stored.
+    """
+    command = prepare(tmp_path)
+    configuration = json.loads((tmp_path / "hicache.json").read_text())
+    apart = tmp_path / "two"
+    apart.mkdir()
+    (apart / "cache").symlink_to(tmp_path / "cache")
+    (apart / "hicache.json").write_text(
+        json.dumps(configuration | {"metrics_port": free_ports(2)[0]})
+    )
+    with (
+        EngineServer(tmp_path, command, ranks=1) as one,
+        EngineServer(apart, command, ranks=2) as two,
+    ):
+        for server in (one, two):
+            server.wait_until_up()
+        until = time.monotonic() + TOGETHER_SECONDS
+        answers = {server: dict[int, list]() for server in (one, two)}
+
+        def serve(server: EngineServer) -> None:
+            chance = random.Random(server.ranks)
+            while time.monotonic() < until:
+                number = chance.choice(PROMPTS)
+                answers[server].setdefault(number, []).append(server.ask(prompt(number)))
+                server.flush()
+
+        together("CC-2", [lambda: serve(one), lambda: serve(two)])
+        alone = {number: one.ask([*prompt(number)], cache_salt="none") for number in PROMPTS}
+        for number, reference in alone.items():
+            given = [answer for server in (one, two) for answer in answers[server].get(number, [])]
+            assert given
+            assert all(answer.tokens == reference.tokens for answer in given)
+        assert all(min(server.counted("read")) for server in (one, two))
+        # Each page is written once, or by both where they were at it at the same time.
+        restored = [
+            answer.from_storage
+            for given in answers.values()
+            for each in given.values()
+            for answer in each
+        ]
+        assert sum(map(bool, restored)) > len(restored) / 2
