@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from blocks import Block, blocks
+from tests.docs.blocks import Block, blocks
 
 ROOT: Final = Path(__file__).parents[2]
 

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import yaml
-from blocks import COMPARED, printed, steps
 
 from hicache_conformance.harness.ports import accepts, free_ports
+from tests.docs.blocks import COMPARED, printed, steps
 
 if TYPE_CHECKING:
-    from blocks import Block, Step
+    from tests.docs.blocks import Block, Step
 
 ROOT: Final = Path(__file__).parents[2]
 WHEELS: Final = os.environ.get("HICACHE_DOCS_WHEELS", "")

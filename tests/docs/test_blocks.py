@@ -5,37 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from blocks import Block, blocks, printed, steps
-from reader import PageError, Reader
+
+from tests.docs.blocks import blocks
+from tests.docs.reader import PageError, Reader
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-PAGE = """# A page
-
-```console
-$ echo one \\
-    two
-$ cat > file <<'END'
-$ no command
-END
-```
-
-<!-- not run: needs a moon -->
-```python
-1 / 0
-```
-
-<!-- run python
-x = 1
--->
-
-- in a list:
-
-  ```json
-  {"a": 1}
-  ```
-"""
 
 
 def page_of(text: str, directory: Path) -> Path:
@@ -59,28 +34,6 @@ def read(tmp_path: Path):
     yield read
     for reader in made:
         reader.close()
-
-
-def test_blocks_of_a_page(tmp_path):
-    found = blocks(page_of(PAGE, tmp_path))
-    assert [(block.language, block.line, block.reason) for block in found] == [
-        ("console", 4, ""),
-        ("python", 13, "needs a moon"),
-        ("python", 17, ""),
-        ("json", 23, ""),
-    ]
-    assert found[3].text == '{"a": 1}\n'
-
-
-def test_commands_go_over_several_lines(tmp_path):
-    (first, second) = steps(blocks(page_of(PAGE, tmp_path))[0].text)
-    assert first.command == "echo one \\\n    two"
-    assert second.command == "cat > file <<'END'\n$ no command\nEND"
-
-
-def test_a_language_that_nobody_checks_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="language 'sh'"):
-        blocks(page_of("```sh\nrm -rf /\n```\n", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -114,39 +67,3 @@ def test_a_page_is_read_in_one_environment(read):
         "```python\nfrom urllib.request import urlopen\nassert "
         "urlopen('http://127.0.0.1:18000').status == 200\n```\n"
     )
-
-
-def test_servers_end_with_the_page(tmp_path):
-    page = page_of("```console\n$ python -m http.server 18000 --bind 127.0.0.1 &\n```\n", tmp_path)
-    (tmp_path / "home").mkdir()
-    reader = Reader(tmp_path / "home", page)
-    reader.read(blocks(page)[0])
-    reader.close()
-    again = Block(page, 1, "console", "$ ! curl -s http://127.0.0.1:18000\n")
-    reader.read(again)
-    reader.close()
-
-
-@pytest.mark.parametrize(
-    ("quoted", "said", "same"),
-    [
-        ("35 pass (rules); 221 cases in 8.7 s", "36 pass (rules); 9 cases in 12 s", True),
-        (
-            "fail ID-1: page 0 key 'page0-64b169b49e33d4a7f4f0c8bb736f3fdd' x [...]",
-            "fail ID-1: page 0 key 'page3-" + "a" * 32 + "' x [test_y]",
-            True,
-        ),
-        ("option  default  meaning", " option   default   meaning ", True),
-        ("fail ID-1: page", "fail ID-3: page", False),
-        ("conformant: every rule", "non-conformant: breaks ID-1", False),
-        ("conformant: every rule", "conformant: every rule of some", False),
-    ],
-)
-def test_quoted_lines_are_compared(quoted, said, same):
-    assert printed(quoted, said) is same
-
-
-def test_steps_know_their_exit_status():
-    first, second = steps("$ false\nout\n$ echo $?\n1\n$ true # not a comment of ours\n")
-    assert (first.command, first.quoted, first.status) == ("false", ["out"], 1)
-    assert (second.status, second.quoted) == (0, [])

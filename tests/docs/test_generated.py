@@ -7,10 +7,10 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from pages import ROOT, pages
 
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import HiCacheStorage
+from tests.docs.pages import ROOT, pages
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from blocks import PARSED, RUN, blocks
-from pages import ROOT, not_run, pages
-from reader import WHEELS, Reader
+
+from tests.docs.blocks import PARSED, RUN, blocks
+from tests.docs.pages import ROOT, not_run, pages
+from tests.docs.reader import WHEELS, Reader
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ import torch
 
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import PoolTransfer, StorageForkedError
-from tests.objects.forking import HUNG, in_child
+from tests.support.forking import HUNG, in_child
 
 CHILDREN = 150
 CALLERS = 4

@@ -10,7 +10,7 @@ import pytest
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability.exporter import Exporter
 from hicache_storage.spec import Capabilities, StorageForkedError
-from tests.objects.forking import in_child
+from tests.support.forking import in_child
 
 LOCKS = {
     "lifecycle": attrgetter("inner.inner._lifecycle._lock"),

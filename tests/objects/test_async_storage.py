@@ -20,7 +20,7 @@ from hicache_storage.spec import (
     StorageClosedError,
     StorageUnavailableError,
 )
-from tests.objects.forking import in_child
+from tests.support.forking import in_child
 
 CAPABILITIES = Capabilities(
     deletes=True, clears=True, hung_reads=HungReads.BOUNCE_BUFFER, requests_in_flight=4

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from hicache_storage.objects.thread_pool import ThreadPool
-from tests.objects.forking import in_child
+from tests.support.forking import in_child
 
 PATIENCE = 60.0
 

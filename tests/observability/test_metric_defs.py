@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
 from contextlib import closing
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,7 +20,6 @@ from hicache_metadata_server.storage.store import MemoryStore
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.storage_io.calls import ControllerStats
 from hicache_storage.layers import MetricsLayer, StorageOptions, wrap
-from hicache_storage.observability.metric import Metric, MetricKind
 from hicache_storage.observability.metric_defs import (
     COMPONENTS,
     MAX_SCOPE_SERIES,
@@ -39,7 +35,6 @@ from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
 from tests.metadata_server.http_calls import SlowStore, running
-from tests.support.commands import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,66 +215,3 @@ def test_every_number_of_a_controller_is_exported():
     assert {metric.source for metric in COMPONENTS["controller"]} == {
         field.name for field in fields(ControllerStats)
     }
-
-
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_metrics_of_one_name_are_alike_and_stand_together(component):
-    names = [metric.name for metric in COMPONENTS[component]]
-    assert [name for name, _ in itertools.groupby(names)] == list(metrics_of(component))
-    for metric in COMPONENTS[component]:
-        first = metrics_of(component)[metric.name]
-        assert (metric.kind, metric.labels, metric.help) == (first.kind, first.labels, first.help)
-        assert metric.help.endswith(".")
-        assert not metric.tag[0] or metric.tag[0] in metric.labels
-
-
-def test_no_name_is_declared_twice():
-    names = [name for component in COMPONENTS for name in metrics_of(component)]
-    assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "rest"),
-    [
-        ("a", MetricKind.COUNTER, {}),
-        ("a_total", MetricKind.GAUGE, {}),
-        ("a_total", MetricKind.COUNTER, {"unit": "seconds"}),
-        ("a_seconds", MetricKind.HISTOGRAM, {"unit": "seconds"}),
-        ("a_seconds", MetricKind.HISTOGRAM, {"unit": "seconds", "buckets": (2.0, 1.0)}),
-        ("a", MetricKind.GAUGE, {"buckets": (1.0,)}),
-    ],
-)
-def test_what_is_no_metric_cannot_be_declared(name, kind, rest):
-    with pytest.raises(ValueError, match=r"^a"):
-        Metric(name, kind, "Nothing.", **rest)
-
-
-def test_no_metric_is_named_anywhere_else():
-    """Names as literals drift apart; only metric_defs.py has them."""
-    names = tuple(name for component in COMPONENTS for name in metrics_of(component))
-    found = []
-    for folder in ("hicache_storage", "backends", "metadata_server"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.name == "metric_defs.py":
-                continue
-            literals = (
-                node.value
-                for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, ast.Constant)
-            )
-            found += [
-                f"{path}: {text}"
-                for text in literals
-                if isinstance(text, str) and text.startswith(names)
-            ]
-    assert not found
-
-
-def test_the_definitions_are_light():
-    code = (
-        "import sys, hicache_storage.observability.metric_defs\n"
-        "heavy = {'torch', 'prometheus_client', 'opentelemetry', 'typer', 'rich'} & "
-        "set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else 0)"
-    )
-    run_python(code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
 import threading
@@ -26,8 +25,9 @@ from hicache_storage.observability.request_ids import (
     new_request_id,
 )
 from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
-from tests.backends.hf3fs.harness import Rig, chain
-from tests.observability.serving import ask, serving, stopped
+from tests.metadata_server.http_calls import running
+from tests.observability.serving import ask, stopped
+from tests.support.forking import in_child
 from tests.support.metadata import Served
 
 LEGAL = re.compile(r"[A-Za-z0-9._:@/+=-]{0,64}")
@@ -49,15 +49,7 @@ def test_a_harmless_id_stays(text):
 
 
 def test_ids_of_two_processes_differ():
-    ours, (reader, writer) = new_request_id(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(writer, new_request_id().encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    theirs = os.read(reader, 100).decode()
-    os.close(reader)
-    os.close(writer)
+    ours, theirs = new_request_id(), in_child(new_request_id)
     assert theirs.split("-")[0] != ours.split("-")[0]
     assert theirs.split("-")[1] == "1"
 
@@ -206,47 +198,17 @@ def test_logs_that_somebody_has_configured_stay_as_they_are(engine, capsys):
     assert engine.handlers[0].stream.getvalue() == ""
 
 
-def test_the_server_answers_with_the_id_and_never_with_more():
-    with serving() as (url, _):
-        assert (
-            ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")[1]["x-request-id"]
-            == "chat-7"
-        )
-        assert ask(url, "GET", "/nothing", X_Request_Id="chat-7")[1]["x-request-id"] == "chat-7"
-        odd = ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id='{"a": 1}' + "x" * 100)[1][
-            "x-request-id"
-        ]
+async def test_the_server_answers_with_the_id_and_never_with_more():
+    async with running() as caller:
+
+        async def answered(path, **headers):
+            return (await caller.post(path, SCOPE, headers=headers)).request_id
+
+        for path in ("/v2/initialize", "/nothing"):
+            assert await answered(path, **{"x-request-id": "chat-7"}) == "chat-7"
+        odd = await answered("/v2/initialize", **{"x-request-id": '{"a": 1}' + "x" * 100})
         assert odd == "__a_:_1_" + "x" * 56
-        drawn = {ask(url, "POST", "/v2/initialize", SCOPE)[1]["x-request-id"] for _ in range(3)}
-        assert len(drawn) == 3
-
-
-def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
-    seen = []
-    with serving() as (url, app):
-        read_head = app._read_head
-
-        def noted(path, method, headers, request_id):
-            seen.append((path, request_id))
-            return read_head(path, method, headers, request_id)
-
-        app._read_head = noted
-        rig = Rig(tmp_path / "store", metadata_url=url)
-        rig.storage.open()
-        info = HiCacheStorageExtraInfo(request_id="chat-7")
-        rig.storage.batch_set_v2([rig._transfer(chain("c", 2))], info)
-        rig.storage.batch_exists_v2(chain("c", 2))
-        rig.storage.close()
-    # Nobody waits for `describe`: it comes at any time.
-    named = [(path, request_id) for path, request_id in seen if path not in ("/v2", "/v2/describe")]
-    assert {request_id for path, request_id in named[:-1]} == {"chat-7"}
-    assert {path for path, _ in named[:-1]} == {
-        "/v2/initialize",
-        "/v2/reserve",
-        "/v2/commit",
-    }
-    assert named[-1][0] == "/v2/lookup"
-    assert named[-1][1] != "chat-7"
+        assert len({await answered("/v2/initialize") for _ in range(3)}) == 3
 
 
 def test_a_fault_of_the_server_is_logged_with_the_id():

@@ -54,24 +54,6 @@ def test_what_must_not_fire_has_something_to_look_at(rule, short):
     }
 
 
-@pytest.mark.long
-def test_a_rule_that_fires_too_soon_is_found(tmp_path):
-    loose = RULES.read_text().replace(
-        "hicache_storage_faults_total[5m])) > 0.1", "hicache_storage_faults_total[5m])) > 0.05"
-    )
-    assert loose != RULES.read_text()
-    (tmp_path / "rules.yaml").write_text(loose)
-    test = {
-        "rule_files": ["rules.yaml"],
-        "evaluation_interval": "1m",
-        "tests": [tried(TESTS.read_text())[SHORT]],
-    }
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(test))
-    told = promtool("test", "rules", tmp_path / "tests.yaml")
-    assert told.returncode == 1
-    assert "HiCacheFaults" in told.stdout + told.stderr
-
-
 def test_what_has_been_counted_is_told_in_whole_numbers(tmp_path):
     """`increase` of one page is 1.07 pages, unless it is told just when rules are looked at."""
     test = """

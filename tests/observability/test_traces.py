@@ -6,24 +6,19 @@ from __future__ import annotations
 import sys
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import StatusCode
 
 from hicache_metadata_server.core.errors import StoreError
 from hicache_storage.layers import BreakerState, CircuitBreakerLayer, StorageOptions, wrap
 from hicache_storage.layers.tracing import TracingLayer
 from hicache_storage.observability import tracing
 from hicache_storage.observability.otel import provider_from_environment
-from hicache_storage.observability.request_ids import RequestScope
 from hicache_storage.spec import ConfigError, HiCacheStorageExtraInfo
-from tests.backends.hf3fs.harness import Rig, chain
-from tests.metadata_server.http_calls import SlowStore
-from tests.observability.serving import ask, serving, stopped
+from tests.metadata_server.http_calls import SlowStore, running
 from tests.support.commands import run_python
-from tests.support.metadata import Served
 
 SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
 
@@ -101,52 +96,12 @@ def test_without_traces_there_is_no_layer(kit):
         storage = storage.inner
 
 
-def test_one_trace_from_the_engine_to_the_server(tmp_path, finished):
-    """Through the deadline's thread, the client's event loop, and a connection."""
-    with serving() as (url, _):
-        rig = Rig(tmp_path / "store", metadata_url=url)
-        storage = wrap(rig.storage, StorageOptions(traces=True))
-        keys = chain("c", 3)
-        engine = trace.get_tracer("engine", tracer_provider=tracing.spans()._provider)
-        with engine.start_as_current_span("prefill"), RequestScope("chat-7"):
-            assert storage.batch_set_v2([rig._transfer(keys)])["kv"] == [True] * 3
-        storage.close()
-    spans = finished()
-    [root] = [span for span in spans if span.name == "prefill"]
-    [put] = [span for span in spans if span.name == "hicache.batch_set"]
-    assert put.parent.span_id == root.context.span_id
-    assert put.attributes["hicache.request_id"] == "chat-7"
-    asked = {span.name: span for span in spans if span.kind is SpanKind.CLIENT}
-    served = {span.attributes["http.route"]: span for span in spans if span.kind is SpanKind.SERVER}
-    for route, entries in (("/v2/reserve", 3), ("/v2/commit", 3)):
-        client, server = asked[f"hicache.metadata {route}"], served[route]
-        assert client.parent.span_id == put.context.span_id
-        assert server.parent.span_id == client.context.span_id
-        assert server.context.trace_id == root.context.trace_id
-        assert (server.attributes["hicache.scopes"], server.attributes["hicache.entries"]) == (
-            1,
-            entries,
-        )
-        assert (
-            server.attributes["http.response.status_code"],
-            server.attributes["http.request.method"],
-        ) == (200, "POST")
-        assert (
-            server.attributes["hicache.request_id"]
-            == client.attributes["hicache.request_id"]
-            == "chat-7"
-        )
-
-
-def test_a_server_that_fails_says_so_in_its_span(finished):
+async def test_a_server_that_fails_says_so_in_its_span(finished):
     store = SlowStore()
     store.error = StoreError("no space")
-    with serving(store) as (url, _):
-        status, _, _ = ask(
-            url, "POST", "/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}
-        )
+    async with running(store) as caller:
+        assert (await caller.initialize("0:kv")).status == 503
         store.error = None
-    assert status == 503
     [span] = [span for span in finished() if span.attributes["http.route"] == "/v2/initialize"]
     assert (span.status.status_code, span.attributes["http.response.status_code"]) == (
         StatusCode.ERROR,
@@ -183,21 +138,3 @@ def test_an_exporter_that_is_not_there(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonesuch")
     with pytest.raises(ConfigError, match="OTEL_TRACES_EXPORTER=nonesuch"):
         provider_from_environment("x")
-
-
-def test_a_server_of_its_own_exports_as_its_environment_says():
-    """All that was begun is sent before the process ends."""
-    command = f"env OTEL_TRACES_EXPORTER=console {SERVE}"
-    parent = "4bf92f3577b34da6a3ce929d0e0e4736"
-    with Served(command=command) as place:
-        ask(
-            place.url,
-            "GET",
-            "/v2/scopes",
-            traceparent=f"00-{parent}-00f067aa0ba902b7-01",
-            X_Request_Id="chat-7",
-        )
-        log = stopped(place)
-    assert f'"trace_id": "0x{parent}"' in log
-    assert '"hicache.request_id": "chat-7"' in log
-    assert '"service.name": "hicache-metadata"' in log

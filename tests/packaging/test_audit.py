@@ -65,12 +65,3 @@ def test_a_finding_is_accepted_for_a_reason_and_until_a_day(audit, tmp_path):
         file.write_text(f"[[accepted]]\n{wrong}\n")
         with pytest.raises(ValueError, match="entry 1"):
             audit.accepted(file, TODAY)
-
-
-def test_what_is_accepted_is_not_asked_for(audit, monkeypatch):
-    asked = []
-    monkeypatch.setattr(audit, "accepted", lambda *_: ["CVE-2"])
-    monkeypatch.setattr(audit, "audited", lambda *options: asked.append(options) or [GOOD])
-    monkeypatch.setattr(audit.sys, "argv", ["audit"])
-    assert audit.main() == 0
-    assert asked[-1] == ("--local", "--skip-editable", "--ignore-vuln=CVE-2")

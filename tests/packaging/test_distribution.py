@@ -61,13 +61,6 @@ def test_the_version_comes_from_git_and_the_command_line_tells_it():
     assert done.stdout == f"hicache-storage {version('hicache-storage')}\n"
 
 
-def test_rule_ids_are_unique_in_the_specification():
-    ids = re.findall(
-        r"^- \*\*([A-Z]+-\d+)\*\*", (ROOT / "docs" / "spec.md").read_text(), re.MULTILINE
-    )
-    assert len(ids) == len(set(ids)) == 64
-
-
 def test_local_links_in_documents_lead_somewhere():
     for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):

@@ -131,19 +131,6 @@ def test_each_driver_has_a_row_and_each_finding_a_line(text, line):
     assert f"\n{line}\n" in text.partition("\n## vLLM\n")[0]
 
 
-def test_a_driver_without_findings_has_no_section(text):
-    assert "\n### right\n" not in text
-
-
-def test_neighbouring_rules_are_a_range_and_levels_that_were_not_run_are_left_out(matrix, tmp_path):
-    found = [rule(f"GET-{n}", Outcome.NOT_DECLARED) for n in (1, 2, 3, 5, 6, 10)]
-    found.append(rule("GET-4", Outcome.NOT_DECLARED, selected=False))
-    other = run("other", rule("GET-5", Outcome.NOT_DECLARED))
-    text = matrix(tmp_path, run("driver", *found), other)
-    assert "Not declared by any of them: GET-5." in text
-    assert "| GET-1 to GET-3, GET-6, GET-10 |" in text
-
-
 def test_each_engine_and_what_others_publish_have_a_section(text):
     tiers, _, adapters = text.partition("\n## vLLM\n")[2].partition("\n## LMCache\n")
     assert "| `vllm-fs` |" in tiers

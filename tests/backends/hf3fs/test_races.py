@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_storage.objects import Call, ObjectRead
 from hicache_storage.spec import InvalidTransferError, PoolTransfer
-from tests.backends.hf3fs.harness import Rig, chain, content
+from tests.backends.hf3fs.harness import Rig, chain, content, interrupted, recycle
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow(seconds=93), pytest.mark.long]
@@ -53,38 +52,6 @@ def mine(request, rig):
     if request.param == "remote":
         return request.getfixturevalue("shared")
     return lambda **options: rig(**{"file_size": SMALL, "quarantine_seconds": 0.02, **options})
-
-
-def recycle(writer, keys):
-    """Let a writer take every slot that some pages have, and write other pages into all of them."""
-    taken, number = {writer.slot(key) for key in keys}, 0
-    until = time.monotonic() + PATIENCE_SECONDS
-    while taken:
-        others = chain(f"other-{os.urandom(4).hex()}", 8)
-        writer.put(others)
-        taken -= {writer.slot(key) for key in others}
-        number += 1
-        assert time.monotonic() < until
-    assert all(writer.slot(key) < 0 for key in keys)
-
-
-@contextmanager
-def interrupted(thing, name, act, *, times=1, after=0):
-    """Let something else happen just before a call is done, some times, once some calls have
-    passed."""
-    real, calls = getattr(thing, name), []
-
-    def stand_in(*arguments, **named):
-        calls.append(1)
-        if after < len(calls) <= after + times:
-            act()
-        return real(*arguments, **named)
-
-    setattr(thing, name, stand_in)
-    try:
-        yield calls
-    finally:
-        setattr(thing, name, real)
 
 
 def check(server, rig):
