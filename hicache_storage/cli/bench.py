@@ -22,12 +22,10 @@ from hicache_storage.tools.bench.settings import (
     BATCH_PAGES,
     BenchWorkload,
     Candidate,
-    ClientKind,
     Operation,
     Sweep,
 )
 from hicache_storage.tools.bench.sweep import run_sweep
-from hicache_storage.tools.chart import Panel, draw, quarters
 from hicache_storage.tools.options import parse_pairs, trial_options
 
 if TYPE_CHECKING:
@@ -69,15 +67,9 @@ def bench(
     clients: Annotated[
         str,
         typer.Option(
-            "--concurrency", metavar="NUMBERS", help="Clients at the same time, comma-separated."
+            "--concurrency", metavar="NUMBERS", help="Threads that call at a time, comma-separated."
         ),
     ] = "1,4",
-    client_kind: Annotated[
-        ClientKind,
-        typer.Option(
-            "--workers", help="Clients are threads on one storage, or processes with one each."
-        ),
-    ] = ClientKind.THREADS,
     batch: Annotated[int, typer.Option(min=1, help="Pages in a call.")] = BATCH_PAGES,
     seconds: Annotated[
         float,
@@ -95,9 +87,6 @@ def bench(
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the results here.")
     ] = None,
     compared: Annotated[
         tuple[Path, Path] | None,
@@ -125,7 +114,7 @@ def bench(
         if driver is None:
             raise ValueError("name a DRIVER to measure, or two results to --compare")
         workloads = [
-            BenchWorkload(size, count, client_kind, batch)
+            BenchWorkload(size, count, batch)
             for size in _sizes(pages)
             for count in _counts(clients)
         ]
@@ -156,8 +145,6 @@ def bench(
     _show(console, report)
     if json_file is not None:
         report.write(json_file)
-    if plot_file is not None:
-        plot_file.write_text(_plot(report), "utf-8")
 
 
 def _run(sweep: Sweep) -> Report:
@@ -217,7 +204,7 @@ def _show(console: Console, report: Report) -> None:
         console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
     console.print(
         f"{report.machine['cpu']}, {report.machine['memory']}; "
-        f"{report.measurements[0].batch_pages} pages a call, clients are {report.client_kind}; "
+        f"{report.measurements[0].batch_pages} pages a call; "
         "median (minimum - maximum) of the rounds",
         soft_wrap=True,
     )
@@ -254,9 +241,6 @@ def _show(console: Console, report: Report) -> None:
 def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
     if those.machine != these.machine:
         console.print("[yellow]taken on different machines or versions[/]")
-    # Rates depend on it, and the tables do not show it.
-    if those.client_kind != these.client_kind:
-        raise ValueError("the two results are about different kinds of clients")
     peers = {candidate.label for candidate in those.candidates}
     shared = [candidate.label for candidate in these.candidates if candidate.label in peers]
     # Results of two drivers have no label in common: their first candidates are compared.
@@ -288,24 +272,6 @@ def _show_ratios(
             f"{ratio.median:.2f} ({ratio.minimum:.2f} - {ratio.maximum:.2f})",
         )
     console.print(table)
-
-
-def _plot(report: Report) -> str:
-    """Draw one panel for each operation: rates by page size, a line for each candidate and number of
-    clients."""
-    sizes = [_size(count) for count in sorted({one.page_bytes for one in report.measurements})]
-    panels = list[Panel]()
-    for operation in Operation:
-        measured = [one for one in report.measurements if one.operation == operation]
-        lines = dict[str, dict[str, tuple[float, ...]]]()
-        for one in measured:
-            kind = report.client_kind if one.clients > 1 else report.client_kind.singular
-            line = lines.setdefault(f"{one.label}, {one.clients} {kind}", {})
-            line[_size(one.page_bytes)] = one.rates()
-        largest = max(one.rates()[2] for one in measured)
-        panels.append(Panel(f"{operation}, {measured[0].unit}", sizes, lines, quarters(largest)))
-    title = ", ".join(candidate.label for candidate in report.candidates)
-    return draw(f"hicache bench: {title}", panels)
 
 
 def _table(*headers: str) -> Table:

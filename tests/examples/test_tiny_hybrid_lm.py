@@ -235,32 +235,6 @@ def test_a_hit_with_wrong_bytes_is_seen(example, dtype):
         example.main.report(example.main.Options(talk=talk), conversation, "test")
 
 
-def test_the_server_gives_back_what_it_took(example):
-    sizes = example.sizes.Sizes(
-        device_tokens=512, host_tokens=512, device_states=16, host_states=16
-    )
-    model = example.sparse.sparse_model(sizes)
-    talk = example.chat.Talk(clients=3, rounds=2)
-    conversation = example.chat.Conversation([[], [], []])
-    with build_hybrid_stack(model.config) as stack:
-        server = example.server.Server(model, stack, running=2)
-        for _ in range(2):
-            example.chat.play_round(talk, conversation, server, model)
-        assert stack.cache.usage().locks == 0
-        stack.cache.reset()
-        assert stack.kv.available_size() == 512
-
-
-def test_unused_tiers_and_missing_losses_are_refused(example, tmp_path):
-    options, _, conversation = played(example, tmp_path, rounds=1)
-    failed = example.main.ExampleFailedError
-    with pytest.raises(failed, match="nothing was restored from L1, L3"):
-        example.main.check_tiers(conversation, [example.requests.Tier.L1, example.requests.Tier.L3])
-    with pytest.raises(failed, match="a damaged page must be a miss"):
-        example.main.check_loss(conversation)
-    assert options.talk.rounds == conversation.rounds == 1
-
-
 def command(*options):
     return run_program(sys.executable, EXAMPLES / "tiny_hybrid_lm.py", *options)
 
@@ -291,22 +265,3 @@ def test_servers_keep_the_pages_for_a_second_process(driver, kind):
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.split("in a second process")[1]
     assert re.search(r"L3 +6 +[1-9][0-9]* +6\n", last)
-
-
-@pytest.mark.long
-def test_the_command_says_what_it_cannot_do():
-    for options, message in (
-        (("--rounds", "1"), "--rounds must be at least 3"),
-        (("--corrupt", "--storage", "hf3fs"), "--corrupt knows the files of --storage file only"),
-        (("--restart", "--storage", "hf3fs"), "--restart needs a store that outlives its process"),
-    ):
-        done = command(*options)
-        assert done.returncode != 0
-        assert message in done.stderr
-
-
-def test_a_run_that_does_not_show_it_says_so():
-    """Of a single client, nothing stays on the device between rounds."""
-    done = command("--clients", "1", "--rounds", "3")
-    assert done.returncode == 1
-    assert done.stderr.startswith("failed: nothing was restored from ")

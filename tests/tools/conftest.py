@@ -65,6 +65,18 @@ class Storage(Dictionary):
 """
 
 
+FAULTY = {
+    "refuses": "def write_objects(self, batches, call): raise OSError(28, 'No space left')",
+    "forgets": "def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]",
+    "misses": "def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]",
+    "lies": (
+        "def batch_get_v2(self, transfers, extra_info=None):\n"
+        "    return {t.name: [True] * len(t.keys) for t in transfers}"
+    ),
+}
+"""Bodies of drivers whose answers are wrong."""
+
+
 class Site:
     """A directory on the path of child processes, and of this one as far as `here` is asked."""
 

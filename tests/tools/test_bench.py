@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -21,12 +19,12 @@ from hicache_storage.tools.bench.results import (
 from hicache_storage.tools.bench.settings import (
     BenchWorkload,
     Candidate,
-    ClientKind,
     Operation,
     Sweep,
 )
 from hicache_storage.tools.bench.sweep import run_sweep
 from tests.support.commands import run_hicache
+from tests.tools.conftest import FAULTY
 
 pytestmark = pytest.mark.slow(seconds=60)
 
@@ -37,11 +35,11 @@ def bench(*arguments):
     return run_hicache("bench", *arguments)
 
 
-def sweep(tmp_path, *, clients=(1,), kind=ClientKind.THREADS, candidates=None, **changes):
+def sweep(tmp_path, *, clients=(1,), candidates=None, **changes):
     candidates = candidates or [Candidate("file", {"path": str(tmp_path / "store")}, "file")]
     settings = {
         "candidates": candidates,
-        "workloads": [BenchWorkload(4096, count, kind, 8) for count in clients],
+        "workloads": [BenchWorkload(4096, count, 8) for count in clients],
         "seconds": 0.05,
         "max_stored_bytes": 1 << 20,
     }
@@ -54,12 +52,10 @@ def stored_pages(directory):
     return [path for path in files if path.stat().st_size >= 4096]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ClientKind)
-def test_every_cell_is_measured_and_nothing_stays(tmp_path, kind):
+def test_every_cell_is_measured_and_nothing_stays(tmp_path):
     told = []
     report = run_sweep(
-        sweep(tmp_path, clients=(1, 2), kind=kind), lambda text, share: told.append((text, share))
+        sweep(tmp_path, clients=(1, 2)), lambda text, share: told.append((text, share))
     )
     assert [(m.clients, m.operation) for m in report.measurements] == [
         (clients, op) for clients in (1, 2) for op in Operation
@@ -76,62 +72,27 @@ def test_every_cell_is_measured_and_nothing_stays(tmp_path, kind):
     assert not stored_pages(tmp_path)
 
 
-def test_two_candidates_take_turns(tmp_path):
-    two = [Candidate("file", {"path": str(tmp_path / name)}, name) for name in ("a", "b")]
-    report = run_sweep(sweep(tmp_path, candidates=two))
-    assert [measure.label for measure in report.measurements] == ["a"] * 3 + ["b"] * 3
-    for theirs, ours, ratio in compare(
-        report.of("a").values(), report.of("b").values(), paired=True
-    ):
-        assert len(theirs.rounds) == len(ours.rounds)
-        assert ratio.minimum <= ratio.maximum
-
-
-# Faulty drivers: the last argument replaces a method of a dictionary driver.
-WRONG = {
-    "refuses": (
-        "def write_objects(self, batches, call): return [[False] * len(b.writes) for b in batches]",
-        "a set of 8 pages",
-    ),
-    "forgets": (
-        "def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]",
-        "exists finds 0",
-    ),
-    "misses": (
-        "def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]",
-        "a get of 8 pages",
-    ),
-    "lies": (
-        (
-            "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) "
-            "for t in transfers}"
-        ),
-        "delivered other bytes",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_is_no_result(site, tmp_path, name):
-    body, said = WRONG[name]
-    site.here(name, body)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("refuses", "a set of 8 pages"),
+        ("forgets", "exists finds 0"),
+        ("misses", "a get of 8 pages"),
+        ("lies", "delivered other bytes"),
+    ],
+)
+def test_a_wrong_answer_is_no_result(site, tmp_path, name, said):
+    site.here(name, FAULTY[name])
     with pytest.raises(WrongAnswerError, match=said):
         run_sweep(sweep(tmp_path, candidates=[Candidate(name, {}, name)]))
 
 
 def test_the_command_says_what_was_wrong(site, tmp_path):
-    site.add("lies", WRONG["lies"][0])
+    site.add("lies", FAULTY["lies"])
     done = bench("lies", *QUICK, "--concurrency", "1", "--json", str(tmp_path / "result.json"))
     assert done.returncode == 1, done.stdout
     assert "wrong answer: a get answered True and delivered other bytes" in done.stderr
     assert not (tmp_path / "result.json").exists()
-
-
-def test_a_worker_process_that_dies(site):
-    site.add("dies", "def read_objects(self, batches, call): os._exit(3)")
-    done = bench("dies", *QUICK, "--concurrency", "2", "--workers", "processes")
-    assert done.returncode == 1
-    assert "a client's process ended with status 3" in done.stderr
 
 
 def test_a_driver_that_can_only_clear(site, tmp_path, capsys):
@@ -210,12 +171,8 @@ def measure(
 
 def test_percentiles():
     values = [float(number) for number in range(1, 101)]
-    assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [
-        50.0,
-        95.0,
-        99.0,
-        100.0,
-    ]
+    found = [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)]
+    assert found == [50.0, 95.0, 99.0, 100.0]
     assert percentile([7.0], 0.5) == 7.0
 
 
@@ -252,32 +209,15 @@ def test_a_report_is_read_back(tmp_path):
 
 
 def test_the_command(tmp_path):
-    result, picture = tmp_path / "r.json", tmp_path / "r.svg"
-    done = bench(
-        "file",
-        *QUICK,
-        "--concurrency",
-        "1",
-        "--against",
-        "file",
-        "-a",
-        f"path={tmp_path / 'other'}",
-        "--json",
-        str(result),
-        "--plot",
-        str(picture),
-    )
+    result, other = str(tmp_path / "r.json"), f"path={tmp_path / 'other'}"
+    peer = ("--against", "file", "-a", other)
+    done = bench("file", *QUICK, "--concurrency", "1", *peer, "--json", result)
     assert done.returncode == 0, done.stderr
     assert "times as fast" in done.stdout
     assert "checksums verified" in done.stdout
-    data = json.loads(result.read_text())
-    assert len(data["measurements"]) == 6
-    svg = ET.fromstring(picture.read_text())
-    assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 6
-    texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"4 KiB", "read, GB/s", "exists, k keys/s", "file (2), 1 thread"} <= texts
+    assert len(Report.read(tmp_path / "r.json").measurements) == 6
     assert not stored_pages(tmp_path / "other")
-    compared = bench("--compare", str(result), str(result))
+    compared = bench("--compare", result, result)
     assert compared.returncode == 0, compared.stderr
     assert "1.00 (" in compared.stdout
 

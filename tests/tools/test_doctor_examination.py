@@ -10,6 +10,7 @@ import pytest
 from hicache_storage.tools.doctor import DoctorTarget, Status, examine
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.support.commands import run_hicache
+from tests.tools.conftest import FAULTY
 
 pytestmark = pytest.mark.slow(seconds=46)
 
@@ -50,27 +51,15 @@ FAULTS = {
         "health() answers: no room",
     ),
     "refuses": (
-        "def write_objects(self, batches, call): raise OSError(28, 'No space left')",
+        FAULTY["refuses"],
         (
             "a set of 4 pages answered {'kv': [False, False, False, False]} (refuses: sets are "
             "refused: [Errno 28] No space left)"
         ),
     ),
-    "forgets": (
-        "def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]",
-        "exists finds 0",
-    ),
-    "misses": (
-        "def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]",
-        "and a get answered",
-    ),
-    "lies": (
-        (
-            "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) "
-            "for t in transfers}"
-        ),
-        "page 0 was read with other bytes",
-    ),
+    "forgets": (FAULTY["forgets"], "exists finds 0"),
+    "misses": (FAULTY["misses"], "and a get answered"),
+    "lies": (FAULTY["lies"], "page 0 was read with other bytes"),
     "promises": (
         "@property\ndef capabilities(self): return replace(CAPABILITIES, sharing=Sharing.PROCESSES)",
         "promises more than its driver declares: sharing=processes",
@@ -199,9 +188,3 @@ def test_the_command_on_a_broken_plugin(site):
 )
 def test_bad_arguments(arguments):
     assert doctor(*arguments).returncode == 2
-
-
-def test_an_unknown_driver():
-    done = doctor("fiel")
-    assert done.returncode == 1
-    assert "no plugin registers it; installed:" in done.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_storage.tools.bench.results import compare
+from hicache_storage.tools.bench.results import Report, compare
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,14 +75,11 @@ def test_a_wrong_answer_is_no_result(field, run):
         run.time("file", (1 << 20, 1, 32, "exists"), lambda: timed, expect=32)
 
 
-def test_results_are_compared_by_the_command_and_drawn_again(field, run, tmp_path):
+def test_results_are_compared_by_the_command(run, tmp_path):
     run.save(tmp_path, "text")
     assert (tmp_path / "results.md").read_text() == "text"
-    kept = field.Report.read(tmp_path / "results.json")
+    kept = Report.read(tmp_path / "results.json")
     assert kept.of("file").keys() == run.report.of("file").keys()
-    svg = field.plot(field.restored(kept))
-    assert svg == field.plot(run)
-    assert svg.count("<circle") == 4
     (_, _, ratio) = compare(kept.of("file").values(), kept.of("file").values(), paired=True)[0]
     assert ratio.median == 1.0
 
@@ -92,10 +89,6 @@ def test_an_unknown_value_is_refused_before_anything_starts(field, option, capsy
     with pytest.raises(SystemExit):
         field.parsed([option, "nothing"])
     assert f"{option}: unknown ['nothing']; there are" in capsys.readouterr().err
-
-
-def test_an_environment_that_is_not_there_has_no_versions(field, tmp_path):
-    assert field.versions(tmp_path / "python") == {}
 
 
 def test_a_side_runs_the_code_of_its_checkout(field, tmp_path):
@@ -109,11 +102,3 @@ def test_a_side_runs_the_code_of_its_checkout(field, tmp_path):
     assert side.ask("is_sound", 2).answer
     side.close()
     assert not list((tmp_path / "limit").iterdir())
-
-
-def test_a_side_that_cannot_be_made_says_why(field, tmp_path):
-    (tmp_path / "limit").write_text("")
-    setup = field.Setup("limit", tmp_path / "limit", 4096, 1, "", "page_first", False, 1)
-    side = field.Process("limit", sys.executable, "field_sides", ROOT, setup)
-    with pytest.raises(EOFError, match="FileExistsError"):
-        side.wait_until_up()

@@ -1,14 +1,17 @@
-"""One client: its pages, its keys, its calls."""
+"""Clients of a storage, a thread each: their pages, their keys, their calls."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.spec import PoolName, PoolTransfer
+from hicache_storage.plugins import create_storage, registry
+from hicache_storage.spec import PoolName, PoolTransfer, StorageIdentity
 from hicache_storage.tools.bench.settings import Operation
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.pools import PagedHostPool
     from hicache_storage.spec import HiCacheStorage
-    from hicache_storage.tools.bench.settings import BenchWorkload
+    from hicache_storage.tools.bench.settings import BenchWorkload, Candidate
 
 PAGE_SIZE: Final = 64
 """Tokens in a page; the results depend on its bytes only."""
@@ -36,10 +39,7 @@ class WrongAnswerError(Exception):
 
 @dataclass(slots=True)
 class CallSample:
-    """Durations of calls of one kind, one after the other.
-
-    Times are those of `time.perf_counter()`, the same in all processes.
-    """
+    """Durations of calls of one kind, one after the other; times of `time.perf_counter()`."""
 
     started: float
     ended: float
@@ -58,8 +58,8 @@ class CallSample:
         )
 
 
-def make_pool(workload: BenchWorkload, clients: int) -> PagedHostPool:
-    """Make a host pool for some clients, and fill it.
+def make_pool(workload: BenchWorkload) -> PagedHostPool:
+    """Make a host pool for all clients, and fill it.
 
     No call is then charged for the page faults of its memory.
 
@@ -77,7 +77,7 @@ def make_pool(workload: BenchWorkload, clients: int) -> PagedHostPool:
             head_dim=workload.page_bytes // (2 * PAGE_SIZE),
             dtype=torch.uint8,
         ),
-        size=2 * clients * workload.batch_pages * PAGE_SIZE,
+        size=2 * workload.clients * workload.batch_pages * PAGE_SIZE,
         page_size=PAGE_SIZE,
     )
     for buffer in pool.buffers:
@@ -93,8 +93,7 @@ class Client:
 
     Args:
         run: prefix of the keys of this run, different from those of all others.
-        number: number of the client, part of its keys.
-        place: index of the client's part of the pool.
+        number: part of the client's keys, and index of its part of the pool.
     """
 
     def __init__(
@@ -105,14 +104,13 @@ class Client:
         *,
         run: str,
         number: int,
-        place: int,
     ) -> None:
         self._storage = storage
         self._pool = pool
         self._run = run
         self._number = number
         self._pages = workload.batch_pages
-        start = 2 * place * workload.batch_pages * PAGE_SIZE
+        start = 2 * number * workload.batch_pages * PAGE_SIZE
         self._source = range(start, start + workload.batch_pages * PAGE_SIZE)
         self._target = range(
             self._source.stop, self._source.stop + workload.batch_pages * PAGE_SIZE
@@ -218,3 +216,85 @@ def _indices(slots: range) -> torch.Tensor:
     import torch
 
     return torch.arange(slots.start, slots.stop)
+
+
+class ClientPool:
+    """All clients of one candidate in one workload; they share one storage.
+
+    Raises:
+        HiCacheError: the storage cannot be constructed or opened.
+    """
+
+    def __init__(self, candidate: Candidate, workload: BenchWorkload, run: str) -> None:
+        self._storage = _open_storage(candidate, run)
+        try:
+            pool = make_pool(workload)
+            self._storage.register_mem_host_pool_v2(pool, "kv")
+            self._storage.on_host_pools_registered()
+        except BaseException:
+            self._storage.close()
+            raise
+        self.verifies_checksums = self._storage.get_stats().verifies_checksums
+        self.deletes = self._storage.capabilities.deletes
+        """True if `remove` frees the space of pages; otherwise only `close` may."""
+        self._clients = [
+            Client(self._storage, pool, workload, run=run, number=number)
+            for number in range(workload.clients)
+        ]
+        self._threads = ThreadPoolExecutor(len(self._clients), thread_name_prefix="hicache-bench")
+
+    def prepare(self, batches: range) -> None:
+        """Prepare the keys of batches that are to be written."""
+        for client in self._clients:
+            client.prepare(batches)
+
+    def run(self, operation: Operation, batches: range) -> CallSample:
+        """Run one kind of call for each batch, in all clients at once.
+
+        Raises:
+            WrongAnswerError: an answer is wrong.
+        """
+        # The executor starts its threads one after the other; the calls have to overlap from the
+        # first on.
+        start = threading.Barrier(len(self._clients))
+
+        def run_client(client: Client) -> CallSample:
+            start.wait()
+            return client.run(operation, batches)
+
+        return CallSample.merged(list(self._threads.map(run_client, self._clients)))
+
+    def remove(self) -> None:
+        """Delete the written pages, if the driver implements it."""
+        for client in self._clients:
+            client.remove()
+
+    def close(self) -> None:
+        """Remove all pages, and close."""
+        try:
+            # After an interruption, clients may still be in their calls.
+            self._threads.shutdown(cancel_futures=True)
+            self.remove()
+            # Only such a store has a namespace of this run alone (`_open_storage`): no other pages
+            # are cleared.
+            if self._storage.capabilities.clears and not self.deletes:
+                self._storage.clear()
+        finally:
+            self._storage.close()
+
+
+def _open_storage(candidate: Candidate, run: str) -> HiCacheStorage:
+    # A store that is cleared needs a namespace of this run alone. Pages that are deleted need none,
+    # and a namespace for each run would stay in the store.
+    salt = "" if registry().get(candidate.driver).capabilities.deletes else run
+    identity = StorageIdentity(
+        model="hicache-bench", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first", salt=salt
+    )
+    # With the default options, so that the layers of the SDK are part of what is measured.
+    storage = create_storage(candidate.driver, identity, candidate.options)
+    try:
+        storage.open()
+    except BaseException:
+        storage.close()
+        raise
+    return storage

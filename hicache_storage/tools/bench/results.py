@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
-from hicache_storage.tools.bench.settings import ClientKind, Operation
+from hicache_storage.tools.bench.settings import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -120,7 +120,6 @@ class Report:
     """Measured values that are no rates, by what they are and their unit."""
     missing: dict[str, str] = field(default_factory=dict[str, str])
     """Candidates that could not be measured, and why."""
-    client_kind: ClientKind = ClientKind.THREADS
     seconds: float = 0.0
     machine: dict[str, str] = field(default_factory=dict[str, str])
     schema: int = SCHEMA

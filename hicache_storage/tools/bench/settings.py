@@ -12,20 +12,6 @@ MIN_PAGE_BYTES: Final = 4096
 """Shortest page that can be measured; longer ones are multiples of it."""
 
 
-class ClientKind(StrEnum):
-    """Implementation of clients."""
-
-    THREADS = "threads"
-    """Threads of one process that call one storage, as in an engine."""
-    PROCESSES = "processes"
-    """Processes with a storage each, as the ranks of an engine."""
-
-    @property
-    def singular(self) -> str:
-        """The word for one."""
-        return "thread" if self is ClientKind.THREADS else "process"
-
-
 class Operation(StrEnum):
     """Timed calls, in the order of a round."""
 
@@ -50,7 +36,7 @@ class BenchWorkload:
 
     page_bytes: int
     clients: int
-    client_kind: ClientKind = ClientKind.THREADS
+    """Threads that call one storage, as in an engine."""
     batch_pages: int = BATCH_PAGES
 
     @property

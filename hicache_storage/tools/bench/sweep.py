@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.tools.bench.client_pool import open_clients
+from hicache_storage.tools.bench.client import ClientPool
 from hicache_storage.tools.bench.preflight import check_space
 from hicache_storage.tools.bench.results import CandidateInfo, Measurement, Report, this_machine
 from hicache_storage.tools.bench.settings import Operation
@@ -16,7 +16,6 @@ from hicache_storage.tools.options import redacted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicache_storage.tools.bench.client_pool import ClientPool
     from hicache_storage.tools.bench.settings import BenchWorkload, Sweep
 
 ROUNDS: Final = 5
@@ -44,12 +43,11 @@ def run_sweep(
             CandidateInfo(candidate.label, candidate.driver, redacted(candidate.options))
             for candidate in sweep.candidates
         ],
-        client_kind=sweep.workloads[0].client_kind,
         seconds=sweep.seconds,
         machine=this_machine(),
     )
     for number, workload in enumerate(sweep.workloads):
-        text = f"{workload.page_bytes >> 10} KiB, {workload.clients} {workload.client_kind}"
+        text = f"{workload.page_bytes >> 10} KiB, {workload.clients} clients"
 
         def report_share(share: float, text: str = text, number: int = number) -> None:
             progress(text, (number + share) / len(sweep.workloads))
@@ -69,7 +67,7 @@ def _run_workload(
         runs = list[_CandidateRun]()
         for candidate in sweep.candidates:
             # New keys for each workload: pages of an earlier run would be found and not written.
-            pool = open_clients(candidate, workload, secrets.token_hex(8))
+            pool = ClientPool(candidate, workload, secrets.token_hex(8))
             stack.callback(pool.close)
             runs.append(_CandidateRun(pool, candidate.label, workload, sweep))
         limit = sweep.seconds * len(runs)
