@@ -49,7 +49,7 @@ def doctor(
         typer.Argument(
             metavar="COMMAND_LINE",
             help="What starts the engine, such as `serve MODEL --kv-transfer-config JSON`; or the "
-            "JSON alone, or a file of it.",
+            "JSON alone.",
         ),
     ] = None,
     config: Annotated[

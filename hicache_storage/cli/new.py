@@ -46,15 +46,14 @@ def new(
                 f"{owner} registers a driver {name!r} already; two of a name exclude each other"
             )
         written = make_package(names, target)
-    # Before `OSError`, of which it is a kind.
-    except FileExistsError as error:
-        raise typer.Exit(
-            _refuse(f"{target} exists; nothing has been written. Choose another --directory")
-        ) from error
-    except OSError as error:
-        raise typer.Exit(_refuse(f"cannot make {target}: {error.strerror}")) from error
-    except ValueError as error:
-        raise typer.Exit(_refuse(str(error))) from error
+    except (OSError, ValueError) as error:
+        message = str(error)
+        if isinstance(error, FileExistsError):
+            message = f"{target} exists; nothing has been written. Choose another --directory"
+        elif isinstance(error, OSError):
+            message = f"cannot make {target}: {error.strerror}"
+        Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
+        raise typer.Exit(USAGE_ERROR) from error
     console = Console(highlight=False, soft_wrap=True)
     for path in written:
         console.print(f"  {path}", markup=False)
@@ -67,8 +66,3 @@ def new(
         f"Then put the calls of your own store into {target / names.package / 'driver.py'}.",
         markup=False,
     )
-
-
-def _refuse(message: str) -> int:
-    Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
-    return USAGE_ERROR

@@ -76,7 +76,6 @@ def test_keys_that_differ_in_each_process_fail(monkeypatch, algorithm, seed):
 
 def test_defaults_of_vllm(tmp_path):
     assert CacheConfig.prefix_caching_hash_algo == "sha256"
-    assert CacheConfig.DEFAULT_BLOCK_SIZE == vllm.BLOCK_TOKENS
     # Without a name it is one that has no tiers.
     assert OffloadingSpecFactory.get_spec_cls({}).__name__ == "CPUOffloadingSpec"
     assert OffloadingSpecFactory.get_spec_cls({"spec_name": vllm.SPEC}) is TieringOffloadingSpec

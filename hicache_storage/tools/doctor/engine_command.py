@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from hicache_storage.engines.bridge_config import BridgeConfig
@@ -75,13 +74,11 @@ class EngineCommand:
 
 
 def read_object(text: str) -> dict[str, object]:
-    """Read a JSON object, from a text or from the file that it names.
+    """Read a JSON object.
 
     Raises:
         ValueError: it is no JSON, or no object.
     """
-    if is_file(text):
-        text = Path(text).read_text("utf-8")
     try:
         found: object = json.loads(text)
     except ValueError as error:
@@ -89,11 +86,6 @@ def read_object(text: str) -> dict[str, object]:
     if isinstance(found, dict):
         return cast("dict[str, object]", found)
     raise ValueError("is no JSON object")
-
-
-def is_file(text: str) -> bool:
-    """Return True for the name of a file; JSON may be too long for one."""
-    return not text.lstrip().startswith("{") and len(text) < 4096 and Path(text).is_file()
 
 
 def object_of(options: Mapping[str, object], name: str) -> dict[str, object]:

@@ -13,7 +13,6 @@ from hicache_storage.tools.doctor.engine_command import (
     SEED_VARIABLE,
     EngineCommand,
     check_version,
-    is_file,
     object_of,
     parsed_bridge,
     read_object,
@@ -55,9 +54,6 @@ def check_lmcache(target: DoctorTarget) -> Iterator[Finding]:
         except (OSError, ValueError) as error:
             yield fail(f"lmcache: {ADAPTER}", str(error), "write it as JSON, in single quotes")
             return
-        if is_file(text):
-            fix = f'{ADAPTER} "$(cat {text})"'
-            yield warn(f"lmcache: {ADAPTER}", f"read from {text}; LMCache takes JSON, no file", fix)
         if _is_ours(adapter):
             found += 1
             yield from _adapter(adapter)

@@ -38,7 +38,6 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "huge pages": machine.check_huge_pages,
     "clock": machine.check_clock,
     "plugins": drivers.check_plugins,
-    "conformance suite": drivers.check_conformance,
     "vllm": vllm.check_vllm,
     "lmcache": lmcache.check_lmcache,
     "registered": drivers.check_registered,

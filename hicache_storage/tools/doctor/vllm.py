@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from hicache_storage.engines.vllm.identity import (
@@ -18,13 +17,11 @@ from hicache_storage.tools.doctor.engine_command import (
     SEED_VARIABLE,
     EngineCommand,
     check_version,
-    is_file,
     object_of,
     parsed_bridge,
     read_object,
 )
 from hicache_storage.tools.doctor.finding import fail, ok, warn
-from hicache_storage.tools.doctor.machine import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,16 +42,6 @@ CHANGES_KV: Final = (
     "--code-revision",
 )
 """Options that change the KV of a prompt, and of which vLLM tells a tier nothing."""
-UNEVEN: Final = frozenset(
-    {
-        *("attn_layer_period", "full_attention_interval", "hybrid_override_pattern"),
-        *("index_head_dim", "mamba_d_state", "sliding_window_pattern", "ssm_cfg"),
-    }
-)
-"""Keys of a model's configuration whose layers have pages of several lengths."""
-BLOCK_TOKENS: Final = 16
-"""vLLM's default for `--block-size`, where its attention backend prefers none."""
-GOOD_PAGE_BYTES: Final = (1 << 20, 4 << 20)
 
 
 def check_vllm(target: DoctorTarget) -> Iterator[Finding]:
@@ -71,9 +58,6 @@ def check_vllm(target: DoctorTarget) -> Iterator[Finding]:
     except (OSError, ValueError) as error:
         yield fail(f"vllm: {TRANSFER}", str(error), "write it as JSON, in single quotes")
         return
-    if is_file(texts[-1]):
-        fix = f'{TRANSFER} "$(cat {texts[-1]})"'
-        yield warn(f"vllm: {TRANSFER}", f"read from {texts[-1]}; vLLM takes JSON, no file", fix)
     extra = _extra(transfer)
     yield from _connector(transfer, extra, command)
     yield from _tiers(extra, command)
@@ -208,7 +192,6 @@ def _tiers(extra: Mapping[str, object], command: EngineCommand) -> Iterator[Find
     config, finding = parsed_bridge(check, tier_config, _own(ours[0]))
     yield finding
     if config is not None:
-        yield from _chunks(extra, command)
         yield from _generated(extra)
         yield from _sharing(extra, config, command)
         yield from _weights(config, command)
@@ -262,78 +245,3 @@ def _weights(config: TierConfig, command: EngineCommand) -> Iterator[Finding]:
         )
     else:
         yield ok(check, "on_reset miss: nothing is served after a reset, until a restart")
-
-
-# Chunks
-# --------------------------------------------------------------------------------------------------
-
-
-def _chunks(extra: Mapping[str, object], command: EngineCommand) -> Iterator[Finding]:
-    """Check the length of a chunk, which is a page of the driver."""
-    check = "vllm: chunks"
-    token = _token_bytes(command)
-    if not token:
-        yield ok(check, "length not known: MODEL is no directory here, or its layers differ")
-        return
-    block = command.number("--block-size", default=BLOCK_TOKENS)
-    tokens = _number(extra, "block_size") or block * (_number(extra, "blocks_per_chunk") or 1)
-    length, (least, most) = tokens * token, GOOD_PAGE_BYTES
-    detail = f"{size(length)} of {tokens} tokens"
-    # Nothing is shorter than a block.
-    if length < least or (length > most and tokens > block):
-        good = max(1, round(most / 2 / (token * block)))
-        yield warn(
-            check,
-            f"{detail}; stores are fastest with {size(least)} to {size(most)}",
-            f'"blocks_per_chunk": {good}, with blocks of {block} tokens',
-        )
-    else:
-        yield ok(check, detail)
-
-
-def _token_bytes(command: EngineCommand) -> int:
-    """Return the KV of a token in all layers of all ranks; 0 where it cannot be computed."""
-    arguments = command.arguments
-    after = arguments[arguments.index("serve") + 1 :] if "serve" in arguments else []
-    path = Path(command.value("--model", default=after[0] if after else "")) / "config.json"
-    try:
-        config = read_object(path.read_text("utf-8"))
-        width = _element_bytes(command)
-        config = object_of(config, "text_config") or config
-        kinds = config.get("layer_types")
-        if UNEVEN & config.keys() or (
-            isinstance(kinds, list) and set(cast("list[str]", kinds)) != {"full_attention"}
-        ):
-            return 0
-        layers = _number(config, "num_hidden_layers")
-        if latent := _number(config, "kv_lora_rank"):
-            return layers * (latent + _number(config, "qk_rope_head_dim")) * width
-        heads = _number(config, "num_attention_heads")
-        each = _number(config, "head_dim") or _number(config, "hidden_size") // heads
-        stored = _number(config, "num_key_value_heads") or heads
-    except (OSError, ValueError, ZeroDivisionError):
-        return 0
-    # With more ranks than heads, each rank stores one.
-    ranks = command.number("--tensor-parallel-size", "-tp", default=1)
-    return 2 * layers * max(stored, ranks) * each * width
-
-
-def _element_bytes(command: EngineCommand) -> int:
-    """Return the bytes of a number in the KV cache.
-
-    Raises:
-        ValueError: it is not known.
-    """
-    kind = command.value("--kv-cache-dtype", default="auto")
-    if kind == "auto":
-        # vLLM's own choice is one of two bytes, whatever the checkpoint has.
-        kind = command.value("--dtype", default="auto").replace("auto", "bfloat16")
-    for bytes_, kinds in ((1, ("fp8",)), (2, ("bfloat16", "float16", "half")), (4, ("float",))):
-        if kind.startswith(kinds):
-            return bytes_
-    raise ValueError(kind)
-
-
-def _number(config: Mapping[str, object], name: str) -> int:
-    value = config.get(name)
-    return value if isinstance(value, int) else 0
