@@ -10,6 +10,7 @@ import pytest
 from hicache_storage.engines.async_calls import AsyncCalls
 from hicache_storage.engines.bridge_metrics import RefusedCalls
 from hicache_storage.spec import seconds_since_asked
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -37,41 +38,42 @@ def test_a_call_that_raises_is_reported_with_the_other_result(calls, error):
     assert calls.finished() == [(1, "nothing")]
 
 
-def test_submitting_does_not_wait_and_waiting_does(calls):
-    begun, go_on = threading.Event(), threading.Event()
+class Waits:
+    """A call that goes on when it is told."""
 
-    def waits() -> str:
-        begun.set()
-        go_on.wait(60)
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        self.go_on.wait(60)
         return "done"
 
+
+def test_submitting_does_not_wait_and_waiting_does(calls):
+    waits = Waits()
     calls.submit(1, waits, "nothing")
-    assert begun.wait(60)
+    assert waits.begun.wait(60)
     assert calls.finished() == []
-    go_on.set()
+    waits.go_on.set()
     calls.wait_idle()
     assert calls.finished() == [(1, "done")]
 
 
 def test_jobs_that_wait_when_it_is_closed_do_not_begin():
-    calls = AsyncCalls[str]("test", 1)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def waits() -> str:
-        begun.set()
-        go_on.wait(60)
-        return "done"
-
+    calls, waits = AsyncCalls[str]("test", 1), Waits()
     calls.submit(1, waits, "nothing")
     calls.submit(2, lambda: "done", "nothing")
-    assert begun.wait(60)
+    assert waits.begun.wait(60)
     closing = threading.Thread(target=calls.close)
     closing.start()
-    assert calls._closing.wait(60)
-    go_on.set()
+    # Withdrawn by `close`, which waits for the one that runs.
+    eventually(lambda: calls.take(2) == "nothing")
+    waits.go_on.set()
     closing.join(60)
     calls.submit(3, lambda: "done", "nothing")
-    assert sorted(calls.finished()) == [(1, "done"), (2, "nothing"), (3, "nothing")]
+    assert sorted(calls.finished()) == [(1, "done"), (3, "nothing")]
     calls.close()
 
 
@@ -94,14 +96,14 @@ def test_a_job_for_which_no_thread_can_be_started_is_reported_and_never_made(mon
 def test_where_no_further_thread_can_be_started_a_job_waits_and_is_reported_once(monkeypatch):
     """Reported as failed, and made all the same, it would write to another request's memory."""
     calls, made = AsyncCalls[str]("test", 2), list[int]()
-    begun, go_on = threading.Event(), threading.Event()
-    calls.submit(1, lambda: begun.set() or (go_on.wait(60) and "done"), "nothing")
-    assert begun.wait(60)
+    waits = Waits()
+    calls.submit(1, waits, "nothing")
+    assert waits.begun.wait(60)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         calls.submit(2, lambda: made.append(2) or "done", "nothing")
     assert (calls.finished(), made) == ([], [])
-    go_on.set()
+    waits.go_on.set()
     calls.wait_idle()
     calls.close()
     assert (calls.finished(), made) == ([(1, "done"), (2, "done")], [2])
@@ -110,17 +112,17 @@ def test_where_no_further_thread_can_be_started_a_job_waits_and_is_reported_once
 def test_jobs_that_wait_behind_hung_ones_are_answered_at_their_deadline_and_never_made():
     notified, late = threading.Semaphore(0), RefusedCalls("test")
     calls = AsyncCalls[str]("test", 1, notified.release, 0.05, late)
-    begun, go_on, made = threading.Event(), threading.Event(), list[int]()
+    waits, made = Waits(), list[int]()
     # In the memory of a read that hangs, a storage with `HungReads.WAIT` may still write.
-    calls.submit(0, lambda: begun.set() or (go_on.wait(60) and "done"), "nothing")
-    assert begun.wait(60)
+    calls.submit(0, waits, "nothing")
+    assert waits.begun.wait(60)
     for row in (range(1, 4), range(4, 6)):
         for job in row:
             calls.submit(job, lambda job=job: made.append(job) or "done", "nothing")
         for _ in row:
             assert notified.acquire(timeout=60)
         assert calls.finished() == [(job, "nothing") for job in row]
-    go_on.set()
+    waits.go_on.set()
     assert notified.acquire(timeout=60)
     calls.close()
     assert (calls.finished(), made) == ([(0, "done")], [])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_storage.engines.lmcache.arena_pool import ArenaPool
+from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.engines.lmcache.identity import (
     ObjectLayout,
     Place,
@@ -17,36 +17,37 @@ from hicache_storage.engines.lmcache.identity import (
 from hicache_storage.spec import ConfigError
 
 OPTIONS = {"driver": "file", "driver_config": {"path": "/data"}}
-PLACE = Place("model", 0x01000100, 0, ObjectLayout.of([(2, 4, 64, 16)], ["torch.bfloat16"]))
+PLACE = {
+    "model": "model",
+    "kv_rank": 0x01000100,
+    "group": 0,
+    "layout": ObjectLayout.of([(2, 4, 64, 16)], ["torch.bfloat16"]),
+}
 
 
-def fingerprint(place=PLACE, version="0.5", **options):
-    config = adapter_config({**OPTIONS, **options})
+def fingerprint(version="0.5", **changes):
+    """Of a place and options, some of which are changed."""
+    place = Place(**{name: changes.pop(name, value) for name, value in PLACE.items()})
+    config = adapter_config({**OPTIONS, **changes})
     return place_identity(place, config, version=version).fingerprint("kv")
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changes",
     [
-        PLACE._replace(model="other"),
-        PLACE._replace(kv_rank=0x02000200),
-        PLACE._replace(group=1),
+        {"model": "other"},
+        {"kv_rank": 0x02000200},
+        {"group": 1},
         # LMCache's own keys do not tell these.
-        PLACE._replace(layout=ObjectLayout.of([(2, 4, 64, 16)], ["float16"])),
-        PLACE._replace(layout=ObjectLayout.of([(2, 4, 16, 64)], ["bfloat16"])),
-        PLACE._replace(layout=ObjectLayout.of([(4, 64, 16)] * 2, ["bfloat16"] * 2)),
+        {"layout": ObjectLayout.of([(2, 4, 64, 16)], ["float16"])},
+        {"layout": ObjectLayout.of([(2, 4, 16, 64)], ["bfloat16"])},
+        {"layout": ObjectLayout.of([(4, 64, 16)] * 2, ["bfloat16"] * 2)},
+        *({"revision": "2"}, {"salt": "s"}, {"tenant": "t"}, {"kv_dtype": "fp8"}),
+        {"version": "0.6"},
     ],
 )
-def test_places_that_differ_share_nothing(other):
-    assert fingerprint(other) != fingerprint()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"revision": "2"}, {"salt": "s"}, {"tenant": "t"}, {"kv_dtype": "fp8"}, {"version": "0.6"}],
-)
-def test_options_that_differ_share_nothing(options):
-    assert fingerprint(**options) != fingerprint()
+def test_places_and_options_that_differ_share_nothing(changes):
+    assert fingerprint(**changes) != fingerprint()
 
 
 def test_salts_share_a_storage_and_no_key():
@@ -70,10 +71,10 @@ def test_a_bad_option_is_refused_by_name():
 
 def test_an_object_may_end_with_the_arena_and_no_later():
     arena = memoryview(bytearray(range(200)))
-    pool = ArenaPool(arena, align_bytes=10, page_bytes=25)
+    pool = EnginePool(arena, stride=10, page_bytes=25, layout="lmcache")
     assert pool.geometry.size == 18
     [[last]] = pool.page_buffers([17])
     assert bytes(last) == bytes(range(170, 195))
     last[0] = 7
     assert arena[170] == 7
-    assert ArenaPool(arena, align_bytes=10, page_bytes=300).geometry.size == 0
+    assert EnginePool(arena, stride=10, page_bytes=300, layout="l").geometry.size == 0

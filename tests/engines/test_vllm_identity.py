@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -53,53 +53,40 @@ class Engine:
     kv_cache_layout: str | None = "LBHNC"
 
 
-def fingerprint(engine=None, *, replicated=False, build=BUILD, **options):
+def fingerprint(engine=None, *, build=BUILD, **options):
     config = tier_config({**OPTIONS, **options})
-    return tier_identity(
-        engine or Engine(), config, replicated=replicated, build=build
-    ).fingerprint("kv")
-
-
-def test_the_same_engine_has_the_same_identity():
-    assert fingerprint() == fingerprint(Engine())
+    identity = tier_identity(engine or Engine(), config, replicated=False, build=build)
+    return identity.fingerprint("kv")
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("engine", "options"),
     [
-        replace(Engine(), model=Model(name="other")),
-        replace(Engine(), model=Model(dtype="float16")),
-        replace(Engine(), groups=(Group(tokens_per_block=32),)),
-        replace(Engine(), groups=(Group(layer_names=("a", "c")),)),
-        replace(Engine(), groups=(Group(group_id=1),)),
-        replace(
-            Engine(), groups=(Group(layer_names=("a",)), Group(layer_names=("b",), group_id=1))
-        ),
-        replace(Engine(), cache=Cache(blocks_per_chunk=8)),
-        replace(Engine(), cache=Cache(tokens_per_hash=32)),
-        replace(Engine(), kv_cache_layout="LBNHC"),
-        replace(Engine(), kv_cache_layout=None),
-        replace(Engine(), canonical_layout=True),
-        replace(Engine(), parallel=Parallel(world_size=4, tp_size=4)),
-        replace(Engine(), parallel=Parallel(tp_size=1, pp_size=2)),
-        replace(Engine(), parallel=Parallel(tp_size=1, pcp_size=2)),
-        replace(Engine(), parallel=Parallel(tp_size=1, dcp_size=2)),
+        ({"model": Model(name="other")}, {}),
+        ({"model": Model(dtype="float16")}, {}),
+        ({"groups": (Group(tokens_per_block=32),)}, {}),
+        ({"groups": (Group(layer_names=("a", "c")),)}, {}),
+        ({"groups": (Group(group_id=1),)}, {}),
+        ({"groups": (Group(layer_names=("a",)), Group(layer_names=("b",), group_id=1))}, {}),
+        ({"cache": Cache(blocks_per_chunk=8)}, {}),
+        ({"cache": Cache(tokens_per_hash=32)}, {}),
+        ({"kv_cache_layout": "LBNHC"}, {}),
+        ({"kv_cache_layout": None}, {}),
+        ({"canonical_layout": True}, {}),
+        ({"parallel": Parallel(world_size=4, tp_size=4)}, {}),
+        ({"parallel": Parallel(tp_size=1, pp_size=2)}, {}),
+        ({"parallel": Parallel(tp_size=1, pcp_size=2)}, {}),
+        ({"parallel": Parallel(tp_size=1, dcp_size=2)}, {}),
+        ({}, {"revision": "2"}),
+        ({}, {"salt": "s"}),
+        ({}, {"tenant": "t"}),
+        ({}, {"kv_dtype": "fp8_e5m2"}),
+        ({}, {"build": {**BUILD, "vllm": "0.33"}}),
+        ({}, {"build": {**BUILD, "device": "cpu AVX2"}}),
     ],
 )
-def test_engines_that_differ_share_nothing(other):
-    assert fingerprint(other) != fingerprint()
-
-
-@pytest.mark.parametrize(
-    "options", [{"revision": "2"}, {"salt": "s"}, {"tenant": "t"}, {"kv_dtype": "fp8_e5m2"}]
-)
-def test_options_that_differ_share_nothing(options):
-    assert fingerprint(**options) != fingerprint()
-
-
-@pytest.mark.parametrize("build", [{**BUILD, "vllm": "0.33"}, {**BUILD, "device": "cpu AVX2"}])
-def test_builds_that_differ_share_nothing(build):
-    assert fingerprint(build=build) != fingerprint()
+def test_what_differs_shares_nothing(engine, options):
+    assert fingerprint(Engine(**engine), **options) != fingerprint() == fingerprint(Engine())
 
 
 def test_tp_sizes_share_in_the_canonical_layout_alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import time
@@ -20,7 +21,7 @@ from lmcache.v1.platform import create_event_notifier
 from hicache_storage.engines.async_calls import AsyncCalls
 from hicache_storage.engines.bridge_metrics import RefusedCalls
 from hicache_storage.engines.bridge_storage import minor_version, open_storage
-from hicache_storage.engines.lmcache.arena_pool import ArenaPool, arena_view
+from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.engines.lmcache.identity import (
     ObjectLayout,
     Place,
@@ -102,7 +103,9 @@ class HiCacheL2Adapter(L2AdapterInterface):
                 "hicache bridge: LMCache has no contiguous L1 arena; use its default L1 memory"
             )
         self._arena = l1_memory_desc
-        self._view = arena_view(l1_memory_desc.ptr, l1_memory_desc.size)
+        # The arena outlives the adapter.
+        arena = (ctypes.c_char * l1_memory_desc.size).from_address(l1_memory_desc.ptr)
+        self._view = memoryview(arena).cast("B")
         self._version = minor_version("lmcache")
         # A driver or an option that is wrong is told now, and not by each call.
         create_storage(
@@ -336,8 +339,11 @@ class HiCacheL2Adapter(L2AdapterInterface):
         return found
 
     def _open(self, place: Place) -> HiCacheStorage:
-        pool = ArenaPool(
-            self._view, align_bytes=self._arena.align_bytes, page_bytes=_bytes_of(place.layout)
+        pool = EnginePool(
+            self._view,
+            stride=self._arena.align_bytes,
+            page_bytes=_bytes_of(place.layout),
+            layout="lmcache",
         )
         identity = place_identity(place, self._config, version=self._version)
         return open_storage(self._config, identity, {PoolName.KV: pool})

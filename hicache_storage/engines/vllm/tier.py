@@ -26,8 +26,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from hicache_storage.engines.async_calls import AsyncCalls
 from hicache_storage.engines.bridge_metrics import RefusedCalls
 from hicache_storage.engines.bridge_storage import open_storage
+from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.engines.vllm.build import build_of
-from hicache_storage.engines.vllm.chunk_pool import ChunkPool
 from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_config, tier_identity
 from hicache_storage.engines.vllm.metrics import TierMetrics, definitions
 from hicache_storage.observability.logs import log_like
@@ -163,8 +163,13 @@ class HiCacheTier(SecondaryTierManager):
             engine, self._config, replicated=replicated, build=build_of(engine)
         )
         self._names = pool_names(engine.groups)
-        self._pool: ChunkPool | None = ChunkPool(
-            primary_kv_view, page_bytes=self._row_bytes, layout=identity.layout
+        assert primary_kv_view.shape is not None
+        self._pool: EnginePool | None = EnginePool(
+            # Sub-views of two dimensions are not implemented.
+            primary_kv_view.cast("B"),
+            stride=primary_kv_view.shape[1],
+            page_bytes=self._row_bytes,
+            layout=identity.layout,
         )
         self._off = ""
         """Reason why nothing is served any more; empty while it is."""
