@@ -16,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -150,78 +150,47 @@ def chain(conversation: str, pages: int) -> list[str]:
     return keys
 
 
-@dataclass
-class Acknowledged:
-    """Result of a call of the writer, one line of JSON on its standard output."""
-
-    conversation: str
-    keys: list[str]
-    bytes: int
-    stored: dict[str, list[bool]] = field(default_factory=dict[str, list[bool]])
-
-
 def store(driver: str, path: str, conversation: str, pages: int) -> None:
-    """The first process: stores a conversation call by call and acknowledges each."""
-    model = Model()
+    """The first process: stores a conversation call by call and acknowledges each, in a line of
+    JSON."""
+    model, keys = Model(), chain(conversation, pages)
     with model.open(driver, path) as storage:
-        keys = chain(conversation, pages)
         for start in range(0, pages, CALL_PAGES):
             transfers = model.transfers(keys[start : start + CALL_PAGES])
             size = model.write(transfers)
             print(STORING, flush=True)
-            stored = storage.batch_set_v2(transfers)
-            call = Acknowledged(
-                conversation,
-                keys[start : start + CALL_PAGES],
-                size,
-                {str(k): v for k, v in stored.items()},
-            )
-            print(json.dumps(asdict(call)), flush=True)
-
-
-@dataclass
-class Restored:
-    """Result of the second process."""
-
-    pages: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})
-    hits: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})
-    bytes: int = 0
-    seconds: float = 0.0
-    wrong: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})
-    damaged: dict[str, int] = field(default_factory=lambda: {"kv": 0, "mamba": 0})
-    longest_prefix: dict[str, int] = field(default_factory=dict[str, int])
+            storage.batch_set_v2(transfers)
+            call = {"conversation": conversation, "keys": transfers[0].keys, "bytes": size}
+            print(json.dumps(call), flush=True)
 
 
 def restore(driver: str, path: str) -> None:
     """The second process: restores every call that its standard input names, and verifies every
     byte."""
-    model, result = Model(), Restored()
-    conversations: dict[str, list[str]] = {}
+    model, size, seconds = Model(), 0, 0.0
+    counts = {name: Counter[str]() for name in model.pools}
+    conversations = dict[str, list[str]]()
     with model.open(driver, path) as storage:
-        for line in sys.stdin:
-            call = Acknowledged(**json.loads(line))
-            conversations.setdefault(call.conversation, []).extend(call.keys)
-            transfers = model.transfers(call.keys)
+        for call in map(json.loads, sys.stdin):
+            conversations.setdefault(call["conversation"], []).extend(call["keys"])
+            transfers = model.transfers(call["keys"])
             model.forget()
             started = time.perf_counter()
             delivered = storage.batch_get_v2(transfers)
-            result.seconds += time.perf_counter() - started
+            seconds += time.perf_counter() - started
             for name, pages in delivered.items():
-                result.wrong[name] += model.wrong_pages(transfers, name, pages)
-                result.pages[name] += len(pages)
-                result.hits[name] += sum(pages)
-                result.bytes += sum(pages) * model.pools[name].geometry.page_bytes
-        for conversation, keys in conversations.items():
-            window = PoolTransfer(
-                PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES
-            )
-            result.longest_prefix[conversation] = storage.batch_exists_v2(
-                keys, [window]
-            ).kv_hit_pages
-        result.damaged.update(
-            {name: stats.pages_damaged for name, stats in storage.get_stats().pools.items()}
-        )
-    print(json.dumps(asdict(result)))
+                wrong = model.wrong_pages(transfers, name, pages)
+                counts[name].update(pages=len(pages), hits=sum(pages), wrong=wrong)
+                size += sum(pages) * model.pools[name].geometry.page_bytes
+        window = PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        prefixes = {
+            conversation: storage.batch_exists_v2(keys, [window]).kv_hit_pages
+            for conversation, keys in conversations.items()
+        }
+        for name, stats in storage.get_stats().pools.items():
+            counts[name]["damaged"] += stats.pages_damaged
+    speed = f"{size / seconds / 1e9:.2f}"
+    print(json.dumps({"pools": counts, "speed": speed, "prefixes": prefixes}))
 
 
 def run(driver: str, path: str, gib: float) -> int:
@@ -256,7 +225,7 @@ def run(driver: str, path: str, gib: float) -> int:
     done = subprocess.run(
         arguments, input="".join(acknowledged), stdout=subprocess.PIPE, text=True, check=True
     )
-    return report(console, Restored(**json.loads(done.stdout)))
+    return report(console, json.loads(done.stdout))
 
 
 def follow(
@@ -275,9 +244,9 @@ def follow(
                 process.kill()
             continue
         acknowledged.append(line)
-        call = Acknowledged(**json.loads(line))
-        pages += len(call.keys)
-        advance(call.bytes)
+        call = json.loads(line)
+        pages += len(call["keys"])
+        advance(call["bytes"])
     return process.wait()
 
 
@@ -286,21 +255,9 @@ def writer(
     driver: str, path: str, conversation: str, pages: int
 ) -> Generator[subprocess.Popen[str]]:
     """The storing process; killed if the demo itself fails."""
-    arguments = [
-        "--role",
-        "store",
-        "--driver",
-        driver,
-        "--path",
-        path,
-        "--conversation",
-        conversation,
-        "--pages",
-        str(pages),
-    ]
-    process = subprocess.Popen(
-        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, __file__, "--role", "store", "--driver", driver, "--path", path]
+    command += ["--conversation", conversation, "--pages", str(pages)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -310,26 +267,25 @@ def writer(
             process.stdout.close()
 
 
-def report(console: Console, result: Restored) -> int:
+def report(console: Console, result: dict[str, Any]) -> int:
     """Print the table; 0 if everything acknowledged came back and every byte was right."""
     table = Table(title="restored by another process", title_justify="left")
-    for column in ("pool", "pages acknowledged", "hits", "GB/s", "damaged", "wrong bytes"):
+    for column in ("pool", "pages acknowledged", "hits", "damaged", "wrong bytes", "GB/s"):
         table.add_column(column, justify="left" if column == "pool" else "right")
-    for name in ("kv", "mamba"):
-        damaged, wrong = str(result.damaged[name]), str(result.wrong[name])
-        table.add_row(name, str(result.pages[name]), str(result.hits[name]), "", damaged, wrong)
-    speed = f"{result.bytes / result.seconds / 1e9:.2f}"
+    columns = ("pages", "hits", "damaged", "wrong")
+    total = Counter[str]()
+    for name, counts in result["pools"].items():
+        total.update(counts)
+        table.add_row(name, *(str(counts.get(column, 0)) for column in columns))
     table.add_section()
-    pages, hits = sum(result.pages.values()), sum(result.hits.values())
-    damaged, wrong = sum(result.damaged.values()), sum(result.wrong.values())
-    table.add_row("all", str(pages), str(hits), speed, str(damaged), str(wrong))
+    table.add_row("all", *(str(total[column]) for column in columns), result["speed"])
     console.print(table)
-    for conversation, prefix in result.longest_prefix.items():
+    for conversation, prefix in result["prefixes"].items():
+        tokens = prefix * PAGE_SIZE
         console.print(
-            f"{conversation} conversation: {prefix} pages ({prefix * PAGE_SIZE} tokens) can be "
-            f"resumed"
+            f"{conversation} conversation: {prefix} pages ({tokens} tokens) can be resumed"
         )
-    right = hits == pages and not wrong and not damaged
+    right = total["hits"] == total["pages"] and not total["wrong"] and not total["damaged"]
     console.print(
         "[green]every acknowledged page came back, every byte verified"
         if right

@@ -3,11 +3,10 @@ reader's colours."""
 
 from __future__ import annotations
 
-import logging
 import posixpath
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from api_pages import api_pages
 from command_line import command_line
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[2]
 COMMAND_LINE: Final = "command-line.md"
 CHANGELOG: Final = "changelog.md"
-# MkDocs counts what loggers below its own name warn of, and `--strict` fails on it.
-_log: Final = logging.getLogger("mkdocs.hooks.docs")
 _LINK: Final = re.compile(r"(?<=\]\()(?P<path>\.\./[\w./-]+)(?=\))")
 # A link whose text is the file's name, as it is read outside of the site; on it the page's title
 # stands there.
@@ -32,16 +29,6 @@ _TITLE: Final = re.compile(r"^# (.+)$", re.MULTILINE)
 _DRAWING: Final = re.compile(
     r"^!\[(?P<alt>[^\]]*)\]\((?P<path>[\w./-]*images/[\w-]+\.svg)\)$", re.MULTILINE
 )
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out of the navigation what is not written; it is told, and is no failure."""
-    made = {COMMAND_LINE, CHANGELOG, *api_pages()}
-    missing = list[str]()
-    config.nav = _existing(config.nav, Path(config.docs_dir), made, missing)
-    if missing:
-        _log.info("not in the navigation, because they are not there: %s", ", ".join(missing))
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -85,18 +72,3 @@ def _source(page: str, link: str) -> str:
     """The path in the repository that a page links to; empty if it is a page, too."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
     return "" if path.startswith("docs/") else path
-
-
-def _existing(nav: Any, folder: Path, made: set[str], missing: list[str]) -> Any:
-    if isinstance(nav, list):
-        kept = (_existing(entry, folder, made, missing) for entry in nav)
-        return [entry for entry in kept if entry]
-    if isinstance(nav, dict):
-        kept_entries = {
-            title: _existing(entry, folder, made, missing) for title, entry in nav.items()
-        }
-        return {title: entry for title, entry in kept_entries.items() if entry}
-    if nav in made or (folder / nav).exists():
-        return nav
-    missing.append(nav)
-    return None
