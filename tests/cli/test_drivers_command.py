@@ -11,25 +11,19 @@ def hicache(*arguments, **environment):
     return run_hicache(*arguments, COLUMNS="200", **environment)
 
 
-def test_lists_the_file_driver():
-    done = hicache("drivers")
-    assert done.returncode == 0, done.stderr
-    assert "file" in done.stdout
-    assert "hicache-storage:file" in done.stdout
-    assert "sharing=processes" in done.stdout
-
-
-def test_shows_a_driver_and_its_options():
-    done = hicache("drivers", "file")
-    assert done.returncode == 0, done.stderr
-    for word in ("path", "required", "capacity", "durability"):
-        assert word in done.stdout
-
-
-def test_an_unknown_driver():
-    done = hicache("drivers", "fiel")
-    assert done.returncode == 1
-    assert "no driver named 'fiel'; installed:" in done.stderr
+@pytest.mark.parametrize(
+    ("names", "status", "words"),
+    [
+        ([], 0, ("hicache-storage:file", "sharing=processes")),
+        (["file"], 0, ("path", "required", "capacity", "durability")),
+        (["fiel"], 1, ("no driver named 'fiel'; installed:",)),
+    ],
+)
+def test_lists_drivers_and_shows_one_with_its_options(names, status, words):
+    done = hicache("drivers", *names)
+    assert done.returncode == status, done.stderr
+    for word in words:
+        assert word in done.stdout + done.stderr
 
 
 def test_a_broken_plugin_is_listed_and_fails_the_command(tmp_path):
@@ -42,12 +36,6 @@ def test_a_broken_plugin_is_listed_and_fails_the_command(tmp_path):
     assert done.returncode == 1
     assert "broken acme:acme: RuntimeError: boom" in done.stdout
     assert "hicache-storage:file" in done.stdout
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help_names_the_commands(arguments):
-    done = hicache(*arguments)
-    assert "drivers" in done.stdout + done.stderr
 
 
 def test_without_the_cli_extra_the_fix_is_named():

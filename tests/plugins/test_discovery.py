@@ -43,6 +43,9 @@ def plugin(tmp_path, monkeypatch):
     return make
 
 
+HOOK = "from hicache_storage import hookimpl\n@hookimpl\ndef "
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -50,47 +53,14 @@ def plugin(tmp_path, monkeypatch):
         ("import no_such_module", "no_such_module"),
         ("x = 1", "implements no hook"),
         (
-            (
-                "import pluggy\n@pluggy.HookimplMarker('hicache')\ndef hicache_register_drivers(): "
-                "return []"
-            ),
+            "import pluggy\n@pluggy.HookimplMarker('hicache')\ndef hicache_register_drivers(): return []",
             "implements no hook",
         ),
-        (
-            (
-                "from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_driver(): "
-                "return []"
-            ),
-            "hicache_register_driver",
-        ),
-        (
-            (
-                "from hicache_storage import hookimpl\n@hookimpl\ndef "
-                "hicache_register_drivers(config): return []"
-            ),
-            "config",
-        ),
-        (
-            (
-                "from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): "
-                "raise OSError('late')"
-            ),
-            "late",
-        ),
-        (
-            (
-                "from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): "
-                "return ['acme']"
-            ),
-            "DriverSpec",
-        ),
-        (
-            (
-                "from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): "
-                "yield 1/0"
-            ),
-            "zero",
-        ),
+        (HOOK + "hicache_register_driver(): return []", "hicache_register_driver"),
+        (HOOK + "hicache_register_drivers(config): return []", "config"),
+        (HOOK + "hicache_register_drivers(): raise OSError('late')", "late"),
+        (HOOK + "hicache_register_drivers(): return ['acme']", "DriverSpec"),
+        (HOOK + "hicache_register_drivers(): yield 1/0", "zero"),
     ],
 )
 def test_a_broken_plugin_is_reported_and_stops_nobody_else(plugin, source, message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from hicache_storage.spec import (
     UnknownPoolError,
 )
 from hicache_storage.testing import FaultLayer, FaultOptions
+from tests.support.waiting import eventually
 
 KEYS = [f"page{number}" for number in range(6)]
 PLACES = list(range(6))
@@ -87,13 +87,6 @@ def test_of_a_partial_answer_every_hit_is_right(around):
         assert all(pool.page(place) == contents[place] for place in PLACES if found[place])
 
 
-def until_struck(layer):
-    until = time.monotonic() + 60
-    while not layer.injected["hang"]:
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
 def test_a_hang_ends_when_told_and_is_a_miss(around):
     layer, pool, storage = around(hang=1.0)
     answers = []
@@ -101,7 +94,7 @@ def test_a_hang_ends_when_told_and_is_a_miss(around):
         target=lambda: answers.extend(layer.batch_get_v2([pool.transfer("kv", KEYS, PLACES)])["kv"])
     )
     call.start()
-    until_struck(layer)
+    eventually(lambda: layer.injected["hang"])
     call.join(0.05)
     assert call.is_alive()
     layer.disable()
@@ -116,7 +109,7 @@ def test_closing_lets_go_what_hangs(around):
     layer, *_ = around(hang=1.0)
     call = threading.Thread(target=lambda: layer.batch_exists_v2(KEYS))
     call.start()
-    until_struck(layer)
+    eventually(lambda: layer.injected["hang"])
     layer.close()
     call.join(60)
     assert not call.is_alive()
@@ -128,12 +121,8 @@ def test_under_a_deadline_a_hang_is_a_miss_in_time(kit):
     guarded = wrap(layer, StorageOptions(deadline_seconds=60, breaker_threshold=0))
     guarded.register_mem_host_pool_v2(kit.pool(), "kv")
     guarded.open()
-    assert (
-        guarded.batch_exists_v2(
-            KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=0.05)
-        ).kv_hit_pages
-        == 0
-    )
+    info = HiCacheStorageExtraInfo(deadline_seconds=0.05)
+    assert guarded.batch_exists_v2(KEYS, None, info).kv_hit_pages == 0
     assert guarded.get_stats().deadlines_missed == 1
     layer.disable()
     guarded.close()
@@ -146,19 +135,10 @@ def test_a_delay_eats_into_the_deadline(around):
     storage.batch_exists_v2 = lambda keys, pools, info: (
         told.append(info.deadline_seconds) or inner(keys, pools, info)
     )
-    assert (
-        layer.batch_exists_v2(
-            KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=30.0)
-        ).kv_hit_pages
-        == 6
-    )
+    for seconds, hits in ((30.0, 6), (1e-6, 0)):
+        info = HiCacheStorageExtraInfo(deadline_seconds=seconds)
+        assert layer.batch_exists_v2(KEYS, None, info).kv_hit_pages == hits
     assert told[0] < 30.0
-    assert (
-        layer.batch_exists_v2(
-            KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=1e-6)
-        ).kv_hit_pages
-        == 0
-    )
     assert len(told) == 1
     assert layer.injected == {"delay": 2}
 
