@@ -15,6 +15,7 @@ from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client.failover import FIRST_BACKOFF_SECONDS
 from tests.backends.hf3fs.forwards import Manner
 from tests.support.metadata import HttpClient, Unanswered
+from tests.support.waiting import eventually
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
@@ -105,7 +106,7 @@ class Strikes(threading.Thread):
         [replica] = [node for node in nodes if node is not primary]
         with self._outage(f"kill -9 primary {primary.port}"):
             primary.kill()
-            _wait_for_role(replica, "master")
+            eventually(lambda: _role(replica) == "master", "the replica is not promoted")
             primary.start()
             primary.follow(replica)
 
@@ -135,10 +136,7 @@ class Strikes(threading.Thread):
 
     def _wait_until_served(self, servers):
         """Wait until each scope is served, by whichever server, as some servers know it."""
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not any(_serves_all(server) for server in servers):
-            assert time.monotonic() < until, "a scope is not served"
-            time.sleep(0.01)
+        eventually(lambda: any(map(_serves_all, servers)), "a scope is not served")
 
     def _max_gap(self, is_over):
         """The longest time until `is_over` in which some scope was not served."""
@@ -153,10 +151,7 @@ class Strikes(threading.Thread):
             time.sleep(0.01)
 
     def _wait_until_ready(self):
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not all(_is_ready(server) for server in self._servers):
-            assert time.monotonic() < until, "a server does not become ready"
-            time.sleep(0.01)
+        eventually(lambda: all(map(_is_ready, self._servers)), "a server does not become ready")
 
     def _note(self, what):
         self.log.append(f"{time.monotonic() - self._begin:6.2f} s  {what}")
@@ -175,13 +170,6 @@ def suspended(server):
 def _role(node):
     with node.client() as client:
         return client.info("replication")["role"]
-
-
-def _wait_for_role(node, role):
-    until = time.monotonic() + PATIENCE_SECONDS
-    while _role(node) != role:
-        assert time.monotonic() < until, f"Redis {node.port} does not become {role}"
-        time.sleep(0.05)
 
 
 def _serves_all(server):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import select
 import signal
 import threading
 import time
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
-from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client.embedded import EmbeddedMetadata, _State
@@ -35,7 +33,8 @@ from hicache_storage.spec import (
 )
 from tests.backends.file.harness import COMPONENTS, ScratchPool, identity
 from tests.backends.hf3fs.forwards import Forward, Manner
-from tests.backends.hf3fs.harness import chain
+from tests.backends.hf3fs.harness import chain, interrupted, recycle
+from tests.support.forking import in_child
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=115)
@@ -99,22 +98,8 @@ def test_a_page_whose_slot_was_given_away_is_a_miss_and_no_damage(mine):
     """D2: between the lookup and the read, every slot is recycled."""
     reader, writer, keys = mine(file_size="64KiB"), mine(file_size="64KiB"), chain("a", 8)
     assert all(writer.put(keys))
-    engine = reader.store.engine
-    real, turns = engine.read, []
-
-    def read(jobs, call):
-        if not turns:
-            turns.append(1)
-            until = time.monotonic() + PATIENCE_SECONDS
-            for number in range(1000):
-                writer.put(chain(f"other-{number}", 8))
-                if number > 8 and all(writer.slot(key) < 0 for key in keys):
-                    break
-                assert time.monotonic() < until
-        real(jobs, call)
-
-    engine.read = read
-    assert reader.get(keys) == [None] * 8
+    with interrupted(reader.store.engine, "read", lambda: recycle(writer, keys)):
+        assert reader.get(keys) == [None] * 8
     stats = reader.storage.get_stats()
     assert stats.pools["kv"].pages_damaged == 0
     assert stats.faults == 0
@@ -123,23 +108,17 @@ def test_a_page_whose_slot_was_given_away_is_a_miss_and_no_damage(mine):
 def test_a_page_that_has_moved_is_read_from_where_it_is(mine):
     one, other, keys = mine(), mine(), chain("a", 4)
     assert all(one.put(keys))
-    real, turns = one.store.engine.read, []
 
-    def read(jobs, call):
-        if not turns:
-            turns.append(1)
-            scope = one.scope
-            slots = [one.slot(key) for key in keys]
-            other.storage.delete(keys)
-            # They land elsewhere: what they had rests, or is overwritten here.
-            assert all(other.put(keys, version=1))
-            for slot in slots:
-                if slot not in [one.slot(key) for key in keys]:
-                    one.overwrite(slot, b"\0" * scope.file.geometry.slot_bytes)
-        real(jobs, call)
+    def move():
+        slots = {one.slot(key) for key in keys}
+        other.storage.delete(keys)
+        # They land elsewhere: what they had rests, or is overwritten here.
+        assert all(other.put(keys, version=1))
+        for slot in slots - {one.slot(key) for key in keys}:
+            one.overwrite(slot, b"\0" * one.scope.file.geometry.slot_bytes)
 
-    one.store.engine.read = read
-    one.expect(keys, version=1)
+    with interrupted(one.store.engine, "read", move):
+        one.expect(keys, version=1)
 
 
 @pytest.mark.parametrize(
@@ -216,44 +195,26 @@ def test_with_a_server_lookups_are_not_answered_from_memory(rig, server):
     assert one.storage.batch_present_cached(keys) is None
 
 
-def test_a_batch_larger_than_the_store_keeps_its_beginning(mine):
-    one, keys = mine(file_size="64KiB"), chain("a", 20)
-    answers = one.put(keys)
-    assert answers == [True] * 14 + [False] * 6
-    assert one.hits(keys) == 14
-
-
 def test_a_write_that_comes_too_late_is_not_published(mine):
     one, keys = mine(), chain("a", 2)
-    real = one.store.engine.write
-
-    def slow(jobs, call):
-        real(jobs, call)
-        time.sleep(0.4)
-
-    one.store.engine.write = slow
-    assert one.put(keys, seconds=0.3) == [False, False]
+    with interrupted(one.store.engine, "write", lambda: time.sleep(0.4), late=True):
+        assert one.put(keys, seconds=0.3) == [False, False]
     assert one.hits(keys) == 0
-    one.store.engine.write = real
     eventually(lambda: all(one.put(keys)))
     one.expect(keys)
 
 
 def test_a_lost_lease_publishes_nothing(mine):
     one, other, keys = mine(lease_seconds=0.3), mine(), chain("a", 1)
-    real, goes_on = one.store.engine.write, threading.Event()
-
-    def stuck(jobs, call):
-        real(jobs, call)
-        goes_on.wait(2 * PATIENCE_SECONDS)
-
-    one.store.engine.write = stuck
-    answers = []
-    writing = threading.Thread(target=lambda: answers.append(one.put(keys)))
-    writing.start()
-    eventually(lambda: all(other.put(keys, version=1)))
-    goes_on.set()
-    writing.join()
+    goes_on, answers = threading.Event(), []
+    with interrupted(
+        one.store.engine, "write", lambda: goes_on.wait(2 * PATIENCE_SECONDS), late=True
+    ):
+        writing = threading.Thread(target=lambda: answers.append(one.put(keys)))
+        writing.start()
+        eventually(lambda: all(other.put(keys, version=1)))
+        goes_on.set()
+        writing.join()
     # Told by the directory that somebody else has stored the page meanwhile, or that it was not
     # stored.
     assert answers[0] in ([False], [True])
@@ -262,35 +223,12 @@ def test_a_lost_lease_publishes_nothing(mine):
 
 def test_a_lost_lease_is_a_fault_that_is_counted(mine, caplog):
     one, keys = mine(lease_seconds=0.2), chain("a", 2)
-    real = one.store.engine.write
-
-    def stalls(jobs, call):
-        real(jobs, call)
-        time.sleep(0.5)
-
-    one.store.engine.write = stalls
-    assert one.put(keys) == [False, False]
+    with interrupted(one.store.engine, "write", lambda: time.sleep(0.5), times=99, late=True):
+        assert one.put(keys) == [False, False]
     assert one.storage.fault_count() == 1
     assert "2 leases ended before their pages were stored" in caplog.text
-    one.store.engine.write = real
     assert one.put(keys) == [True, True]
     assert one.storage.fault_count() == 1
-
-
-def test_writers_of_one_key_wait_for_each_other(mine):
-    rigs, keys = [mine() for _ in range(3)], chain("a", 12)
-    answers = [None] * 3
-
-    def put(number):
-        answers[number] = rigs[number].put(keys)
-
-    threads = [threading.Thread(target=put, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [[True] * 12] * 3
-    rigs[0].expect(keys)
 
 
 def test_a_set_pauses_only_where_it_waits(rig, monkeypatch):
@@ -353,14 +291,6 @@ def test_split_buffers_cover_everything_in_order(sizes):
     found = list(split_buffers(parts))
     assert b"".join(b"".join(some) for some in found) == b"".join(parts)
     assert all(0 < sum(map(len, some)) <= IO_BYTES for some in found)
-
-
-@pytest.mark.parametrize("key", ["", "~", "~a", "../x", "a" * 512, "\u20ac" * 170, "a/b", "A/B"])
-def test_any_key_is_legal(mine, key):
-    one = mine()
-    keys = [key, "~" + "0" * 40, "other"]
-    assert all(one.put(keys))
-    one.expect(keys)
 
 
 def test_people_are_told_whose_pages_a_file_has(mine):
@@ -469,21 +399,12 @@ def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes, tmp_path
 
 
 def test_a_child_forked_while_a_directory_is_opened_opens_one_of_its_own(tmp_path):
-    readiness, ready = os.pipe()
+    def open_another():
+        EmbeddedMetadata(str(tmp_path), quarantine_seconds=0.0).close()
+        return "opened"
+
     with EmbeddedMetadata._states_lock:
-        child = os.fork()
-        if not child:
-            EmbeddedMetadata(str(tmp_path), quarantine_seconds=0.0).close()
-            os.write(ready, b".")
-            os._exit(0)
-    os.close(ready)
-    try:
-        assert select.select([readiness], [], [], 10)[0], "the child hangs"
-        assert os.read(readiness, 1) == b"."
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(readiness)
+        assert in_child(open_another) == "opened"
 
 
 def test_a_clear_that_did_not_happen_says_so(rig, server):
@@ -530,17 +451,6 @@ def test_clients_that_are_configured_differently_are_refused(mine):
     one.expect(keys)
 
 
-def test_a_killed_server_loses_nothing(rig, server):
-    one = rig(metadata_url=server.url, lease_seconds=1.0)
-    keys = chain("a", 8)
-    assert all(one.put(keys))
-    server.kill()
-    assert one.hits(keys) == 0
-    assert one.get(keys) == [None] * 8
-    server.start()
-    one.expect(keys)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -556,45 +466,27 @@ def test_a_killed_server_loses_nothing(rig, server):
         ({"metadata_url": []}, "metadata_url: an empty list"),
         ({"metadata_url": ["http://a:1", 2]}, "metadata_url"),
         ({"engine": "magic"}, "engine"),
+        ({"metadata_url": "http://me:secret@meta:18000"}, "meta:18000' is given with a user"),
     ],
 )
-def test_bad_options_are_named(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_options_are_named_and_no_password_is(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message) as refused:
         create_storage("hf3fs", identity(), {"path": str(tmp_path), **options})
-
-
-def test_a_password_in_an_address_is_refused_and_not_told(tmp_path):
-    with pytest.raises(ConfigError, match="meta:18000' is given with a user") as refused:
-        create_storage(
-            "hf3fs",
-            identity(),
-            {"path": str(tmp_path), "metadata_url": "http://me:secret@meta:18000"},
-        )
     assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "given", ["http://a:1, https://b/", ["http://a:1/", "https://b"], ("http://a:1", "https://b")]
+    ("given", "urls"),
+    [
+        ("http://a:1, https://b/", ("http://a:1", "https://b")),
+        (["http://a:1/", "https://b"], ("http://a:1", "https://b")),
+        (None, ()),
+        ("", ()),
+    ],
 )
-def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, given):
+def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, given, urls):
     config = parse_config(Hf3fsConfig, {"path": str(tmp_path), "metadata_url": given})
-    assert config.metadata_urls == ("http://a:1", "https://b")
-
-
-@pytest.mark.parametrize("given", [None, ""])
-def test_without_an_address_there_is_no_server(tmp_path, given):
-    assert (
-        parse_config(Hf3fsConfig, {"path": str(tmp_path), "metadata_url": given}).metadata_urls
-        == ()
-    )
-
-
-def test_health_names_the_server(rig, server):
-    one = rig(metadata_url=[server.url])
-    one.storage.open()
-    health = one.storage.health()
-    assert health.ok
-    assert f"at {server.url}, engine" in health.detail
+    assert config.metadata_urls == urls
 
 
 def test_a_server_that_takes_no_changes_is_no_store_for_sets(rig, server):
@@ -642,13 +534,9 @@ def test_a_server_that_does_not_know_describe_is_no_fault(rig, server, monkeypat
 def test_a_storage_names_its_model_once(rig, server):
     one = rig(metadata_url=server.url)
     assert all(one.put(chain("a", 8)))
-    until = time.monotonic() + PATIENCE_SECONDS
-    while (
-        f'hicache_metadata_scope_info{{model="{identity().model}",scope="{one.scope.name}"}} 1.0'.encode()
-        not in metrics(server)
-    ):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    labels = f'model="{identity().model}",scope="{one.scope.name}"'
+    series = f"hicache_metadata_scope_info{{{labels}}} 1.0".encode()
+    eventually(lambda: series in metrics(server))
     one.expect(chain("a", 8))
     assert b'hicache_metadata_requests_total{route="/v2/describe",status="204"} 1.0' in metrics(
         server
@@ -663,32 +551,3 @@ def metrics(server):
 def test_usrbio_without_its_library_says_what_is_missing(rig):
     with pytest.raises(ConfigError, match="hf3fs-py-usrbio"):
         rig(engine="usrbio").storage.open()
-
-
-def test_engines_close_their_threads(rig):
-    before = set(threading.enumerate())
-    one = rig(threads=3, components=(1 << 20,), pages=48, file_size="64MiB")
-    one.store.engine._bytes_per_thread = 1 << 20
-    assert isinstance(one.store.engine, PosixEngine)
-    assert all(one.put(chain("a", 48)))
-    one.expect(chain("a", 48))
-    one.storage.close()
-    assert not [
-        thread for thread in set(threading.enumerate()) - before if thread.name == "hicache-hf3fs"
-    ]
-
-
-def test_the_directory_is_told_of_reads(mine):
-    """EV-4: what is read stays, though it was written first."""
-    one, warm = mine(file_size="64KiB"), chain("warm", 2)
-    assert all(one.put(warm))
-    for number in range(5):
-        one.put(chain(f"cold-{number}", 4))
-        one.expect(warm)
-
-
-def test_lookups_say_where(mine):
-    one, keys = mine(), chain("a", 1)
-    assert all(one.put(keys))
-    found = one.store.metadata.lookup([p.LookupScope(scope=one.scope.name, keys=keys)], Call(5))
-    assert found.scopes[0].lengths == [one.page_bytes + 64]

@@ -136,15 +136,6 @@ def test_a_response_that_an_interrupt_has_cut_off_is_not_the_next_ones():
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_client_that_is_closed_says_so():
-    with listening(ABOUT) as (url, _):
-        client = HttpMetadataClient(url)
-        client.refresh(Call(10))
-        client.close()
-        with pytest.raises(MetadataError, match="closed"):
-            client.refresh(Call(10))
-
-
 def test_a_closed_client_is_not_warned_of_what_nobody_waits_for():
     client = HttpMetadataClient("http://127.0.0.1:1")
     client.close()

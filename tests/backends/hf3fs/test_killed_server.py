@@ -156,11 +156,3 @@ def _missing(fresh, keys):
             assert page in (None, content(key, 0, fresh.page_bytes))
         missing += [key for key, page in zip(batch, found, strict=True) if page is None]
     return missing
-
-
-def test_the_ledger_finds_wrong_bytes_and_late_answers():
-    ledger, keys = Ledger(), chain("a", 3)
-    ledger.read(keys, [content(keys[0], 0, 50), None, content(keys[0], 0, 50)], 50)
-    ledger.took("get", DEADLINE_SECONDS + SLACK_SECONDS + 0.1)
-    assert len(ledger.wrong) == 2
-    assert (ledger.hits, ledger.misses) == (2, 1)

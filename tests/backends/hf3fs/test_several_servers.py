@@ -186,15 +186,3 @@ def test_a_miss_is_a_loss_unless_the_store_was_away():
 def test_wrong_bytes_are_never_excused():
     wrong = made(Call.GET, 10, found=(1, None, b"x"))
     assert anomalies(wrong, outages=[(5, 20)]) == [(AnomalyKind.FOREIGN, "c")]
-
-
-def test_a_delete_that_failed_while_the_store_was_away_may_have_been_made_or_not():
-    failed, later = (
-        made(Call.DELETE, 10, done=(True, False, False)),
-        made(Call.GET, 30, found=(None, None, 1)),
-    )
-    assert anomalies(failed, later) == [(AnomalyKind.REMOVED, "c")]
-    assert anomalies(failed, later, outages=[(5, 20)]) == []
-    assert anomalies(failed, made(Call.GET, 30, found=(1, 1, 1)), outages=[(5, 20)]) == [
-        (AnomalyKind.REMOVED, "a")
-    ]

@@ -79,6 +79,11 @@ class Rig:
             return connection
 
     @property
+    def lent_buffers(self):
+        """How many buffers gets have, also those that were left at their deadline."""
+        return self.driver._reader._target._buffers._lent
+
+    @property
     def stats(self):
         return self.storage.get_stats().pools["kv"]
 

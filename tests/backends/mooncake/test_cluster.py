@@ -14,7 +14,7 @@ import pytest
 
 from examples.mooncake_cluster import DevCluster, listens
 from hicache_backends.mooncake.client.connection import check_master
-from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.backends.mooncake.harness import Rig, chain
 from tests.support.commands import run_program, run_python
 
@@ -78,12 +78,6 @@ def test_the_command_names_an_option_that_it_refuses(arguments, complaint):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("port", [-1, 70000])
-def test_ports_that_do_not_exist(port):
-    with pytest.raises(ConfigError, match=rf"port \(--port\) is {port}"):
-        DevCluster(port=port)
-
-
 def test_a_port_in_use():
     """No process is started: its stores would join the cluster that listens there."""
     with DevCluster(1, 16 << 20) as cluster:
@@ -122,25 +116,6 @@ def test_a_cluster_that_does_not_come_up():
             second.start()
         assert [process.pid for process in (second.master, *second.stores)] == [None, None]
         assert cluster.master.pid is not None
-
-
-def test_without_the_library_the_command_names_the_fix():
-    source = (
-        "import sys; sys.modules['mooncake'] = None; sys.argv = ['mooncake_cluster.py']\n"
-        "from examples.mooncake_cluster import main\n"
-        "sys.exit(main())\n"
-    )
-    done = run_python(source, status=2)
-    assert (
-        "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1"
-        in done.stderr
-    )
-
-
-@pytest.mark.parametrize("size", [16 << 20, 100_000_000])
-def test_stores_of_any_size_are_known_to_the_master(size):
-    with DevCluster(2, size) as cluster:
-        assert cluster.capacity() > size
 
 
 def test_a_master_that_hangs_is_told_from_one_that_is_gone():

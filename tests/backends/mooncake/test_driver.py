@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import os
-import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +9,8 @@ from hicache_backends.mooncake.client.handle import connections
 from hicache_storage.spec import Durability, HungReads, StorageClosedError, StorageForkedError
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
 from tests.support.commands import run_python
+from tests.support.forking import in_child
+from tests.support.waiting import eventually
 
 
 def test_importing_and_constructing_need_no_library():
@@ -42,9 +43,12 @@ def test_a_library_that_is_missing_is_named(cluster):
     )
 
 
-@pytest.mark.parametrize(
+BOTH_SIZES = pytest.mark.parametrize(
     "components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"]
 )
+
+
+@BOTH_SIZES
 @pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
 def test_pages_come_back(rig, way, components):
     one = rig(hung_reads=way, components=components)
@@ -59,9 +63,7 @@ def test_pages_come_back(rig, way, components):
     assert one.hits(keys) == 3
 
 
-@pytest.mark.parametrize(
-    "components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"]
-)
+@BOTH_SIZES
 def test_pages_that_are_there_are_not_sent_again(rig, monkeypatch, components):
     """The library finds them when it is to begin them; nothing is asked before, and nothing of them
     is read."""
@@ -108,13 +110,12 @@ def test_a_process_that_lends_memory(cluster, rig):
     assert lender.driver.capabilities.durability is Durability.NONE
     keys = chain("lent", 8)
     assert lender.put(keys) == [True] * 8
+    assert cluster.capacity() == 2 * (64 << 20) + (32 << 20)
     reader = rig(who=identity(model="lender"))
     assert reader.driver.capabilities.durability is Durability.REOPEN
     reader.expect(keys)
-    settings = lender.driver._settings
-    assert settings in connections._entries
     lender.storage.close()
-    assert settings not in connections._entries
+    eventually(lambda: cluster.capacity() == 2 * (64 << 20))
     for page, key in zip(reader.get(keys), keys, strict=True):
         assert page in (None, content(key, 0, reader.page_bytes))
 
@@ -130,22 +131,23 @@ def test_storages_share_a_client(rig):
         one.hits(["a"])
 
 
+def at_once(count, call):
+    """Make a call in some threads at the same time; their answers."""
+    together = threading.Barrier(count)
+
+    def made(number):
+        together.wait()
+        return call(number)
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(made, range(count)))
+
+
 def test_threads_that_write_one_page(rig):
     """All of them are told that it is stored, and it is."""
     rigs = [rig(wait_seconds=30) for _ in range(6)]
-    keys, told = chain("race", 8), [None] * 6
-    together = threading.Barrier(6)
-
-    def write(number):
-        together.wait()
-        told[number] = rigs[number].put(keys)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert told == [[True] * 8] * 6
+    keys = chain("race", 8)
+    assert at_once(6, lambda number: rigs[number].put(keys)) == [[True] * 8] * 6
     rigs[0].expect(keys)
 
 
@@ -153,30 +155,18 @@ def test_threads_that_write_one_page(rig):
 def test_threads_that_read_one_page(rig, way):
     """The library remembers one lookup of a name in a client, which all of them share."""
     rigs = [rig(components=(200_000, 100_003), hung_reads=way) for _ in range(4)]
-    keys, told = chain(f"readers {way}", 8), [None] * 4
+    keys = chain(f"readers {way}", 8)
     assert rigs[0].put(keys) == [True] * 8
-    together = threading.Barrier(4)
-
-    def read(number):
-        together.wait()
-        told[number] = rigs[number].get(keys[number % 2 :])
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
     pages = [content(key, 0, rigs[0].page_bytes) for key in keys]
+    told = at_once(4, lambda number: rigs[number].get(keys[number % 2 :]))
     assert told == [pages, pages[1:]] * 2
-    connection = rigs[0].connection
-    assert not connection._kept
     # The first one that ends leaves the lookup to the others.
-    name = rigs[0].name(keys[0])
+    connection, name = rigs[0].connection, rigs[0].name(keys[0])
     with connection.looked_up([name]) as codes:
         assert codes == [0]
         assert rigs[1].get(keys[:1]) == pages[:1]
         assert connection.can_read(name)
-        assert connection._kept == {name: 1}
+    assert not connection._kept
 
 
 def test_a_set_that_is_too_late_publishes_nothing(rig):
@@ -187,57 +177,27 @@ def test_a_set_that_is_too_late_publishes_nothing(rig):
     assert one.put(keys) == [True] * 4
 
 
-def end_after(seconds):
-    """Have a child killed that hangs in the library, where no handler of Python's runs."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds)
-
-
-def test_a_forked_child_is_refused(rig):
-    one = rig()
-    assert one.put(["a"]) == [True]
-    child = os.fork()
-    if not child:
-        try:
-            one.hits(["a"])
-        except StorageForkedError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    one.expect(["a"])
-
-
-def test_a_forked_child_opens_none_of_its_own(rig, cluster):
+def test_a_forked_child_is_refused_and_opens_none_of_its_own(rig, cluster):
     """The library's threads are not there, and it would hang; what is inherited is not closed, and
     the parent goes on."""
     one = rig()
     assert one.put(["parent's"]) == [True]
-    child = os.fork()
-    if not child:
-        end_after(60)
+    connection = one.connection
+
+    def in_own_storage():
         one.storage.close()
         own = Rig(cluster.options)
-        try:
+        with pytest.raises(StorageForkedError, match="spawn"):
             own.storage.open()
-        except StorageForkedError as error:
-            os._exit(7 if "spawn" in str(error) and own.put(["child's"]) == [False] else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return str(own.put(["child's"]))
+
+    for work, answer in (
+        (lambda: str(one.hits(["parent's"])), "StorageForkedError"),
+        (lambda: connections.replace(connection), "StorageForkedError"),
+        (in_own_storage, "[False]"),
+    ):
+        assert in_child(work, 60.0).startswith(answer)
     one.expect(["parent's"])
-
-
-def test_a_forked_child_replaces_no_connection(rig):
-    one = rig()
-    assert one.put(["parent's"]) == [True]
-    child = os.fork()
-    if not child:
-        end_after(60)
-        try:
-            connections.replace(one.connection)
-        except StorageForkedError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_child_forked_before_the_first_storage_opens_its_own(cluster):

@@ -30,15 +30,6 @@ def test_a_tp2_writer_and_a_tp1_reader(rig):
     half.expect(keys)
 
 
-def test_a_bf16_page_and_an_fp32_page(rig):
-    keys = chain("dtype", 2)
-    narrow = rig(components=HALF, dtype="bfloat16", who=identity(kv_dtype="bfloat16"))
-    wide = rig(components=WHOLE, dtype="float32", who=identity(kv_dtype="float32"))
-    assert narrow.put(keys) == [True] * 2
-    assert wide.hits(keys) == 0
-    assert wide.get(keys) == [None] * 2
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -117,15 +108,6 @@ def test_half_a_page_is_no_page(rig, stranger, way):
     assert set(one.pool.page(1)) == {UNTOUCHED}
     assert set(one.pool.page(3)) == {UNTOUCHED}
     assert stranger.size(one.name(keys[0])) == one.page_bytes + 64
-
-
-def test_empty_batches(rig):
-    one = rig()
-    assert one.hits([]) == 0
-    assert one.get([]) == []
-    assert one.put([]) == []
-    assert one.storage.batch_get_v2([]) == {}
-    assert one.storage.delete([]) == []
 
 
 def test_one_object_asked_for_twice(rig, way):

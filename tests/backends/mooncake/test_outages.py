@@ -84,20 +84,21 @@ def under_load(options):
 def wait_for_hits(workers, more=20):
     """Throughput has returned by itself: every worker is served."""
     wanted = [worker.hits + more for worker in workers]
-    until = time.monotonic() + RECOVERY_SECONDS
-    while any(worker.hits < count for worker, count in zip(workers, wanted, strict=True)):
-        assert time.monotonic() < until, [worker.hits for worker in workers]
-        assert [worker.wrong for worker in workers] == [[], [], []]
-        time.sleep(0.05)
+    eventually(
+        lambda: (
+            any(worker.wrong for worker in workers)
+            or all(worker.hits >= count for worker, count in zip(workers, wanted, strict=True))
+        )
+    )
+    assert [worker.wrong for worker in workers] == [[], [], []]
 
 
 def wait_for_calls(workers, more=2):
     """Each worker's calls come back, whatever they answer: the second of them was begun since."""
     wanted = [worker.calls + more for worker in workers]
-    until = time.monotonic() + RECOVERY_SECONDS
-    while any(worker.calls < count for worker, count in zip(workers, wanted, strict=True)):
-        assert time.monotonic() < until, [worker.calls for worker in workers]
-        time.sleep(0.05)
+    eventually(
+        lambda: all(worker.calls >= count for worker, count in zip(workers, wanted, strict=True))
+    )
 
 
 def test_the_master_is_killed_and_restarted():
@@ -315,16 +316,10 @@ def test_a_store_hangs(component):
         assert rig.get(keys) == [None] * 8
         assert time.monotonic() - began < DEADLINE_SECONDS + SLACK_SECONDS
         cluster.stores[0].resume()
-        until = time.monotonic() + RECOVERY_SECONDS
-        while rig.driver._reader._target._buffers._lent:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        eventually(lambda: not rig.lent_buffers)
         assert set(rig.pool.memory) == {UNTOUCHED}
-        while rig.put(keys) != [True] * 8 or rig.get(keys) != [
-            content(key, 0, rig.page_bytes) for key in keys
-        ]:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        pages = [content(key, 0, rig.page_bytes) for key in keys]
+        eventually(lambda: rig.put(keys) == [True] * 8 and rig.get(keys) == pages)
         rig.storage.close()
 
 
@@ -350,13 +345,8 @@ def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
         assert rig.get(keys) == [None] * 8
         cluster.stores[0].resume()
         rig.pool.memory[:] = bytes([UNTOUCHED]) * len(rig.pool.memory)
-        reader, until = (
-            Rig(cluster.options, components=(1 << 20, 64 << 10), pages=1),
-            time.monotonic() + RECOVERY_SECONDS,
-        )
-        while reader.put(later) != [True] or reader.get(later) == [None]:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        reader = Rig(cluster.options, components=(1 << 20, 64 << 10), pages=1)
+        eventually(lambda: reader.put(later) == [True] and reader.get(later) != [None])
         assert set(rig.pool.memory) == {UNTOUCHED}
         for each in (rig, reader):
             each.storage.close()
@@ -375,10 +365,7 @@ def test_a_write_that_could_not_be_given_up():
         connection.revoke([name])
         assert connection._unrevoked == {name}
         cluster.master.start()
-        until = time.monotonic() + RECOVERY_SECONDS
-        while rig.put(["begun"]) != [True]:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        eventually(lambda: rig.put(["begun"]) == [True])
         assert connection._unrevoked == set()
         rig.expect(["begun"])
         # What is not being written cannot be left behind.
@@ -439,10 +426,7 @@ def test_no_master_and_one_later():
         assert not rig.storage.health().ok
         assert time.monotonic() - began < 4 * DEADLINE_SECONDS
         cluster.start()
-        until = time.monotonic() + RECOVERY_SECONDS
-        while rig.put(["a"]) != [True]:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        eventually(lambda: rig.put(["a"]) == [True])
         rig.expect(["a"])
         assert rig.storage.health().ok
     finally:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from hicache_backends.mooncake import memory, reader, stores
+from hicache_backends.mooncake import reader, stores
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
 from hicache_backends.mooncake.names import names_of
@@ -311,32 +311,43 @@ def test_threads_share_what_is_left(monkeypatch, size, threads):
     thread_pool.close(60)
 
 
+class Addresses(Scripted):
+    """Remembers where objects were to arrive last."""
+
+    def read(self, names, addresses, sizes):
+        self.last = addresses[-1][-1]
+        return super().read(names, addresses, sizes)
+
+    read_ranges = read
+
+
 @pytest.mark.parametrize(
-    ("code", "after", "again"), [(-800, 0.0, False), (-800, 60.0, True), (-704, 0.0, True)]
+    ("by_name", "code", "after", "again"),
+    [
+        (True, -800, 0.0, False),
+        (True, -800, 60.0, True),
+        (True, -704, 0.0, True),
+        (False, -800, 0.0, True),
+    ],
 )
 def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(
-    monkeypatch, alone, code, after, again
+    monkeypatch, alone, by_name, code, after, again
 ):
-    """Only what the library gives up goes on; what fails before that has ended."""
+    """Only what the library gives up goes on, and only of a read by name; what fails before that
+    has ended."""
     monkeypatch.setattr(library, "ABANDON_SECONDS", after)
     own, target = blocks(), BufferTarget(1 << 16)
-    for each in (named(alone, own), direct(alone, target)):
-        each.read(
-            Scripted([code], [LENGTH], found=[library.NO_REPLICA_IN_MEMORY]), reads(1), Call()
-        )
-    assert bool(own._spare) is again
-    assert bool(target._buffers._spare) is again
-    assert bool(memory._unsafe) is not again
-    memory._unsafe.clear()
-
-
-def test_memory_is_used_again_where_nothing_arrives_later(monkeypatch, alone):
-    monkeypatch.setattr(library, "ABANDON_SECONDS", 0.0)
-    own, target = blocks(), BufferTarget(1 << 16)
-    for each in (direct(alone, PoolTarget(own, 1)), direct(alone, target)):
-        each.read(Scripted([library.TRANSFER_FAILED], [LENGTH]), reads(1), Call())
-    assert own._spare
-    assert target._buffers._spare
+    found = [library.NO_REPLICA_IN_MEMORY] if by_name else None
+    for each in (
+        named(alone, own) if by_name else direct(alone, PoolTarget(own, 1)),
+        direct(alone, target),
+    ):
+        places = []
+        for answer in (code, LENGTH):
+            connection = Addresses([answer], [LENGTH], found=found)
+            each.read(connection, reads(1), Call())
+            places.append(connection.last)
+        assert (places[0] == places[1]) is again
 
 
 def test_nothing_is_delivered_to_a_cancelled_call(alone):
