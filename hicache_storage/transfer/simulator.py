@@ -272,7 +272,8 @@ class SimulatedStream:
             if self.error is None and not isinstance(operation, SimulatedEvent):
                 operation()
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for it
-            self.error, self.failed_at = error, self.ran + 1
+            self.error = error
+            self.failed_at = self.ran + 1
         self.ran += 1
 
     def _enqueue(self, what: str, run: Callable[[], object], reads: Runs, writes: Runs) -> None:

@@ -521,7 +521,8 @@ class BundleSet:
             present = {name.id for name in bundles_among(self._stable_listing())}
             for bundle in bundles:
                 if bundle.id not in present:
-                    bundle.keys, bundle.envelopes = (), b""
+                    bundle.keys = ()
+                    bundle.envelopes = b""
         for bundle in bundles:
             bundle.suspect = not bundle.keys
 

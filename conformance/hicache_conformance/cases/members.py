@@ -117,7 +117,8 @@ class _Load:
         if declares(context.capabilities, "sharing>=process"):
             self._other = context.storage(self.storage.identity, options=UNBROKEN)
         clients = context.clients(self.storage, READERS + WRITERS)
-        self._readers, self._writers = clients[:READERS], clients[READERS:]
+        self._readers = clients[:READERS]
+        self._writers = clients[READERS:]
         self._others = context.clients(self._other, READERS)
         self._missed_with: dict[str, str] = {}
         """Pages that no get has delivered while a store was away and that were there afterwards,

@@ -228,7 +228,8 @@ class HeadsPool(GuardedPool):
         self.head_bytes = self.page_bytes // heads
         """Bytes of one head of a page."""
         self.first_byte = first * self.head_bytes
-        self._heads, self._rows = heads, rows
+        self._heads = heads
+        self._rows = rows
 
     def read(self, page: int) -> bytes:
         return b"".join(self._cells(page))

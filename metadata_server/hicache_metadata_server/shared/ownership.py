@@ -151,7 +151,9 @@ class Observer:
             received: time at which its answer has arrived.
         """
         before = self._seen if run_id == self._run_id else {}
-        self._run_id, self._sent, self._received = run_id, sent, received
+        self._run_id = run_id
+        self._sent = sent
+        self._received = received
         self._seen = {}
         for server in before.keys() | records.keys():
             record, known = records.get(server, b""), before.get(server)

@@ -175,7 +175,8 @@ class ScopeOwner:
         self._offered: dict[str, float] = {}
         """When each group was given back for a server with fewer scopes."""
         self._polling = asyncio.Lock()
-        service.url, service.log_bytes = url, store.log_bytes
+        service.url = url
+        service.log_bytes = store.log_bytes
         service.others_with_leases = self._others_with_leases
 
     @property
@@ -262,7 +263,8 @@ class ScopeOwner:
             self._observer.observe(found, run_id, sent, received)
             self.servers = {name: DECODE_SERVER(record) for name, record in found.items()}
             if (version, run_id) != (self._version, self._run_id):
-                self._version, self._run_id = version, run_id
+                self._version = version
+                self._run_id = run_id
                 self.entries = {
                     name: DECODE_SCOPE(record) for name, record in _pairs(entries).items()
                 }

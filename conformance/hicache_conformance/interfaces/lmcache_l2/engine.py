@@ -118,7 +118,8 @@ class Controllers:
         self._stored: dict[int, L2StoreResult] = {}
         self._lookups = _Tasks(self.adapter.query_lookup_and_lock_result, set(), {})
         self._loads = _Tasks(self.adapter.query_load_result, set(), {})
-        self._store_events, self._prefetch_events = select.poll(), select.poll()
+        self._store_events = select.poll()
+        self._prefetch_events = select.poll()
         self._store_events.register(self.adapter.get_store_event_fd(), select.POLLIN)
         for descriptor in (
             self.adapter.get_lookup_and_lock_event_fd(),
