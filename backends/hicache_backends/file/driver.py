@@ -410,7 +410,7 @@ def _contained(
     return [
         [True] * len(keys)
         if batch.keys is keys and page_index.pages.keys() >= distinct
-        else page_index.contains(batch.keys)
+        else list(map(page_index.pages.__contains__, batch.keys))
         for page_index, batch in zip(page_indexes, batches, strict=True)
     ]
 

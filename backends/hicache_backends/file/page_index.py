@@ -174,10 +174,6 @@ class PageIndex:
         elif not self._unreadable:
             self._early_retries = 0
 
-    def contains(self, keys: Sequence[str]) -> list[bool]:
-        """For each key, `True` if a bundle holds the page."""
-        return list(map(self.pages.__contains__, keys))
-
     def locate(self, reads: Sequence[ObjectRead]) -> list[Extent]:
         """Find the pages that exist, as extents in the order of the reads."""
         find, extents = self.pages.get, list[Extent]()
@@ -360,7 +356,8 @@ class PageIndex:
             elif current[0] is not bundle:
                 # Sorted, not in the order of reading: all storages choose the same copy.
                 copies = [other for other in self._copies.get(key, ()) if other[0] is not bundle]
-                copies = sorted([location, current, *copies], key=_created_us, reverse=True)
+                copies = [location, current, *copies]
+                copies.sort(key=lambda copy: copy[0].name.created_us, reverse=True)
                 self._copies[key] = copies[1:]
                 self.pages[key] = copies[0]
 
@@ -427,7 +424,3 @@ class PageIndex:
         level = logging.DEBUG if self.ignored else logging.WARNING
         self.ignored += 1
         logger.log(level, "ignoring %s: %s; more of these are logged at debug", bundle.path, error)
-
-
-def _created_us(location: Location) -> int:
-    return location[0].name.created_us

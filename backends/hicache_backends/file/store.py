@@ -101,7 +101,10 @@ class Store:
                 mount.kind,
             )
         direct = mount.favours_direct_reads if config.direct_io is None else config.direct_io
-        threads = config.threads or _default_threads(mount.is_local and not direct)
+        local_threads = min(LOCAL_THREADS, os.cpu_count() or 1)
+        threads = config.threads or (
+            local_threads if mount.is_local and not direct else NETWORK_THREADS
+        )
         self.thread_pool = ThreadPool("hicache-file", threads - 1)
         self.descriptors = Descriptors(config.open_files)
         self.clock = ServerClock()
@@ -340,7 +343,3 @@ class Store:
             raise StorageUnavailableError(
                 f"cannot list the store in {self.path!r}: {error}"
             ) from error
-
-
-def _default_threads(local: bool) -> int:
-    return min(LOCAL_THREADS, os.cpu_count() or 1) if local else NETWORK_THREADS

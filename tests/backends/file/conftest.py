@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,6 +43,3 @@ def guarded(rig):
         # What was left behind has ended when this returns.
         made.storage.be_patient()
         made.storage.close()
-
-
-MakeRig = Callable[..., Rig]
