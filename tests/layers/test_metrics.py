@@ -18,11 +18,11 @@ def test_counts_what_is_answered(kit):
     layer.register_mem_host_pool_v2(pool := kit.pool(), "kv")
     layer.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1])])
     layer.batch_exists_v2(["a", "b", "c"])
-    layer.batch_get_v2([pool.transfer("kv", ["a", "x"], [2, 3])])
+    layer.batch_get_v2([pool.transfer("kv", ["a", "b", "x"], [2, 3, 4])])
     stats = layer.get_stats().pools["kv"]
     page = pool.geometry.page_bytes
     assert (stats.pages_written, stats.bytes_written, stats.pages_hit) == (2, 2 * page, 2)
-    assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (1, page, 1)
+    assert (stats.pages_read, stats.bytes_read, stats.pages_missed) == (2, 2 * page, 1)
     assert [stats.latency[name].calls for name in ("set", "exists", "get")] == [1, 1, 1]
 
 
