@@ -48,12 +48,16 @@ def test_other_pages_are_a_miss(ranks, storage, other):
 
 
 @pytest.mark.parametrize(
-    "other",
-    [tp(1), tp(0, 4), {**tp(0), "pp_rank": 1, "pp_size": 2}],
+    ("one", "other"),
+    [
+        (tp(0), tp(1)),
+        (tp(0), tp(0, 4)),
+        ({"pp_rank": 0, "pp_size": 2}, {"pp_rank": 1, "pp_size": 2}),
+    ],
     ids=["rank", "size", "stage"],
 )
-def test_ranks_of_sharded_kv_never_meet(ranks, storage, other):
-    written_by(ranks(mha_pools("page_first"), **tp(0)), storage)
+def test_ranks_of_sharded_kv_never_meet(ranks, storage, one, other):
+    written_by(ranks(mha_pools("page_first"), **one), storage)
     assert hit_pages(ranks(mha_pools("page_first"), **other), storage) == 0
 
 
