@@ -84,6 +84,11 @@ class Rig:
         return self.driver._reader._target._buffers._lent
 
     @property
+    def unrevoked(self):
+        """Names of objects that were begun, and could not be given up."""
+        return self.connection._unrevoked
+
+    @property
     def stats(self):
         return self.storage.get_stats().pools["kv"]
 

@@ -363,14 +363,14 @@ def test_a_write_that_could_not_be_given_up():
         assert connection.begin([name], [rig.page_bytes + 64], library.replicate_config(1)) == [0]
         cluster.master.kill()
         connection.revoke([name])
-        assert connection._unrevoked == {name}
+        assert rig.unrevoked == {name}
         cluster.master.start()
         eventually(lambda: rig.put(["begun"]) == [True])
-        assert connection._unrevoked == set()
+        assert rig.unrevoked == set()
         rig.expect(["begun"])
         # What is not being written cannot be left behind.
         connection.revoke(["never begun"])
-        assert connection._unrevoked == set()
+        assert rig.unrevoked == set()
         rig.storage.close()
 
 
