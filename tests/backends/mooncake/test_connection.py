@@ -130,8 +130,11 @@ def test_where_a_new_client_does_not_help_the_next_one_comes_later(clock):
     assert newer.newer().stale_seconds == connection.STALE_SECONDS
 
 
-def test_where_one_store_keeps_all_pages_the_master_is_seldom_asked(clock):
-    client, where, asked = Connection(settings()), {"a": ["one"], "b": ["one"], "c": ["two"]}, []
+def test_where_one_store_keeps_all_pages_the_master_is_seldom_asked(clock, monkeypatch):
+    where, asked, again = {"a": ["one"], "b": ["one"], "c": ["two"]}, [], []
+    store = SimpleNamespace(batch_get_session_start=lambda names: again.append(names) or [0])
+    monkeypatch.setattr(connection, "set_up", lambda settings: store)
+    client = Connection(settings())
 
     def copies(names):
         asked.append(names)
@@ -149,9 +152,12 @@ def test_where_one_store_keeps_all_pages_the_master_is_seldom_asked(clock):
     for _ in range(2):
         assert client.places(["b"]) == {"b": "one"}
     assert asked == [["a"], ["b", "c"], ["b"], ["b"]]
+    assert not again
     client.stores.end("one", client.stores.begin("one", 0), failed=True)
     assert client.places(["b"]) == {"b": "one"}
     assert len(asked) == 5
+    # While a store is left out, the lookup must not name one that the master has dropped since.
+    assert again == [["b"]]
 
 
 def test_a_failure_counts_unless_the_store_has_answered_since_it_began(clock):
