@@ -192,7 +192,7 @@ class TestReports:
         with cause_log() as log:
             refused(storage, pool)
         assert [cause.injected for cause in log.causes] == [True]
-        assert violation_finding(Violation("SET-1", "refused"), log).causes == []
+        assert violation_finding(Violation("SET-1", "refused"), log).causes == ()
 
 
 def test_a_violation_carries_the_stacks_of_threads_that_hang_each_place_once(kit):

@@ -51,7 +51,7 @@ def test_a_wrong_driver_exits_1(wrong):
     [
         (
             "Poisoned",
-            ("test_large_pages", "test_missing_pages_are_quiet", "test_stored_pages_stay"),
+            ("test_large_pages", "test_missing_pages_are_quiet", "test_pages_of_any_bytes"),
         ),
         (
             "PoisonedByAFullDisk",

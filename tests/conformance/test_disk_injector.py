@@ -227,12 +227,6 @@ def test_a_hang_ends_when_it_is_healed(disk):
     assert found == [CONTENT]
 
 
-def test_requests_are_counted(disk):
-    before = disk.requests()
-    disk.file.read_bytes()
-    assert disk.requests() >= before + 2
-
-
 def is_mounted(path):
     return str(path) in Path("/proc/self/mounts").read_text()
 

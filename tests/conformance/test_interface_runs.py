@@ -53,7 +53,7 @@ def test_a_wrong_driver_exits_1(judge):
 @pytest.mark.parametrize(
     ("driver", "case", "rule", "words"),
     [
-        ("Rewrites", "test_single_pages_are_not_rewritten", "SET-3", "a set wrote it anew"),
+        ("Rewrites", "test_existing_pages_are_not_rewritten", "SET-3", "a set wrote it anew"),
         *(
             pytest.param(
                 f"{call}{shape}",
@@ -68,9 +68,9 @@ def test_a_wrong_driver_exits_1(judge):
         ("TwoHalves", "test_pages_are_read_while_they_are_set", "GET-1", "read while it was set"),
         (
             "ClearKeepsTheReadCache",
-            "test_clear_removes_what_was_read",
+            "test_clear_removes_its_own",
             "LC-4",
-            "was cleared by clear 0 of 2, and a get delivers it: holds its own bytes",
+            "was cleared by clear 1 of 2, and a get delivers it: holds its own bytes",
         ),
     ],
 )

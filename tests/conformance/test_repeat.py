@@ -136,7 +136,7 @@ SERVE = shlex.join([sys.executable, "-P", str(SERVER), "{port:mine}", "{tmp}/log
 @pytest.mark.long
 def test_a_server_of_the_command_line_is_in_the_command_that_repeats_a_failure(site):
     ran = site.judge(
-        "TakesAnythingForAnAnswer --level faults --profile smoke --seed 3 --case told_once "
+        "TakesAnythingForAnAnswer --level faults --profile smoke --seed 3 --case network-refused "
         f"--case one_page -c port={{port:mine}} --start-server {shlex.quote(SERVE)}"
     )
     assert ran.status == 1, ran.output
@@ -144,7 +144,7 @@ def test_a_server_of_the_command_line_is_in_the_command_that_repeats_a_failure(s
     injectors = ("network", "services", "objects")
     assert {f"test_one_page_fails[{injector}]" for injector in injectors} <= passed
     assert ran.report["replay"]["services"] == [SERVE]
-    told = "test_an_outage_is_told_once[network]"
+    told = "test_a_trouble_is_a_miss[network-refused]"
     again = site.hicache(*shlex.split(ran.cases[told]["reproduce"])[1:])
     assert again.status == 1, again.output
     assert f"[{told}]" in again.output

@@ -1,32 +1,89 @@
-"""Costs of a call: round trips, batches, and batches of as many keys as an engine has."""
+"""Costs of a call: round trips, batches of as many keys as an engine has, and transient memory."""
 
 from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from statistics import linear_regression
 from typing import TYPE_CHECKING, Final, cast
 
-from hicache_conformance.fixtures.large_batches import BATCH
 from hicache_conformance.harness.driver_calls import counted, require_steps
+from hicache_conformance.harness.memory_peak import transient_bytes
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup, all_pages, trailing
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, NotPromised, Violation, check, checked
-from hicache_storage.spec import PoolName
+from hicache_storage.spec import PoolName, PoolTransfer
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.fixtures.target import DriverTarget
     from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
+    from hicache_storage.layers import StorageOptions
     from hicache_storage.spec import PoolTransferResult
+
+BATCH: Final = 128
+"""Pages of a call, as SGLang batches them."""
+PAGES_OF_POOLS: Final = f"{BATCH} pages in each of 3 pools"
+MIN_PAGE_BYTES: Final = 32 << 10
+
+
+def large_batches(
+    context: CaseContext, *, page_bytes: int, batches: int, options: StorageOptions | None = None
+) -> tuple[StorageUnderTest, list[list[PoolTransfer]]]:
+    """A storage whose host pool holds one batch, and transfers of several with keys of their own.
+
+    Pages are smaller where the driver stores none of `page_bytes`.
+
+    Raises:
+        Inconclusive: it stores only pages that are too small to measure with.
+    """
+    import torch
+
+    limit = context.capabilities.max_page_bytes
+    page_bytes = page_bytes if limit is None else min(page_bytes, limit // 2 * 2)
+    if page_bytes < MIN_PAGE_BYTES:
+        raise Inconclusive(
+            f"max_page_bytes is {limit}; what a batch costs is measured with pages of "
+            f"{MIN_PAGE_BYTES} bytes and more"
+        )
+    memory = GuardedPool(pages=BATCH, page_size=2, components=(page_bytes // 2, page_bytes // 2))
+    for page in range(BATCH):
+        # Random bytes, so that no store saves work by compressing them or by finding two pages
+        # alike.
+        memory.write(page, context.random.randbytes(page_bytes))
+    sut = context.storage(pools={PoolName.KV: memory}, options=options)
+    slots = torch.arange(2 * BATCH)
+    return sut, [
+        [PoolTransfer(PoolName.KV, slots, keys=context.keys(BATCH))] for _ in range(batches)
+    ]
+
+
+def move(sut: StorageUnderTest, name: str, transfers: Sequence[PoolTransfer]) -> None:
+    """Set or get a batch of KV pages.
+
+    Raises:
+        Inconclusive: the store has no room for it.
+        Violation: SET-1, pages are gone from a store that evicts none.
+    """
+    answer = sut.call(name, lambda: getattr(sut.storage, name)(transfers))[PoolName.KV]
+    if all(answer):
+        return
+    mib = sut.memories[PoolName.KV].page_bytes * BATCH >> 20
+    if name == "batch_set_v2" or sut.storage.capabilities.evicts:
+        raise Inconclusive(f"the store has no room for a batch of {mib} MiB; give it more")
+    raise Violation(
+        "SET-1", f"a get of {BATCH} pages that were stored answered False for {answer.count(False)}"
+    )
+
 
 BUDGET: Final = [Level.BUDGET]
 MANY_KEYS: Final = 250_000
@@ -128,10 +185,10 @@ class BudgetCases:
         # has to read all of them.
         with counted(sut.storage) as calls:
             sut.store_many(shares)
-        _check_calls(calls, "set", "objects_exist", "write_objects")
+        check_calls(calls, f"set of {PAGES_OF_POOLS}", "objects_exist", "write_objects")
         with counted(sut.storage) as calls:
             found = sut.get_many(shares)
-        _check_calls(calls, "get", "objects_exist", "read_objects")
+        check_calls(calls, f"get of {PAGES_OF_POOLS}", "objects_exist", "read_objects")
         for share in shares:
             sut.compare(share.keys, found[share.pool], share.pool)
 
@@ -244,15 +301,68 @@ def _confirm_growth(sut: StorageUnderTest, keys: Sequence[str], sizes: Sequence[
         )
 
 
-def _check_calls(calls: Counter[str], what: str, *allowed: str) -> None:
-    checked("BU-1")
-    if any(name not in allowed or number > 1 for name, number in calls.items()):
-        what = f"{what} of {BATCH} pages in each of 3 pools"
-        raise Violation(
-            "BU-1",
-            f"a {what} called {_listed(calls)}; allowed is each of {' and '.join(allowed)} once",
-        )
+def check_calls(calls: Counter[str], what: str, *allowed: str) -> None:
+    """Check that the driver was asked once at most for each of some methods.
+
+    Raises:
+        Violation: BU-1.
+    """
+    check(
+        not any(name not in allowed or number > 1 for name, number in calls.items()),
+        "BU-1",
+        f"a {what} called {_listed(calls)}; allowed is each of {' and '.join(allowed)} once",
+    )
 
 
 def _listed(calls: Counter[str]) -> str:
     return ", ".join(f"{name} {number} times" for name, number in sorted(calls.items()))
+
+
+PAGE_BYTES: Final = 256 << 10
+MAX_PAGES: Final = BATCH // 4
+CALLS: Final = 3
+
+
+class StagingCases:
+    """BU-2."""
+
+    @covers("BU-2", levels=[Level.BUDGET])
+    def test_reads_are_not_staged(self, context: CaseContext) -> None:
+        """A get of 128 pages of 256 KiB needs memory for a quarter of them at most.
+
+        Once it has warmed up.
+        """
+        _check_that_pages_stay_here(context)
+        sut, (transfers, *_) = large_batches(context, page_bytes=PAGE_BYTES, batches=1)
+        move(sut, "batch_set_v2", transfers)
+        _check_memory("get", sut, [lambda: move(sut, "batch_get_v2", transfers)] * CALLS)
+
+    @covers("BU-2", levels=[Level.BUDGET])
+    def test_writes_are_not_staged(self, context: CaseContext) -> None:
+        """A set of 128 pages of 256 KiB needs memory for a quarter of them at most.
+
+        Beside what the store keeps.
+        """
+        _check_that_pages_stay_here(context)
+        sut, batches = large_batches(context, page_bytes=PAGE_BYTES, batches=CALLS)
+        _check_memory(
+            "set", sut, [partial(move, sut, "batch_set_v2", transfers) for transfers in batches]
+        )
+
+
+def _check_that_pages_stay_here(context: CaseContext) -> None:
+    if context.capabilities.networked:
+        raise NotPromised("the driver is networked: its messages take memory of their own")
+
+
+def _check_memory(
+    operation: str, sut: StorageUnderTest, calls: Sequence[Callable[[], None]]
+) -> None:
+    page_bytes = sut.memories[PoolName.KV].page_bytes
+    needed = transient_bytes(calls) / page_bytes
+    checked("BU-2")
+    if needed > MAX_PAGES:
+        told = f"memory for {needed:.0f} pages of {page_bytes >> 10} KiB while it ran"
+        raise Violation(
+            "BU-2", f"a {operation} of {BATCH} pages took {told}, must be {MAX_PAGES} at most"
+        )

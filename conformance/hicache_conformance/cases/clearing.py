@@ -1,4 +1,4 @@
-"""clear(): removes what its own namespaces hold, and nothing of others."""
+"""clear(): removes what its own namespaces hold, and nothing of others, or raises."""
 
 from __future__ import annotations
 
@@ -7,17 +7,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.cases.writing import expect_content, store_content
+from hicache_conformance.fixtures.fault_calls import (
+    PATIENCE_SECONDS,
+    SLACK_SECONDS,
+    UNGUARDED,
+    hang_plan,
+    serving_storage,
+    wait_until_serving,
+)
+from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.pools import kv_and_state
 from hicache_conformance.harness.storage_under_test import check_each
+from hicache_conformance.injectors.named_faults import UNAVAILABLE
 from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import check
-from hicache_storage.spec import PoolName
+from hicache_conformance.model.violation import Violation, check, checked
+from hicache_storage.layers import StorageOptions
+from hicache_storage.spec import PoolName, StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
+    from hicache_conformance.injectors.injector import FaultInjector
 
 IDENTITY = [Level.IDENTITY]
 LATE_SECONDS: Final = 0.1
@@ -31,41 +43,32 @@ class ClearingCases:
     def test_clear_removes_its_own(self, context: CaseContext) -> None:
         """Every page of every registered pool is gone, and can be set anew.
 
-        A clear of nothing is one, too. One that has returned removes nothing any more.
+        Those that were looked up and read, too. A clear of nothing is one, and a clear that has
+        returned removes nothing any more.
         """
         sut, keys = context.storage(pools=kv_and_state()), context.keys(6)
         for _ in range(2):
             sut.call("clear", sut.storage.clear)
+        for number in range(2):
+            for pool in sut.memories:
+                # Other bytes under the same keys: a clear that hides pages and keeps them would
+                # deliver the old ones.
+                sut.store(keys, pool, generation=number)
+                if number and context.interface_profile.setup.clears_at_once:
+                    for key in keys:
+                        sut.has(key, pool)
+                    sut.expect(keys, pool, generation=number)
+            sut.call("clear", sut.storage.clear)
+            for pool in sut.memories:
+                why = f"was cleared by clear {number} of 2"
+                sut.expect_missing(keys, pool, rule="LC-4", why=why)
         for pool in sut.memories:
-            sut.store(keys, pool)
-        sut.call("clear", sut.storage.clear)
-        for pool in sut.memories:
-            sut.expect_missing(keys, pool, rule="LC-4", why="was cleared")
-            # Other bytes under the same keys: a clear that hides pages and keeps them would deliver
-            # the old ones here.
-            sut.store(keys, pool, generation=1)
+            sut.store(keys, pool, generation=2)
         time.sleep(LATE_SECONDS)
         for pool in sut.memories:
             gone = f"of pool {pool!r} was set after a clear had returned, and is gone"
             check_each(keys, sut.get(keys, pool), "LC-4", gone)
-            sut.expect(keys, pool, generation=1)
-
-    @covers("LC-4", levels=IDENTITY, needs=["clears"])
-    def test_clear_removes_what_was_read(self, context: CaseContext) -> None:
-        """Pages that were looked up and read are gone too, and so they are the second time."""
-        sut, keys = context.storage(pools=kv_and_state()), context.keys(4)
-        for generation in range(2):
-            for pool in sut.memories:
-                sut.store(keys, pool, generation=generation)
-                if context.interface_profile.setup.clears_at_once:
-                    for key in keys:
-                        sut.has(key, pool)
-                    sut.expect(keys, pool, generation=generation)
-            sut.call("clear", sut.storage.clear)
-            for pool in sut.memories:
-                sut.expect_missing(
-                    keys, pool, rule="LC-4", why=f"was cleared by clear {generation} of 2"
-                )
+            sut.expect(keys, pool, generation=2)
 
     @covers("LC-4", levels=IDENTITY, needs=["clears", "sharing>=process"])
     def test_clear_reaches_other_storages(self, context: CaseContext) -> None:
@@ -85,8 +88,7 @@ class ClearingCases:
     @covers("LC-4", levels=IDENTITY, needs=["clears", "durability>=reopen"])
     def test_cleared_pages_stay_gone(self, context: CaseContext) -> None:
         """A storage that is opened when all others are closed finds no page that was cleared."""
-        one, keys = context.storage(), context.keys(4)
-        one.store(keys)
+        one, keys = context.stored(4)
         one.call("clear", one.storage.clear)
         one.call("close", one.storage.close)
         two = context.storage(replace(one.identity))
@@ -107,10 +109,8 @@ class ClearingCases:
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_leaves_others_alone(self, context: CaseContext) -> None:
         """Other models, tenants, ranks and salts keep their pages."""
-        own, keys = (
-            context.storage(context.identity(tp_size=2), pools=kv_and_state()),
-            context.keys(4),
-        )
+        own = context.storage(context.identity(tp_size=2), pools=kv_and_state())
+        keys = context.keys(4)
         changes: list[dict[str, object]] = [
             {"model": "conformance/model2"},
             # A prefix of the cleared model's name. A driver that clears by the beginning of a name
@@ -142,8 +142,7 @@ class ClearingCases:
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_a_clear_without_pools(self, context: CaseContext) -> None:
         """A storage of another model that has no pools has nothing to clear."""
-        sut, keys = context.storage(), context.keys(3)
-        sut.store(keys)
+        sut, keys = context.stored(3)
         other = context.storage(replace(sut.identity, model="conformance/model2"), pools={})
         other.call("clear", other.storage.clear)
         taken = "was removed by another's clear, which has no pools and is of another model"
@@ -152,9 +151,17 @@ class ClearingCases:
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_leaves_strangers_files_alone(self, context: CaseContext) -> None:
         """Files that somebody else put beside the store's own are still there."""
-        sut, keys = context.storage(), context.keys(2)
-        sut.store(keys)
-        strangers = [_stranger(directory) for directory in _directories(context)]
+        sut, _ = context.stored(2)
+        # The directory given to the driver, and those that its options name in there.
+        named = [
+            context.tmp / value
+            for value in context.config.values()
+            if isinstance(value, str) and value.startswith(str(context.tmp))
+        ]
+        homes = [home for home in dict.fromkeys([context.tmp, *named]) if home.is_dir()]
+        strangers = [home / "a file of somebody else" for home in homes]
+        for path in strangers:
+            path.write_bytes(b"not a page")
         sut.call("clear", sut.storage.clear)
         for path in strangers:
             check(
@@ -167,17 +174,118 @@ class ClearingCases:
             path.unlink()
 
 
-def _directories(context: CaseContext) -> list[Path]:
-    """The directory given to the driver, and those that its options name in there."""
-    named = [
-        context.tmp / value
-        for value in context.config.values()
-        if isinstance(value, str) and value.startswith(str(context.tmp))
-    ]
-    return [directory for directory in dict.fromkeys([context.tmp, *named]) if directory.is_dir()]
+FAULTS: Final = (Level.FAULTS,)
+CLEARING_SECONDS: Final = 0.6
+"""Deadline of a storage whose clear hangs; it has to work with it before."""
+HURRIED: Final = StorageOptions(deadline_seconds=CLEARING_SECONDS, breaker_threshold=0)
 
 
-def _stranger(directory: Path) -> Path:
-    path = directory / "a file of somebody else"
-    path.write_bytes(b"not a page")
-    return path
+class FailedClearCases:
+    """LC-7."""
+
+    @covers("LC-7", "FT-4", levels=FAULTS, needs=["clears"])
+    def test_a_clear_that_is_refused(self, context: CaseContext, injector: FaultInjector) -> None:
+        """While nothing works, clear() raises StorageUnavailableError, or has cleared.
+
+        Done again afterwards, it clears.
+        """
+        sut, keys = serving_storage(context, injector, pages=4)
+        plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
+        _clear_under(context, injector, sut, keys, plan)
+
+    @covers("LC-7", "FT-3", "FT-4", levels=FAULTS, needs=["clears"])
+    def test_a_clear_that_hangs(self, context: CaseContext, injector: FaultInjector) -> None:
+        """While the store hangs, clear() raises StorageTimeoutError in time, or has cleared.
+
+        Done again afterwards, it clears.
+        """
+        sut, keys = serving_storage(context, injector, pages=4, options=HURRIED)
+        _clear_under(context, injector, sut, keys, _lost(injector, sut), hangs=True)
+
+
+def _clear_under(
+    context: CaseContext,
+    injector: FaultInjector,
+    sut: StorageUnderTest,
+    keys: list[str],
+    plan: FaultPlan,
+    *,
+    hangs: bool = False,
+) -> None:
+    """Clear under a fault, and again afterwards.
+
+    Raises:
+        Violation: FT-3, the clear has not ended in time; LC-7, it raised something else than what
+            the rule names, or left a page; FT-4, one that is done again goes on failing.
+    """
+    within = CLEARING_SECONDS + SLACK_SECONDS if hangs else PATIENCE_SECONDS
+    injector.inject(plan)
+    clearing = Pending(sut.storage.clear)
+    checked("FT-3")
+    if not clearing.ended(within):
+        injector.heal()
+        clearing.comes_back(context.profile.recovery_seconds)
+        raise Violation("FT-3", f"clear has not ended {within:.1f} s after it began; {plan}")
+    returned = _returned(clearing, plan, hangs=hangs)
+    injector.heal()
+    wait_until_serving(context, sut, plan)
+    if returned:
+        _check_cleared(context, sut, keys, f"was cleared by a clear() that returned ({plan})")
+    allowed, raised = context.profile.recovery_seconds, [""]
+
+    def clears() -> bool:
+        raised[0] = sut.clear()
+        return not raised[0]
+
+    # Done again in any case. A clear that raised may be repeated by its caller, and it has to
+    # succeed once the store serves.
+    again = eventually(clears, allowed)
+    late = f"{allowed:.0f} s after the fault was gone ({plan})"
+    check(again, "FT-4", f"{late}, clear still raises {raised[0]}")
+    _check_cleared(context, sut, keys, "was cleared, when the store served again")
+
+
+def _lost(injector: FaultInjector, sut: StorageUnderTest) -> FaultPlan:
+    """Everything hangs, and what has hung fails in the end.
+
+    A clear that returned all the same has removed nothing.
+    """
+    plan = hang_plan(injector, sut)
+    ends = {"network": (Fault(kind=FaultKind.CUT),), "services": ()}
+    failing = (
+        ends.get(injector.name, (Fault(kind=FaultKind.ERROR, error="EIO"),)) if plan.hangs else ()
+    )
+    return FaultPlan(injector.name, (*plan.faults, *failing))
+
+
+def _returned(clearing: Pending[None], plan: FaultPlan, *, hangs: bool) -> bool:
+    """Return whether a clear under a fault returned; one that ends at the deadline has to say so."""
+    checked("LC-7")
+    try:
+        clearing.answer()
+    except StorageTimeoutError:
+        return False
+    except StorageUnavailableError as error:
+        seconds = clearing.seconds or 0.0
+        if hangs and seconds >= CLEARING_SECONDS:
+            raise Violation(
+                "LC-7",
+                f"clear ended at its deadline and may still happen ({plan}), and raised "
+                f"{type(error).__name__}, which is no "
+                f"StorageTimeoutError: {error}",
+            ) from error
+        return False
+    except Exception as error:
+        raise Violation(
+            "LC-7",
+            f"clear raised {type(error).__name__}, which is no StorageUnavailableError ({plan}): "
+            f"{error}",
+        ) from error
+    return True
+
+
+def _check_cleared(context: CaseContext, sut: StorageUnderTest, keys: list[str], why: str) -> None:
+    # LC-7 speaks of any storage: one that cleared may miss by its own index only, one that opens now
+    # shows what is in the store.
+    for reader in (sut, context.storage(sut.identity, options=UNGUARDED)):
+        reader.expect_missing(keys, rule="LC-7", why=why)

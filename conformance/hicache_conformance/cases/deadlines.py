@@ -8,10 +8,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import pytest
+
 from hicache_conformance.fixtures.fault_calls import (
     DEADLINE_SECONDS,
     SLACK_SECONDS,
-    UNGUARDED,
     check_hits,
     check_kept,
     hang_plan,
@@ -22,9 +23,9 @@ from hicache_conformance.fixtures.fault_calls import (
 )
 from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.driver_calls import has_steps
-from hicache_conformance.harness.leak_check import OpenResources
-from hicache_conformance.harness.page_patterns import canary, short, spent
-from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
+from hicache_conformance.harness.page_patterns import spent
+from hicache_conformance.harness.process_state import OpenResources, left_open
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_raises
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.cause import places_in_driver
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
@@ -35,7 +36,7 @@ from hicache_storage.layers.deadline import MAX_HUNG_CALLS
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.injectors.injector import FaultInjector
@@ -47,7 +48,6 @@ IN_TIME: Final = DEADLINE_SECONDS + SLACK_SECONDS
 CLOSING_SECONDS: Final = 0.6
 """Deadline of the storages that are closed while their calls hang; they have to work with it
 before."""
-INFO: Final = HiCacheStorageExtraInfo(deadline_seconds=DEADLINE_SECONDS)
 LIVES: Final = 3
 """What every one of so many storages has left behind is a leak; a library's own pool of connections
 is full before that."""
@@ -58,11 +58,18 @@ SILENCE_SECONDS: Final = 15.0
 have without any setting."""
 LATE_SECONDS: Final = 0.3
 """How long late effects are waited for when the store serves again."""
+LOOKS: Final = 3
 
 
-UNUSUAL: Final = (0.0, -0.5, -1.0, math.nan, math.inf, 1e10)
-"""Deadlines of calls: passed already, as a caller's clock may say; no number; and longer than a
+DEADLINES: Final = (DEADLINE_SECONDS, 0.0, -0.5, -1.0, math.nan, math.inf, 1e10)
+"""Of calls: a usual one; passed already, as a caller's clock may say; no number; and longer than a
 lock can wait."""
+HUNG_SORTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "everything": (),
+    "reads": ("read", "reply"),
+    "writes": ("write", "create", "name", "sync", "request"),
+}
+"""What hangs: a driver may look whether its call is over in front of a request, and not behind it."""
 
 
 class DeadlineCases:
@@ -124,36 +131,41 @@ class DeadlineCases:
         )
 
     @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=FAULTS)
-    def test_unusual_deadlines_of_a_hung_store(
-        self, context: CaseContext, injector: FaultInjector
+    @pytest.mark.parametrize("hung", HUNG_SORTS)
+    def test_calls_of_a_hung_store_are_over(
+        self, context: CaseContext, injector: FaultInjector, hung: str
     ) -> None:
-        """Deadlines that have passed, are endless or NaN, while the store hangs.
+        """Calls end at their deadline, whatever it is, and have no effect after that.
 
-        A call whose deadline has passed ends at once, an endless one at the storage's own, NaN is
-        misuse.
+        One whose deadline has passed ends at once, an endless one at the storage's own, NaN is
+        misuse. Destinations and sources belong to the caller then, also when what hung goes on.
         """
         options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
         sut, keys = serving_storage(context, injector, pages=2, options=options)
-        plan = hang_plan(injector, sut)
+        plan = hang_plan(injector, sut, *HUNG_SORTS[hung])
+        clients = context.clients(sut, len(DEADLINES))
         calls = [
-            _Unusual(client, seconds)
-            for client, seconds in zip(context.clients(sut, len(UNUSUAL)), UNUSUAL, strict=True)
+            _Calls(client, seconds, waits=may_wait(sut))
+            for client, seconds in zip(clients, DEADLINES, strict=True)
         ]
         injector.inject(plan)
         # All calls begin before any is waited for, so that one with an endless deadline cannot hold
         # up the threads that serve the others.
         for call in calls:
-            call.begin(keys, context.keys(2), gets=not may_wait(sut))
+            call.begin(keys, context.keys(2))
         try:
             for call in calls:
-                call.check_ended(CLOSING_SECONDS if call.seconds > 0 else 0.0, plan)
+                own = min(call.seconds, CLOSING_SECONDS)
+                call.check_ended(own if call.seconds > 0 else 0.0, plan)
         finally:
             injector.heal()
-        # Time for reads that hung to go on: what writes into a page after its call has ended does
-        # so now.
-        time.sleep(LATE_SECONDS / 2)
         for call in calls:
-            call.check_untouched(plan)
+            call.let_go(context, plan)
+        # Time for what hung to go on: what writes into a page after its call has ended does so now.
+        for _ in range(LOOKS):
+            time.sleep(LATE_SECONDS / LOOKS)
+            for call in calls:
+                call.check_untouched(plan)
         wait_until_serving(context, sut, plan)
         for call in calls:
             call.check_unpublished(plan)
@@ -172,8 +184,8 @@ class DeadlineCases:
         # No fault and no deadline layer: what a deadline that has passed does is up to the driver
         # alone here.
         plan = FaultPlan("none", ())
-        for client, seconds in zip(context.clients(sut, len(UNUSUAL)), UNUSUAL, strict=True):
-            call = _Unusual(client, seconds)
+        for client, seconds in zip(context.clients(sut, len(DEADLINES)), DEADLINES, strict=True):
+            call = _Calls(client, seconds)
             call.begin(keys, context.keys(2))
             call.check_ended(0.0, plan)
             call.check_untouched(plan)
@@ -193,83 +205,6 @@ class DeadlineCases:
         sut.store(new)
         sut.expect(new, rule="FT-3")
 
-    @covers("GET-9", levels=FAULTS)
-    def test_nothing_arrives_late(self, context: CaseContext, injector: FaultInjector) -> None:
-        """After a get has returned, no byte of its destination changes.
-
-        It belongs to the caller then, also when the hung read goes on.
-        """
-        sut, keys = serving_storage(context, injector)
-        plan = hang_plan(injector, sut, "read", "reply")
-        memory = sut.memories[PoolName.KV]
-        pages = sut.own_pages(keys)
-        transfers = sut.transfers([PageGroup(keys)], [pages])
-        injector.inject(plan)
-        reading = Pending(partial(sut.storage.batch_get_v2, transfers, INFO))
-        # Given up by the caller, so that the destination is the caller's again. A driver that
-        # declares waiting reads is healed first, since its get still owns the pages.
-        if not reading.comes_back(IN_TIME):
-            check(may_wait(sut), "FT-3", _late("batch_get_v2", plan))
-            injector.heal()
-            _come_back(context, reading, "batch_get_v2", plan)
-        blank = canary(1, memory.page_bytes)
-        # All pages of the pool and not only those that were asked for: a late read may hit any of
-        # them.
-        memory.fill(range(memory.pages), blank)
-        injector.heal()
-        # One storage reads on its own threads: what hung before has gone on when a later read is
-        # through.
-        for _ in range(2):
-            fresh = context.unopened(sut.identity, options=UNGUARDED)
-            fresh.get(keys)
-            time.sleep(LATE_SECONDS / 2)
-        checked("GET-9")
-        for page in memory.changed(range(memory.pages), blank):
-            key = keys[pages.index(page)] if page in pages else ""
-            raise Violation(
-                "GET-9",
-                f"host page {page} was written after the get of "
-                f"{short(key) if key else 'other pages'} had returned ({plan}){_copied(sut)}",
-            )
-
-    @covers("SET-8", levels=FAULTS)
-    def test_nothing_is_published_late(self, context: CaseContext, injector: FaultInjector) -> None:
-        """A set that gave up leaves no page of what the host pages were reused for."""
-        sut, _ = serving_storage(context, injector)
-        plan = hang_plan(injector, sut, "write", "create", "name", "sync", "request")
-        keys, memory = context.keys(6), sut.memories[PoolName.KV]
-        share, pages = PageGroup(keys), sut.own_pages(keys)
-        sut.fill(share, pages)
-        transfers = sut.transfers([share], [pages])
-        injector.inject(plan)
-        answer = _check_time(
-            Pending(partial(sut.storage.batch_set_v2, transfers, INFO)), "batch_set_v2", plan
-        )
-        # The caller reuses the host pages at once, as an engine does. A driver that reads them when
-        # the write goes on publishes these bytes.
-        memory.fill(pages, spent(memory.page_bytes))
-        injector.heal()
-        wait_until_serving(context, sut, plan)
-        refused = [key for key, ok in zip(keys, answer[PoolName.KV], strict=True) if not ok]
-        # Also where no page was refused: what was acknowledged holds the bytes of before the return.
-        checked("SET-8")
-        # Looked at more than once, because the write that hung may reach the store some time after
-        # it serves again.
-        until = time.monotonic() + LATE_SECONDS
-        while True:
-            late = f", whose set answered False ({plan}), later"
-            found = sut.get(refused) if refused else []
-            sut.check_right(refused, found, rule="SET-8", when=late)
-            if time.monotonic() > until:
-                break
-            time.sleep(LATE_SECONDS / 3)
-        check_kept(
-            context,
-            sut,
-            keys,
-            plan if not refused else FaultPlan(injector.name, (Fault(kind=FaultKind.TORN_WRITE),)),
-        )
-
     @covers("LC-2", "FT-3", levels=FAULTS)
     def test_closing_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """close() while calls hang ends in time, twice; calls after it say so.
@@ -283,7 +218,9 @@ class DeadlineCases:
         waits = [*[SETTLING_SECONDS] * (LIVES - 1), context.profile.recovery_seconds]
         left = "all"
         for seconds in waits:
-            left = left and _left_behind(context, injector, seconds)
+            before = OpenResources.now()
+            _life_under_hang(context, injector)
+            left = left and left_open(before, seconds)
         check(
             not left,
             "LC-2",
@@ -330,18 +267,25 @@ class DeadlineCases:
             injector.heal()
 
 
-class _Unusual:
-    """An exists, a get and a set at the same time, with a deadline that clients rarely have."""
+class _Calls:
+    """An exists, a get and a set of one client at the same time, with a deadline.
 
-    def __init__(self, sut: StorageUnderTest, seconds: float) -> None:
+    Args:
+        sut: the client.
+        seconds: the deadline.
+        waits: the get may wait for as long as something hangs.
+    """
+
+    def __init__(self, sut: StorageUnderTest, seconds: float, *, waits: bool = False) -> None:
         self.seconds = seconds
+        self._waits = waits
         self._sut = sut
         self._memory = sut.memories[PoolName.KV]
         self._calls: dict[str, Pending[Any]] = {}
         self._new = list[str]()
         self._pages = list[int]()
 
-    def begin(self, keys: list[str], new: list[str], *, gets: bool = True) -> None:
+    def begin(self, keys: list[str], new: list[str]) -> None:
         """Make the calls: ask for pages that are there, and set new ones."""
         storage = self._sut.storage
         self._new = new
@@ -353,9 +297,8 @@ class _Unusual:
         asks: dict[str, Callable[[], object]] = {
             "batch_exists_v2": lambda: storage.batch_exists_v2(keys, None, self._info()),
             "batch_set_v2": lambda: storage.batch_set_v2(setting, self._info()),
+            "batch_get_v2": lambda: storage.batch_get_v2(getting, self._info()),
         }
-        if gets:
-            asks["batch_get_v2"] = lambda: storage.batch_get_v2(getting, self._info())
         self._calls = {name: Pending(ask) for name, ask in asks.items()}
 
     def _info(self) -> HiCacheStorageExtraInfo:
@@ -369,6 +312,8 @@ class _Unusual:
             Violation: FT-3, FT-1 or FT-2.
         """
         for name, call in self._calls.items():
+            if name == "batch_get_v2" and self._waits:
+                continue
             told = f"{name} with deadline_seconds={self.seconds}"
             check(
                 call.ended(within + SLACK_SECONDS),
@@ -388,7 +333,21 @@ class _Unusual:
                 raise Violation(
                     rule, f"{told} raised {type(error).__name__}, which is no HiCacheError: {error}"
                 ) from error
-        # The host pages are somebody else's now.
+        if not self._waits:
+            self._give_back()
+
+    def let_go(self, context: CaseContext, plan: FaultPlan) -> None:
+        """Wait for a get that was allowed to wait, when nothing hangs any more.
+
+        Raises:
+            Violation: FT-4, it has not come back.
+        """
+        if self._waits:
+            _come_back(context, self._calls["batch_get_v2"], "batch_get_v2", plan)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Use the host pages for something else, as an engine does at once."""
         self._memory.fill(self._pages, spent(self._memory.page_bytes))
 
     def check_untouched(self, plan: FaultPlan) -> None:
@@ -401,8 +360,8 @@ class _Unusual:
         for page in self._memory.changed(self._pages, spent(self._memory.page_bytes)):
             raise Violation(
                 "GET-9",
-                f"host page {page} was written after a get with deadline_seconds={self.seconds} "
-                f"had ended ({plan})",
+                f"host page {page} was written after the get with "
+                f"deadline_seconds={self.seconds} had ended ({plan}){_copied(self._sut)}",
             )
 
     def check_unpublished(self, plan: FaultPlan) -> None:
@@ -413,13 +372,6 @@ class _Unusual:
         """
         late = f", left by a set with deadline_seconds={self.seconds} ({plan}),"
         self._sut.check_right(self._new, self._sut.get(self._new), rule="SET-8", when=late)
-
-
-def _left_behind(context: CaseContext, injector: FaultInjector, allowed: float) -> str:
-    before = OpenResources.now()
-    _life_under_hang(context, injector)
-    eventually(lambda: not OpenResources.now().beyond(before), allowed, 0.05)
-    return OpenResources.now().beyond(before)
 
 
 def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
@@ -462,14 +414,8 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
             )
         closing.answer()
     asking = Pending(partial(sut.storage.batch_exists_v2, keys))
-    try:
-        answer = _check_time(asking, "batch_exists_v2 after close", plan)
-    except StorageClosedError:
-        pass
-    else:
-        raise Violation(
-            "LC-2", f"batch_exists_v2 after close() raised nothing and answered {answer!r:.100}"
-        )
+    name = "batch_exists_v2 after close()"
+    check_raises(StorageClosedError, "LC-2", name, partial(_check_time, asking, name, plan))
     injector.heal()
     for call in calls:
         _come_back(context, call, "a call that hung when the storage was closed", plan)

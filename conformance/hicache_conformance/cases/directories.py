@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final
 from hicache_conformance.fixtures.fault_calls import check_hits
 from hicache_conformance.fixtures.small_store import BATCH, capacity_of, open_long_pages
 from hicache_conformance.fixtures.target import DIRECTORY
+from hicache_conformance.harness.concurrency import eventually
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Violation, checked
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.violation import check
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:
@@ -112,9 +113,7 @@ def _shared(
     context: CaseContext, config: Mapping[str, object], identity: StorageIdentity
 ) -> list[StorageUnderTest]:
     """A storage that opens later, where it sees what others have set."""
-    if not declares(context.capabilities, "sharing>=process"):
-        return []
-    return [open_long_pages(context, config, identity)]
+    return [open_long_pages(context, config, identity)] if context.shares else []
 
 
 def _make_again(
@@ -128,22 +127,18 @@ def _make_again(
     Raises:
         Violation: FT-4, sets are answered with True or False, and no file is there.
     """
-    allowed = context.profile.recovery_seconds
-    until = time.monotonic() + allowed
-    while True:
-        answers = sut.set(keys)
-        if all(answers) and any(path.is_file() for path in home.rglob("*")):
-            return
-        checked("FT-4")
-        if time.monotonic() > until:
-            raise Violation(
-                "FT-4",
-                f"{allowed:.0f} s after the store was deleted for the {number}. time, a set "
-                f"answers {answers}, exists finds "
-                f"{sut.exists(keys).kv_hit_pages} of {len(keys)} pages, and there is no file in "
-                f"its directory",
-            )
-        time.sleep(0.02)
+    allowed, answers = context.profile.recovery_seconds, list[bool]()
+
+    def is_stored() -> bool:
+        answers[:] = sut.set(keys)
+        return all(answers) and any(path.is_file() for path in home.rglob("*"))
+
+    check(
+        eventually(is_stored, allowed),
+        "FT-4",
+        f"{allowed:.0f} s after the store was deleted for the {number}. time, a set answers "
+        f"{answers}, and there is no file in its directory",
+    )
 
 
 def _look_alikes(home: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, capacity_of, pool
 from hicache_conformance.fixtures.target import CAPACITY
-from hicache_conformance.harness.disk_usage import DiskUsage
+from hicache_conformance.harness.disk_usage import disk_usage
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import PoolShape
 from hicache_conformance.history.checker import AnomalyKind
@@ -139,10 +139,9 @@ class DurabilityCases:
                 engine.clear()
             elif kill:
                 payload += PAGE_BYTES * sum(content is not None for content in engine.get(keys))
-            footprint = DiskUsage.of(context.config, context.tmp)
-            sizes += [footprint.bytes] if footprint else []
+            sizes.append(disk_usage(context.config, context.tmp))
         group.judge("FT-5", rules=FT_5)
-        grown = sizes[-1] - sizes[0] if sizes else 0
+        grown = sizes[-1] - sizes[0]
         # Three pages of slack, because the store's own files grow too. A call writes two pages at
         # most, so that eight kills leave up to sixteen in a store that collects none.
         check(

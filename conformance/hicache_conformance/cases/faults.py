@@ -23,19 +23,20 @@ from hicache_conformance.fixtures.fault_calls import (
     deadline_on,
     serving_storage,
     set_deadline,
+    under_fault,
     wait_until_serving,
 )
 from hicache_conformance.harness.concurrency import CALL_THREAD, together
 from hicache_conformance.harness.driver_calls import has_steps
-from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.log_records import records_above_debug
+from hicache_conformance.harness.process_state import OpenResources
 from hicache_conformance.injectors.active_faults import failure
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
 from hicache_conformance.injectors.named_faults import NAMED_FAULTS, REFUSALS, UNAVAILABLE
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.model.rules import Level, declares
+from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, is_refusal
@@ -53,11 +54,6 @@ ROUNDS: Final = 3
 LINES: Final = 5
 """Most lines of one episode: lookups, reads and writes may each have one, and so may the connection
 and the breaker."""
-
-SILENT: Final = frozenset({FaultKind.PARTIAL, FaultKind.STALE})
-"""Kinds that make a page look as if it had never been there, so that nobody could count them as
-faults."""
-
 
 RETRYING_SECONDS: Final = 2.0
 """Deadline of calls that a client may try a few times. One that ends sooner is counted by the
@@ -81,52 +77,34 @@ class FaultCases:
     ) -> None:
         """Under each kind of fault no call raises, no page is wrong, and misses are counted.
 
-        There is no line of the log for each page, and afterwards all is well.
+        There is no line of the log for each page, and afterwards all is well. While nothing works
+        at all, a single lookup and a single read count, and are told.
         """
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][named_fault])
+        outage = plan.faults == UNAVAILABLE[injector.name]
         sut, keys = serving_storage(context, injector)
         # Opening and the first stores may have counted something; only what the fault adds is
         # judged.
         before = count_faults(sut)
-        set_deadline(sut, deadline_on(injector))
-        with records_above_debug() as records:
-            injector.inject(plan)
+        with records_above_debug() as records, under_fault(injector, plan, sut):
+            if outage:
+                set_deadline(sut, RETRYING_SECONDS)
+                _ask_once(injector, sut, keys, plan)
+                set_deadline(sut, deadline_on(injector))
             stored, missed, calls = _use(context, injector, sut, keys, plan)
-        injector.heal()
-        set_deadline(sut, None)
         if injector.injected_count() and not _silent(plan):
             _check_counted(sut, "calls were", before, plan, missed=missed)
+        check(
+            not (outage and missed and not records),
+            "FT-1",
+            f"{calls} calls were answered with misses because of {plan}, and nothing was "
+            f"logged{_swallowed(sut)}",
+        )
         # A fault that destroys pages is one episode for each damaged page, and each may have its
         # line (GET-7).
         _check_lines(records, calls if plan.destroys else LINES, plan)
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
-
-    @covers("FT-1", levels=FAULTS)
-    def test_an_outage_is_told_once(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While nothing works every call is a miss.
-
-        That is counted, and logged in a few lines, not in one for each call.
-        """
-        plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
-        sut, keys = serving_storage(context, injector)
-        before = count_faults(sut)
-        injector.inject(plan)
-        with records_above_debug() as records:
-            set_deadline(sut, RETRYING_SECONDS)
-            _ask_once(injector, sut, keys, plan)
-            set_deadline(sut, deadline_on(injector))
-            _, missed, calls = _use(context, injector, sut, keys, plan, rounds=2 * ROUNDS)
-        injector.heal()
-        set_deadline(sut, None)
-        _check_counted(sut, "calls were", before, plan, missed=missed)
-        check(
-            not (missed and (not records)),
-            "FT-1",
-            f"{calls} calls were answered with misses because of {plan}, and nothing was "
-            f"logged{_swallowed(sut)}",
-        )
-        _check_lines(records, LINES, plan)
 
     @covers("FT-1", "FT-4", "LC-1", levels=FAULTS)
     def test_a_store_that_is_away(self, context: CaseContext, injector: FaultInjector) -> None:
@@ -139,13 +117,10 @@ class FaultCases:
         # would pass, since misses are legal.
         serving_storage(context, injector, pages=1)
         sut, keys = context.unopened(options=UNGUARDED), context.keys(3)
-        set_deadline(sut, deadline_on(injector))
-        injector.inject(plan)
-        with contextlib.suppress(HiCacheError):
-            call_bounded(injector, plan, "open", sut.storage.open)
-        _use(context, injector, sut, keys, plan)
-        injector.heal()
-        set_deadline(sut, None)
+        with under_fault(injector, plan, sut):
+            with contextlib.suppress(HiCacheError):
+                call_bounded(injector, plan, "open", sut.storage.open)
+            _use(context, injector, sut, keys, plan)
         wait_until_serving(context, sut, plan)
 
     @covers("FT-4", levels=FAULTS)
@@ -155,19 +130,12 @@ class FaultCases:
         After each, the same storage serves again and the breaker is closed.
         """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
-        sut, keys = serving_storage(
-            context,
-            injector,
-            options=IMPATIENT,
-        )
+        sut, keys = serving_storage(context, injector, options=IMPATIENT)
         # Twice: a breaker that has been half open and closed again must trip and recover as it did
         # the first time.
         for _ in range(2):
-            set_deadline(sut, deadline_on(injector))
-            injector.inject(plan)
-            _use(context, injector, sut, keys, plan)
-            injector.heal()
-            set_deadline(sut, None)
+            with under_fault(injector, plan, sut):
+                _use(context, injector, sut, keys, plan)
             wait_until_serving(context, sut, plan)
             state = sut.call("get_stats", sut.storage.get_stats).breaker_state
             check(
@@ -184,16 +152,10 @@ class FaultCases:
 
         Storages that are opened meanwhile leave nothing behind.
         """
-        sut, keys, here = (
-            context.storage(options=UNGUARDED),
-            context.keys(6),
-            DriverMethodInjector(),
-        )
-        limit, error = _LIMITS[scarce]
-        plan = FaultPlan(
-            "process", (Fault(kind=FaultKind.ERROR, error=error, operations=(scarce,)),)
-        )
-        sut.store(keys)
+        sut, keys = context.stored(6, options=UNGUARDED)
+        here, (limit, error) = DriverMethodInjector(), _LIMITS[scarce]
+        fault = Fault(kind=FaultKind.ERROR, error=error, operations=(scarce,))
+        plan = FaultPlan("process", (fault,))
         # Used once before descriptors run out, so that what a driver opens on first use is open
         # already.
         _use(context, here, sut, keys, plan)
@@ -227,7 +189,7 @@ class FaultCases:
             plan, refused = FaultPlan(injector.name, (fault,)), 0
             injector.inject(plan)
             readers = [sut]
-            if declares(context.capabilities, "sharing>=process"):
+            if context.shares:
                 readers.append(context.storage(sut.identity, options=IMPATIENT))
             for _ in range(2 * IMPATIENT.breaker_threshold):
                 refused += not any(sut.set(context.keys(2)))
@@ -269,14 +231,12 @@ class FaultCases:
         }
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][failing[injector.name]])
         sut, _ = serving_storage(context, injector)
-        set_deadline(sut, deadline_on(injector))
-        injector.inject(plan)
         seen = list[tuple[int, int]]()
-        for _ in range(4):
-            for _ in range(3):
-                sut.set(context.keys(4))
-            seen.append((len(OpenResources.now().descriptors), _files(injector)))
-        injector.heal()
+        with under_fault(injector, plan, sut):
+            for _ in range(4):
+                for _ in range(3):
+                    sut.set(context.keys(4))
+                seen.append((len(OpenResources.now().descriptors), _files(injector)))
         # The first rounds may fill tables that are kept.
         for what, first, last in zip(("descriptors", "files"), seen[1], seen[3], strict=True):
             check(
@@ -284,7 +244,6 @@ class FaultCases:
                 "FT-6",
                 f"6 sets that failed ({plan}) left {last - first} {what} behind",
             )
-        set_deadline(sut, None)
         wait_until_serving(context, sut, plan)
 
     @covers("SET-6", "GET-3", "FT-6", levels=FAULTS)
@@ -338,8 +297,12 @@ class FaultCases:
         )
         clients = context.clients(sut, BESIDE + 1)
         answers = list[list[bool]]()
+
+        def write(client: StorageUnderTest, new: list[str]) -> None:
+            answers.append(client.set(new))
+
         injector.inject(plan)
-        together("FT-3", [partial(_note, answers, client, context.keys(2)) for client in clients])
+        together("FT-3", [partial(write, client, context.keys(2)) for client in clients])
         injector.heal()
         served = sum(map(all, answers))
         state = sut.call("get_stats", sut.storage.get_stats).breaker_state
@@ -351,10 +314,6 @@ class FaultCases:
             f"({plan}); then the circuit breaker is "
             f"{state!r}, and exists finds {hit} of {len(keys)} pages",
         )
-
-
-def _note(answers: list[list[bool]], sut: StorageUnderTest, keys: Sequence[str]) -> None:
-    answers.append(sut.set(keys))
 
 
 def _use(
@@ -417,10 +376,10 @@ def _check_counted(
 
 
 def _silent(plan: FaultPlan) -> bool:
-    corrupt = plan.injector == "network" and any(
-        fault.kind is FaultKind.BIT_FLIP for fault in plan.faults
-    )
-    return corrupt or any(fault.kind in SILENT for fault in plan.faults)
+    """Return whether pages look as if they had never been there, so that nobody could count them."""
+    kinds = {fault.kind for fault in plan.faults}
+    unseen = bool(kinds & {FaultKind.PARTIAL, FaultKind.STALE})
+    return unseen or (plan.injector == "network" and FaultKind.BIT_FLIP in kinds)
 
 
 def _check_lines(records: Sequence[logging.LogRecord], most: int, plan: FaultPlan) -> None:

@@ -214,7 +214,7 @@ class _StateMachine(RuleBasedStateMachine):
         self._close()
 
     def _open(self) -> None:
-        count = 2 if declares(self.context.capabilities, "sharing>=process") else 1
+        count = 2 if self.context.shares else 1
         self.suts = [
             self.context.storage(
                 self.identity,

@@ -21,12 +21,12 @@ from hicache_conformance.fixtures.fault_calls import (
     serving_storage,
 )
 from hicache_conformance.fixtures.target import SEVERAL_STORES
-from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.injectors.members import OUTAGES
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.model.rules import Level, declares
+from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import NotPromised, Violation, check, checked
 from hicache_storage.layers import StorageOptions
 
@@ -114,7 +114,7 @@ class _Load:
         # Another storage, where there may be one: it has no circuit breaker, which could be open
         # because of the pages that are away, and SET-1 is about any storage.
         self._other = self.storage
-        if declares(context.capabilities, "sharing>=process"):
+        if context.shares:
             self._other = context.storage(self.storage.identity, options=UNBROKEN)
         clients = context.clients(self.storage, READERS + WRITERS)
         self._readers = clients[:READERS]
@@ -270,19 +270,20 @@ class _Load:
         Raises:
             Violation: FT-4; GET-1 for wrong bytes.
         """
-        until = time.monotonic() + seconds
-        while True:
+        found = set[str]()
+
+        def serves() -> bool:
             new = sorted(_set(self.storage, self._context.keys(PAGES // 2)))
-            found = _get(self.storage, new, plan) if new else set[str]()
-            if found:
-                return sorted(found)
-            check(
-                time.monotonic() <= until,
-                "FT-4",
-                f"{seconds:.0f} s after all stores were there again ({plan}), no new page is "
-                f"stored and read",
-            )
-            time.sleep(PAUSE_SECONDS)
+            found.update(_get(self.storage, new, plan) if new else ())
+            return bool(found)
+
+        check(
+            eventually(serves, seconds, PAUSE_SECONDS),
+            "FT-4",
+            f"{seconds:.0f} s after all stores were there again ({plan}), no new page is stored and "
+            f"read",
+        )
+        return sorted(found)
 
     def _missing(self, keys: Sequence[str], seconds: float, plan: FaultPlan) -> set[str]:
         """Pages that one of the storages does not find, in so many seconds.
@@ -290,18 +291,18 @@ class _Load:
         Raises:
             Violation: GET-1 for wrong bytes.
         """
-        until = time.monotonic() + seconds
         missing = {reader: set(keys) for reader in (self.storage, self._other)}
-        while True:
+
+        def are_there() -> bool:
             for reader, some in missing.items():
                 asked = sorted(some)
                 for start in range(0, len(asked), PAGES):
                     some -= _get(reader, asked[start : start + PAGES], plan)
-            left = set[str]().union(*missing.values())
-            # Not once: the driver may leave a store out for a while that was away.
-            if not left or time.monotonic() > until:
-                return left
-            time.sleep(PAUSE_SECONDS)
+            return not any(missing.values())
+
+        # Not once: the driver may leave a store out for a while that was away.
+        eventually(are_there, seconds, PAUSE_SECONDS)
+        return set[str]().union(*missing.values())
 
     def _check_places(self, member: str, keys: Sequence[str], plan: FaultPlan) -> None:
         """Make sure that pages which are there again were not missed with another store, too.

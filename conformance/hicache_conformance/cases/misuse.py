@@ -10,9 +10,9 @@ import pytest
 
 from hicache_conformance.harness.page_patterns import canary
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.harness.storage_under_test import PageGroup, block_groups
+from hicache_conformance.harness.storage_under_test import PageGroup, block_groups, check_raises
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import Violation, check, checked
+from hicache_conformance.model.violation import check
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import (
     HiCacheError,
@@ -202,8 +202,7 @@ class MisuseCases:
 
         Calls of others are served.
         """
-        sut, keys = context.storage(options=StorageOptions()), context.keys(3)
-        sut.store(keys)
+        sut, keys = context.stored(3, options=StorageOptions())
         before = sut.call("get_stats", sut.storage.get_stats).faults
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
         for how in ("a-number-among-them", "an-iterator", "none"):
@@ -319,17 +318,6 @@ def _check_untouched(sut: StorageUnderTest, keys: list[str], call: str, how: str
 def _refused(
     ask: Callable[[], object], what: str, named: str, kind: type[HiCacheError] = HiCacheError
 ) -> None:
-    checked("FT-2")
-    try:
-        answer = ask()
-    except kind as error:
-        if named.lower() not in str(error).lower():
-            raise Violation(
-                "FT-2", f"{what} was refused, but the error does not name {named!r}: {error}"
-            ) from error
-        return
-    except Exception as error:
-        raise Violation(
-            "FT-2", f"{what} raised {type(error).__name__}, which is no {kind.__name__}: {error}"
-        ) from error
-    raise Violation("FT-2", f"{what} raised nothing and answered {answer!r:.100}")
+    error = check_raises(kind, "FT-2", what, ask)
+    is_named = named.lower() in str(error).lower()
+    check(is_named, "FT-2", f"{what} was refused, but the error does not name {named!r}: {error}")

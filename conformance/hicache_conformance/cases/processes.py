@@ -1,16 +1,14 @@
-"""Several processes that use the same few keys.
-
-Every page read is whole, and was written by one of them.
-"""
+"""Several processes on one store: visibility of pages, races, kills and histories."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures.process_group import ProcessGroup
-from hicache_conformance.harness.disk_usage import DiskUsage
+from hicache_conformance.harness.disk_usage import disk_usage
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import PoolShape
+from hicache_conformance.harness.pools import GuardedPool, PoolShape
 from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
@@ -20,14 +18,153 @@ from hicache_conformance.processes.worker import KillSchedule
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.history.events import Event
     from hicache_conformance.processes.worker import WorkerProcess
 
 SHARED: Final = [Level.SHARED]
+ALSO_SHARED: Final = [Level.CORE, Level.SHARED]
 BETWEEN_PROCESSES: Final = ("sharing>=processes",)
+SHAPES: Final[Mapping[str, PoolShape]] = {
+    PoolName.KV: PoolShape(pages=32),
+    PoolName.MAMBA: PoolShape(pages=32, page_size=1, components=(80, 24)),
+}
+
+
+class SharingCases:
+    """ID-2 between processes; SET-1, SET-3, LC-4, GET-7 and EX-9 as a second process sees them."""
+
+    @covers("ID-2", levels=SHARED, needs=BETWEEN_PROCESSES)
+    def test_processes_share_pages(self, context: CaseContext) -> None:
+        """Pages set by one process are found by others.
+
+        Whether they were opened before the set or after it, and also if they had asked before.
+        """
+        group = ProcessGroup(context, SHAPES)
+        # Interpreters of their own: what differs between two of them must not be part of a name.
+        writer, early = group.worker("writer", fresh=True), group.worker("early")
+        keys, later = group.new_keys(8), group.new_keys(8)
+        for pool in SHAPES:
+            early.get(keys, pool)
+        early.exists(keys)
+        values = {pool: group.store(writer, keys, "SET-1", pool) for pool in SHAPES}
+        late = group.worker("late")
+        for reader in (writer, early, late):
+            for pool, value in values.items():
+                group.expect(reader, keys, value, "ID-2", pool)
+            group.expect_existing(reader, keys, "ID-2")
+        value = group.store(early, later, "SET-1")
+        for reader in (early, writer, late):
+            group.expect(reader, later, value, "ID-2")
+        own = context.storage(
+            group.identity,
+            pools={pool: GuardedPool(**asdict(shape)) for pool, shape in SHAPES.items()},
+        )
+        for pool, value in values.items():
+            own.expect(keys, pool, generation=value, rule="ID-2")
+
+    @covers("ID-2", levels=SHARED, needs=(*BETWEEN_PROCESSES, "durability>=reopen"))
+    def test_pages_outlive_their_process(self, context: CaseContext) -> None:
+        """A process sets pages and ends; one that starts afterwards finds them."""
+        group = ProcessGroup(context)
+        writer, keys = group.worker("writer"), group.new_keys(8)
+        value = group.store(writer, keys, "SET-1")
+        writer.close()
+        heir = group.worker("heir")
+        group.expect(heir, keys, value, "ID-2")
+        group.expect_existing(heir, keys, "ID-2")
+
+    @covers("SET-3", levels=ALSO_SHARED, needs=BETWEEN_PROCESSES)
+    def test_what_another_process_set_is_not_rewritten(self, context: CaseContext) -> None:
+        """A set of what another process has stored answers True, and the first bytes stay."""
+        group = ProcessGroup(context)
+        one, two, keys = group.worker("one"), group.worker("two"), group.new_keys(8)
+        two.exists(keys)
+        value = group.store(one, keys, "SET-1")
+        group.store(two, keys, "SET-3")
+        for reader in (one, two):
+            group.expect(reader, keys, value, "SET-1")
+        group.judge("SET-3")
+
+    @covers("SET-1", levels=ALSO_SHARED, needs=(*BETWEEN_PROCESSES, "deletes"))
+    def test_what_another_process_deleted(self, context: CaseContext) -> None:
+        """Pages that another process deletes are gone at once.
+
+        Processes that had known them can set them anew.
+        """
+        _remove_and_set_anew(context, lambda worker, keys: worker.delete(keys), "SET-1")
+
+    @covers(
+        "LC-4",
+        "SET-1",
+        levels=[Level.CORE, Level.IDENTITY, Level.SHARED],
+        needs=(*BETWEEN_PROCESSES, "clears"),
+    )
+    def test_what_another_process_cleared(self, context: CaseContext) -> None:
+        """Pages that another process clears are gone at once.
+
+        Processes that had known them can set them anew.
+        """
+        _remove_and_set_anew(context, lambda worker, keys: worker.clear(), "LC-4")
+
+    @covers("GET-7", "EX-9", "SET-3", levels=ALSO_SHARED, needs=BETWEEN_PROCESSES, corrupts=True)
+    def test_damage_found_by_one_and_repaired_by_another(self, context: CaseContext) -> None:
+        """One process finds a page damaged, one sets it anew: both read it then."""
+        group = ProcessGroup(context)
+        one, two, own = group.worker("one"), group.worker("two"), context.storage(group.identity)
+        context.require_checksums(own)
+        for finders, mender in (((one,), one), ((one,), two), ((one, two), two)):
+            keys = group.new_keys(3)
+            for key in keys:
+                context.corrupt_page(own, key)
+            for finder in finders:
+                _expect_missing(group, finder, keys)
+            value = group.store(mender, keys, "SET-3")
+            for reader in (mender, one, two):
+                group.expect(reader, keys, value, "SET-3")
+                group.expect_existing(reader, keys, "EX-9")
+
+
+def _remove_and_set_anew(
+    context: CaseContext, remove: Callable[[WorkerProcess, list[str]], object], rule: str
+) -> None:
+    group = ProcessGroup(context)
+    one, two, keys = group.worker("one"), group.worker("two"), group.new_keys(6)
+    # Both have set, read and looked for the pages, so that whatever can be remembered of them is.
+    for worker in (one, two):
+        group.store(worker, keys, "SET-1")
+        worker.get(keys)
+        worker.exists(keys)
+    remove(one, keys)
+    for worker in (two, one):
+        worker.exists(keys)
+        worker.get(keys)
+    # What was delivered until now is judged first: a page that is still there is not set anew.
+    group.judge(rule)
+    value = group.store(two, keys[:3], "SET-1")
+    others = group.store(one, keys[3:], "SET-1")
+    for worker in (one, two):
+        group.expect(worker, keys[:3], value, "SET-1")
+        group.expect(worker, keys[3:], others, "SET-1")
+    group.judge(rule)
+
+
+def _expect_missing(group: ProcessGroup, worker: WorkerProcess, keys: list[str]) -> None:
+    for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
+        check(
+            found is None,
+            "GET-5",
+            f"page {index} key {short(key)} is damaged, and is delivered to process {worker.name}",
+        )
+    check(
+        not worker.exists(keys),
+        "EX-9",
+        f"process {worker.name} has found {len(keys)} pages damaged, and says that they exist",
+    )
+
+
 LONG: Final[Mapping[str, PoolShape]] = {
     PoolName.KV: PoolShape(pages=24, components=(10_000, 14_000))
 }
@@ -37,6 +174,8 @@ SMALL: Final[Mapping[str, PoolShape]] = {
     PoolName.MAMBA: PoolShape(pages=32, page_size=1, components=(200, 100)),
 }
 PROCESSES: Final = 3
+RACED_BYTES: Final = 4 * 8_000
+"""Of the pages of a race."""
 RACES: Final = 12
 MAX_RACES: Final = 48
 RACED_PAGES: Final = 32
@@ -86,27 +225,33 @@ class ProcessCases:
         """
         group = ProcessGroup(context, {PoolName.KV: PoolShape(pages=24, components=(3_000, 5_000))})
         workers = [group.worker(f"writer{number}") for number in range(PROCESSES)]
-        usage, raced = _Usage(context, workers[0]), 0
+        raced, sizes, payload, empties = 0, list[int](), 0, context.capabilities.clears
         for race in range(MAX_RACES):
             if race >= RACES and raced >= RACED_PAGES:
                 break
-            keys = group.new_keys(4) if race == 0 or not usage.empties else group.keys
-            at = group.soon()
-            group.run(
-                {
-                    worker: group.work(keys, {Call.SET: 2, Call.GET: 1}, calls=6, max_keys=4, at=at)
-                    for worker in workers
-                }
-            )
+            keys = group.new_keys(4) if race == 0 or not empties else group.keys
+            mix = {Call.SET: 2, Call.GET: 1}
+            at = group.run_together(workers, keys, mix, calls=6, max_keys=4)
             for worker in workers:
                 group.expect_agreement(worker, keys, "SET-4")
-            _expect_somebody_won(group, workers[0], keys, since=at)
+            tried = {key for event in group.sets(since=at) for key in event.keys}
+            workers[0].expect_delivered(sorted(tried), "SET-4", "by several processes at once")
             raced += _raced(group.sets(since=at), keys)
-            usage.measure(len(keys) * 8_000)
+            if empties:
+                workers[0].clear()
+            else:
+                payload += RACED_BYTES
+            sizes.append(disk_usage(context.config, context.tmp))
         # A page that was lost where writers met was lost by their meeting.
         group.judge("SET-4", rules={AnomalyKind.REWRITTEN: "SET-3"})
         group.expect_sound("SET-4")
-        usage.judge("SET-4", max_at_a_time=PROCESSES * 4 * 8_000)
+        grown = sizes[-1] - sizes[0]
+        check(
+            grown <= 2 * payload + PROCESSES * RACED_BYTES,
+            "SET-4",
+            f"{len(sizes)} races of {PROCESSES} writers for the same pages made the store grow by "
+            f"{grown} bytes; its pages take {payload}",
+        )
 
     @covers("CC-2", levels=SHARED, needs=BETWEEN_PROCESSES)
     def test_histories_of_processes(self, context: CaseContext) -> None:
@@ -128,29 +273,10 @@ def _run_steps(context: CaseContext, mix: Mapping[Call, int]) -> None:
     group = ProcessGroup(context, SMALL)
     workers = [group.worker(f"p{number}") for number in range(PROCESSES)]
     for _ in range(max(1, context.profile.process_calls // ACT_CALLS)):
-        keys, at = group.new_keys(6), group.soon()
-        group.run(
-            {
-                worker: group.work(keys, mix, calls=ACT_CALLS, clients=3, max_keys=4, at=at)
-                for worker in workers
-            }
-        )
+        keys = group.new_keys(6)
+        group.run_together(workers, keys, mix, calls=ACT_CALLS, clients=3, max_keys=4)
     group.judge("CC-2")
     group.expect_sound("CC-2")
-
-
-def _expect_somebody_won(
-    group: ProcessGroup, worker: WorkerProcess, keys: list[str], since: int
-) -> None:
-    """Every page that somebody has tried to set since then is there."""
-    tried = {key for event in group.sets(since) for key in event.keys}
-    for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
-        check(
-            key not in tried or found is not None,
-            "SET-4",
-            f"page {index} key {short(key)} was set by several processes at the same time, and "
-            f"none of their pages is there",
-        )
 
 
 def _raced(sets: Sequence[Event], keys: Sequence[str]) -> int:
@@ -163,42 +289,3 @@ def _raced(sets: Sequence[Event], keys: Sequence[str]) -> int:
         )
         for rivals in by_key.values()
     )
-
-
-class _Usage:
-    """Disk usage of a store after each race; emptied in between where the driver can."""
-
-    def __init__(self, context: CaseContext, worker: WorkerProcess) -> None:
-        self._context = context
-        self._worker = worker
-        self.empties = context.capabilities.clears
-        self._sizes = list[int]()
-        self._payload = 0
-
-    def measure(self, payload: int) -> None:
-        """Look, after a race over so many bytes."""
-        if self.empties:
-            self._worker.clear()
-        footprint = DiskUsage.of(self._context.config, self._context.tmp)
-        if footprint is not None:
-            self._sizes.append(footprint.bytes)
-            self._payload += 0 if self.empties else payload
-
-    def judge(self, rule: str, *, max_at_a_time: int) -> None:
-        """Compare the first race with the last.
-
-        Args:
-            rule: broken where the store has grown.
-            max_at_a_time: bytes that one race may leave for a while.
-
-        Raises:
-            Violation: the store has grown by more than it was given, twice.
-        """
-        grown = self._sizes[-1] - self._sizes[0] if self._sizes else 0
-        check(
-            grown <= 2 * self._payload + max_at_a_time,
-            rule,
-            f"{len(self._sizes)} races of {PROCESSES} writers for the same pages made the "
-            f"store grow by {grown} bytes; "
-            f"its pages take {self._payload}",
-        )

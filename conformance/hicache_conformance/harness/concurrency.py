@@ -70,11 +70,13 @@ def eventually(look: Callable[[], object], seconds: float, pause: float = 0.02) 
     return True
 
 
-def together(rule: str, functions: Sequence[Callable[[], object]]) -> None:
+def together(
+    rule: str, functions: Sequence[Callable[[], object]], seconds: float | None = HANG_SECONDS
+) -> None:
     """Run functions in a thread each, begun at the same time, and wait for all of them.
 
     Raises:
-        Violation: `rule`, if one hangs; otherwise what the first that failed has raised.
+        Violation: `rule`, if one hangs for so long; otherwise what the first that failed has raised.
     """
     checked(rule)
     errors = list[BaseException]()
@@ -94,8 +96,8 @@ def together(rule: str, functions: Sequence[Callable[[], object]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(HANG_SECONDS)
+        thread.join(seconds)
         if thread.is_alive():
-            raise Violation(rule, f"a call has not come back after {HANG_SECONDS:.0f} s")
+            raise Violation(rule, f"a call has not come back after {seconds:.0f} s")
     if errors:
         raise errors[0]

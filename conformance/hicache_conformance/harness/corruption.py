@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from hicache_conformance.harness.sparse_files import find_all
 from hicache_storage.layers import innermost
@@ -37,6 +37,9 @@ class ObjectCorruption(StrEnum):
     """It is another key's page, whole and sealed."""
     OTHER_IDENTITY = "other identity"
     """It is a page of this key and another identity, whole and sealed."""
+
+
+WRONG_LENGTHS: Final = (ObjectCorruption.SHORT, ObjectCorruption.LONG)
 
 
 class FileCorruption(StrEnum):

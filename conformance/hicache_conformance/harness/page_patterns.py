@@ -19,8 +19,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from hicache_storage.spec import StorageIdentity
 
 CELL_BYTES = 16
@@ -37,18 +35,6 @@ class Page:
     generation: int = 0
     start: int = 0
     """Offset of its first byte in the page that it is a part of; a multiple of the cell."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A piece of a page that is all of one kind."""
-
-    start: int
-    end: int
-    generation: int | None
-    """The set that wrote it, where it is this page's and in its place."""
-    words: str
-    """What it is instead; empty where it has a generation."""
 
 
 class PagePatterns:
@@ -71,10 +57,6 @@ class PagePatterns:
         )
         return b"".join(cells)[:length]
 
-    def render_all(self, pages: Iterable[Page], length: int) -> list[bytes]:
-        """The bytes of each of the pages."""
-        return [self.render(page, length) for page in pages]
-
     def explain(self, found: bytes, expected: Page) -> str:
         """Describe the content of `found` where it is not `expected`; empty where it is."""
         wanted = self.render(expected, len(found))
@@ -87,47 +69,17 @@ class PagePatterns:
         wrong = sum(a != b for a, b in zip(found, wanted, strict=True))
         return f"{self._describe(found[start : start + CELL_BYTES], start, expected)} ({wrong} of {len(found)} bytes differ)"
 
-    def explain_all(self, found: Iterable[bytes | None], expected: Iterable[Page]) -> list[str]:
-        """As `explain`, for several pages; empty for one that is missing."""
-        return [
-            "" if content is None else self.explain(content, page)
-            for content, page in zip(found, expected, strict=True)
-        ]
+    def generations(self, found: bytes) -> list[int]:
+        """The generations that the cells of a page name, each once; its first cell's comes first."""
+        cells = _CELL.iter_unpack(found[: len(found) // CELL_BYTES * CELL_BYTES])
+        return list(dict.fromkeys(int(cell[2]) for cell in cells))
 
     def generation(self, found: bytes, page: Page) -> int | None:
         """Return the generation of `page` that `found` is as a whole; None where it is none."""
-        if len(found) < CELL_BYTES:
-            return None
-        generation = int(_CELL.unpack_from(found)[2])
-        return (
-            generation
-            if self.render(replace(page, generation=generation), len(found)) == found
-            else None
-        )
-
-    def passages(self, found: bytes, page: Page) -> list[Passage]:
-        """List the passages of `found`, from its first byte to its last.
-
-        It should be a generation of `page`.
-        """
-        parts = list[Passage]()
-        for start in range(0, len(found), CELL_BYTES):
-            cell = found[start : start + CELL_BYTES]
-            generation = int(_CELL.unpack(cell)[2]) if len(cell) == CELL_BYTES else page.generation
-            own = self.render(replace(page, generation=generation), CELL_BYTES)[:12] + struct.pack(
-                "<I", page.start + start
-            )
-            whose = generation if cell == own[: len(cell)] and len(cell) == CELL_BYTES else None
-            words = (
-                ""
-                if whose is not None
-                else self._describe(cell, start, page).replace(f" at byte {start}", "")
-            )
-            if parts and (parts[-1].generation, parts[-1].words) == (whose, words):
-                parts[-1] = replace(parts[-1], end=start + len(cell))
-            else:
-                parts.append(Passage(start, start + len(cell), whose, words))
-        return parts
+        for generation in self.generations(found)[:1]:
+            if self.render(replace(page, generation=generation), len(found)) == found:
+                return generation
+        return None
 
     def _describe(self, cell: bytes, offset: int, expected: Page) -> str:
         at = f"at byte {offset}"

@@ -78,11 +78,6 @@ class PoolMemory(ABC):
         """Return the bytes of each page."""
         return [self.read(page) for page in pages]
 
-    def write_all(self, pages: Iterable[int], contents: Iterable[bytes]) -> None:
-        """Write one content to each page."""
-        for page, content in zip(pages, contents, strict=True):
-            self.write(page, content)
-
     def fill(self, pages: Iterable[int], content: bytes) -> None:
         """Write the same content to all pages."""
         for page in pages:

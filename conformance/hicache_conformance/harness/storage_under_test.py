@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorageExtraInfo, StorageIdentity
 
 AnswerT = TypeVar("AnswerT")
+ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,8 @@ class StorageUnderTest:
         """Put a transfer's pages where it will read them."""
         memory = self.memories[group.pool]
         owners = self._owners(group.keys, group.pool, group.generation)
-        memory.write_all(pages, self._patterns.render_all(owners, memory.page_bytes))
+        for page, owner in zip(pages, owners, strict=True):
+            memory.write(page, self._patterns.render(owner, memory.page_bytes))
 
     def transfers(
         self, groups: Sequence[PageGroup], placed: Sequence[Sequence[int]]
@@ -313,14 +315,15 @@ class StorageUnderTest:
     ) -> None:
         """As `expect`, for pages that were read already; `wrong` is broken by wrong bytes."""
         checked(rule or "SET-1", wrong)
-        wrongs = self._patterns.explain_all(found, self._owners(keys, pool, generation, writer))
-        for index, (key, content, words) in enumerate(zip(keys, found, wrongs, strict=True)):
+        owners = self._owners(keys, pool, generation, writer)
+        for index, (key, content, owner) in enumerate(zip(keys, found, owners, strict=True)):
             if content is None:
                 raise Violation(
                     rule or "SET-1",
                     f"page {index} key {short(key)} of pool {pool!r} was stored (True), and a get "
                     f"answers False",
                 )
+            words = self._patterns.explain(content, owner)
             if words:
                 raise Violation(wrong, f"page {index} key {short(key)} of pool {pool!r} {words}")
 
@@ -387,19 +390,9 @@ class StorageUnderTest:
                 f"{short(keys[hit])} is missing",
             )
 
-    def generation_of(
-        self, key: str, content: bytes, pool: str, generations: Sequence[int]
-    ) -> int | None:
-        """Return the one of several generations that a page holds; None if it is none of them."""
-        owner = (self._owners([key], pool, generation)[0] for generation in generations)
-        return next(
-            (
-                page.generation
-                for page in owner
-                if self._patterns.render(page, len(content)) == content
-            ),
-            None,
-        )
+    def generation_of(self, key: str, content: bytes, pool: str = PoolName.KV) -> int | None:
+        """Return the generation of a page of this key that the bytes are; None if they are none."""
+        return self._patterns.generation(content, self._owners([key], pool)[0])
 
     def explain(
         self, key: str, content: bytes | None, pool: str = PoolName.KV, generation: int = 0
@@ -553,6 +546,24 @@ def check_each(keys: Sequence[str], answers: Sequence[object], rule: str, otherw
     for index, (key, answer) in enumerate(zip(keys, answers, strict=True)):
         there = answer is not None and answer is not False
         check(there, rule, f"page {index} key {short(key)} {otherwise}")
+
+
+def check_raises(kind: type[ErrorT], rule: str, what: str, ask: Callable[[], object]) -> ErrorT:
+    """Check that a call raises an error of this kind; that error.
+
+    Raises:
+        Violation: `rule`; it raised another one, or nothing.
+    """
+    checked(rule)
+    try:
+        answer = ask()
+    except kind as error:
+        return error
+    except Exception as error:
+        raise Violation(
+            rule, f"{what} raised {type(error).__name__}, which is no {kind.__name__}: {error}"
+        ) from error
+    raise Violation(rule, f"{what} raised nothing and answered {answer!r:.100}")
 
 
 def all_pages(pool: str) -> PoolTransfer:

@@ -13,12 +13,8 @@ from hicache_conformance.model.violation import Violation, checked
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicache_conformance.harness.page_patterns import Passage
     from hicache_conformance.history.events import Event
     from hicache_storage.spec import StorageIdentity
-
-PASSAGES: Final = 6
-"""Most pieces of a wrong page that are told."""
 
 RULES: Final[Mapping[AnomalyKind, str]] = {
     AnomalyKind.REWRITTEN: "SET-3",
@@ -101,7 +97,10 @@ class Counterexample:
         where = f"page {anomaly.index} key {short(anomaly.key)} of pool {event.begun.pool!r}"
         found = event.ended.found[anomaly.index] if event.ended and event.call is Call.GET else None
         if isinstance(found, bytes):
-            return f"{where} {self._pieces(anomaly, found)}"
+            # What differs from the generation of the page's beginning.
+            page = Page(self._identity, event.begun.pool, anomaly.key)
+            first = replace(page, generation=[*self._patterns.generations(found), 0][0])
+            return f"{where} {self._patterns.explain(found, first)}"
         value = f"was delivered with value {found}, " if found is not None else ""
         if anomaly.kind is AnomalyKind.CLAIMED and anomaly.witnesses:
             return f"{where} is said to exist, and it had been removed"
@@ -136,8 +135,10 @@ class Counterexample:
         """Add the sets whose bytes make up a page that is none."""
         if anomaly.kind is not AnomalyKind.FOREIGN:
             return anomaly
-        # The generations in the pieces name the sets that were mixed, by one writer each.
-        values = {piece.generation for piece in self._passages(anomaly)} - {None}
+        found = anomaly.answer.ended.found[anomaly.index] if anomaly.answer.ended else None
+        assert isinstance(found, bytes)
+        # The generations in the page name the sets that were mixed, by one writer each.
+        values = self._patterns.generations(found)
         writers = [
             event
             for event in self._events
@@ -147,23 +148,6 @@ class Counterexample:
             and anomaly.key in event.keys
         ]
         return replace(anomaly, witnesses=tuple(writers))
-
-    def _passages(self, anomaly: Anomaly) -> list[Passage]:
-        found = anomaly.answer.ended.found[anomaly.index] if anomaly.answer.ended else None
-        assert isinstance(found, bytes)
-        return self._patterns.passages(
-            found, Page(self._identity, anomaly.answer.begun.pool, anomaly.key)
-        )
-
-    def _pieces(self, anomaly: Anomaly, found: bytes) -> str:
-        pieces = self._passages(anomaly)
-        told = [
-            f"{f'is value {piece.generation}' if piece.generation is not None else piece.words} in "
-            f"bytes {piece.start}..{piece.end - 1}"
-            for piece in pieces[:PASSAGES]
-        ]
-        more = f" and {len(pieces) - PASSAGES} more pieces" if len(pieces) > PASSAGES else ""
-        return f"{', '.join(told)}{more} of {len(found)}"
 
     def _row(self, event: Event, key: str, zero: int) -> tuple[str, str, str, str, str]:
         ended = "never" if event.ended is None else f"{(event.ended.at - zero) / 1e6:.3f}"

@@ -40,11 +40,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     start_at: int = 0
     """Time to begin at, by `time.monotonic_ns()`, for processes that shall meet."""
 
-    @property
-    def values(self) -> int:
-        """Number of values that it may write."""
-        return self.clients * self.calls
-
 
 class Client:
     """A thread's share of a storage: makes calls, and tells both ends of each."""

@@ -11,7 +11,7 @@ from hicache_conformance.injectors.active_faults import ActiveFaults, failure, f
 from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_storage.layers import innermost
-from hicache_storage.objects import ObjectRead, ObjectStorage, ReadBatch, WriteBatch
+from hicache_storage.objects import ObjectStorage, ReadBatch, WriteBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +27,8 @@ AnswerT = TypeVar("AnswerT")
 class DriverMethodInjector(FaultInjector):
     """Faults around the methods of an `ObjectStorage`; each call of one of them is a request.
 
+    The pages that a driver has read are left as they are: the SDK alone would be judged by them.
+
     The sorts of operations are `exists`, `read`, `write`, `discard` and `remove`; the last one is
     `delete_objects` and `clear_namespaces`.
     """
@@ -36,8 +38,6 @@ class DriverMethodInjector(FaultInjector):
     def __init__(self) -> None:
         super().__init__()
         self._active = ActiveFaults()
-        self._requests = itertools.count()
-        self._seen = 0
 
     def attach(self, storage: HiCacheStorage) -> None:
         driver: Any = innermost(storage)
@@ -66,15 +66,11 @@ class DriverMethodInjector(FaultInjector):
     def heal(self) -> None:
         self._active.heal()
 
-    def requests(self) -> int:
-        """Count the calls so far."""
-        return self._seen
-
     def injected_count(self) -> int:
         return self._active.injected_count
 
     def _begin(self, operation: str) -> list[Fault]:
-        self._seen = next(self._requests) + 1
+        # Read once: `apply` may replace it while this call is delayed.
         active = self._active
         faults = active.at(operation)
         active.apply(faults)
@@ -92,20 +88,9 @@ class DriverMethodInjector(FaultInjector):
         faults = self._begin("read")
         partial = find_fault(faults, FaultKind.PARTIAL)
         if partial is not None:
-            return _without_one(
-                batches,
-                partial.place,
-                lambda rest: ask(rest, call),
-                ReadBatch,
-                lambda batch: list(batch.reads),
-            )
+            return _without_one(batches, "reads", partial.place, ask, call)
         if find_fault(faults, FaultKind.DUPLICATE):
             ask(batches, call)
-        if any(
-            find_fault(faults, kind)
-            for kind in (FaultKind.WRONG_KEY, FaultKind.BIT_FLIP, FaultKind.SHORT_READ)
-        ):
-            return _misread(ask, batches, call, faults)
         return ask(batches, call)
 
     def _write(
@@ -114,13 +99,7 @@ class DriverMethodInjector(FaultInjector):
         faults = self._begin("write")
         partial = find_fault(faults, FaultKind.PARTIAL)
         if partial is not None:
-            return _without_one(
-                batches,
-                partial.place,
-                lambda rest: ask(rest, call),
-                WriteBatch,
-                lambda batch: list(batch.writes),
-            )
+            return _without_one(batches, "writes", partial.place, ask, call)
         torn, flip = (
             find_fault(faults, FaultKind.TORN_WRITE),
             find_fault(faults, FaultKind.BIT_FLIP),
@@ -158,53 +137,6 @@ def _fail_afterwards(faults: Sequence[Fault]) -> None:
         raise failure(applied.error or "EIO")
 
 
-def _misread(
-    ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faults: Sequence[Fault]
-) -> list[list[bool]]:
-    """Read, and damage what arrives.
-
-    The SDK is handed it unverified, as if the store had sent it so.
-    """
-    swaps = find_fault(faults, FaultKind.WRONG_KEY) is not None
-    stand_ins = [
-        ReadBatch(batch.namespace, _stand_ins(batch, call, swaps=swaps)) for batch in batches
-    ]
-    answer = ask(stand_ins, call)
-    flip, short = find_fault(faults, FaultKind.BIT_FLIP), find_fault(faults, FaultKind.SHORT_READ)
-    for batch, other in zip(batches, stand_ins, strict=True):
-        for read, stand_in in zip(batch.reads, other.reads, strict=True):
-            # A driver may have verified it before, where it was asked twice.
-            read.retract()
-            read.envelope = stand_in.envelope
-            read.damaged = stand_in.damaged and not swaps
-            with call.shield() as active:
-                if active:
-                    _damage(
-                        read.buffers[-1],
-                        None if flip is None else flip.place,
-                        cuts=short is not None,
-                    )
-    return answer
-
-
-def _damage(content: memoryview, flip: float | None, *, cuts: bool) -> None:
-    if flip is not None:
-        content[:] = flipped(content, flip)
-    if cuts:
-        content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
-
-
-def _stand_ins(batch: ReadBatch, call: Call, *, swaps: bool) -> list[ObjectRead]:
-    """The same reads anew; with `swaps`, each under the key of the next."""
-    keys = [read.key for read in batch.reads]
-    if swaps:
-        keys = keys[1:] + keys[:1] if len(keys) > 1 else [f"{key}'" for key in keys]
-    return [
-        ObjectRead(batch.namespace, key, read.buffers, call=call)
-        for key, read in zip(keys, batch.reads, strict=True)
-    ]
-
-
 def _spoilt(write: ObjectWrite, flip: float | None) -> ObjectWrite:
     """The write with other bytes than its envelope says."""
     last = write.buffers[-1]
@@ -214,28 +146,21 @@ def _spoilt(write: ObjectWrite, flip: float | None) -> ObjectWrite:
 
 
 def _without_one(
-    batches: Sequence[Any],
-    place: float,
-    ask: Callable[[list[Any]], list[list[bool]]],
-    make: Callable[..., Any],
-    items: Callable[[Any], list[Any]],
+    batches: Sequence[Any], items: str, place: float, ask: Ask[Any], call: Call
 ) -> list[list[bool]]:
     """Ask for all pages but one, and answer False for that."""
-    total = sum(len(items(batch)) for batch in batches)
-    left_out = min(int(place * total), total - 1)
-    places = iter(range(total))
-    kept = [[(item, next(places) != left_out) for item in items(batch)] for batch in batches]
-    answers = ask(
-        [
-            make(batch.namespace, [item for item, stays in some if stays])
-            for batch, some in zip(batches, kept, strict=True)
-        ]
-    )
-    woven = list[list[bool]]()
-    for some, answer in zip(kept, answers, strict=True):
-        told = iter(answer)
-        woven.append([stays and next(told) for _, stays in some])
-    return woven
+    total = sum(len(getattr(batch, items)) for batch in batches)
+    left_out, places = min(int(place * total), total - 1), iter(range(total))
+    kept = [[next(places) != left_out for _ in getattr(batch, items)] for batch in batches]
+    some = [
+        type(batch)(batch.namespace, list(itertools.compress(getattr(batch, items), stays)))
+        for batch, stays in zip(batches, kept, strict=True)
+    ]
+    answers = [iter(answer) for answer in ask(some, call)]
+    return [
+        [is_kept and next(answer) for is_kept in stays]
+        for stays, answer in zip(kept, answers, strict=True)
+    ]
 
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import errno
 import importlib
-import itertools
 import os
 import shutil
 import subprocess
@@ -54,8 +53,6 @@ class Control:
         """Handles that answer ESTALE for good."""
         self.open = dict[int, str]()
         """Paths by handle."""
-        self._requests = itertools.count()
-        self._seen = 0
 
     def apply(self, plan: FaultPlan) -> None:
         """Activate a plan."""
@@ -71,20 +68,15 @@ class Control:
         """Paths of the files that are open."""
         return list(set(self.open.values()))
 
-    def count_requests(self) -> int:
-        """Count the requests so far."""
-        return self._seen
-
     def count_injected(self) -> int:
         """Count the requests that a fault of the present plan has hit."""
         return self.active.injected_count
 
     def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
-        """Count a request, apply delays and errors.
+        """Apply delays and errors to a request.
 
         Return the faults, for those that the operation itself has to apply.
         """
-        self._seen = next(self._requests) + 1
         # Read once: `inject` may replace it in the other thread while this operation is delayed.
         active = self.active
         faults = active.at(operation)

@@ -111,10 +111,6 @@ class ProcessInjector(FaultInjector):
     def heal(self) -> None:
         self.ask("heal")
 
-    def requests(self) -> int:
-        """Count the requests that have reached the injector so far."""
-        return int(self.ask("count_requests"))
-
     def injected_count(self) -> int:
         return int(self.ask("count_injected"))
 

@@ -52,10 +52,8 @@ NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
         "failing-writes": (_error("ENOSPC", "write"),),
         "duplicate": (_at(FaultKind.DUPLICATE),),
         "partial": (_at(FaultKind.PARTIAL, "read", "write"),),
-        "short-read": (_at(FaultKind.SHORT_READ, "read"),),
-        "bit-flip": (_at(FaultKind.BIT_FLIP, "read"),),
-        "wrong-key": (_at(FaultKind.WRONG_KEY, "read"),),
         "torn-write": (_at(FaultKind.TORN_WRITE, "write"),),
+        "flipped-write": (_at(FaultKind.BIT_FLIP, "write"),),
     },
 }
 
@@ -81,49 +79,31 @@ REFUSALS: Final[dict[str, tuple[Fault, ...]]] = {
 HUNG: Final = (_at(FaultKind.HANG),)
 """Nothing answers."""
 
-MENU: Final[dict[str, tuple[Fault, ...]]] = {
+_UNNAMED: Final[dict[str, tuple[Fault, ...]]] = {
     "disk": (
-        *map(_at, (FaultKind.DELAY, FaultKind.HANG)),
-        *map(_error, ("EIO", "ESTALE")),
-        *(_error(name, "read") for name in ("EIO", "ESTALE")),
-        *(_error(name, *_OPENING) for name in ("EMFILE", "ENFILE", "EACCES")),
-        *(_error(name, *_FILLING) for name in ("ENOSPC", "EROFS", "EDQUOT")),
+        *(_error(name, *_OPENING) for name in ("ENFILE", "EACCES")),
         *(_error("EIO", sort) for sort in ("write", "name", "look", "sync")),
         *(_at(FaultKind.APPLIED, sort) for sort in ("create", "write", "name", "remove", "sync")),
         _at(FaultKind.APPLIED, "name", error="EIO"),
-        _at(FaultKind.SHORT_READ, "read"),
-        _at(FaultKind.BIT_FLIP, "read"),
-        _at(FaultKind.WRONG_KEY, "read"),
-        _at(FaultKind.SHORT_WRITE, "write"),
-        _at(FaultKind.TORN_WRITE, "write"),
+        _error("EDQUOT", *_FILLING),
+        _error("ESTALE", "read"),
         _at(FaultKind.BIT_FLIP, "write"),
-        _at(FaultKind.LOST_DESCRIPTOR, "read"),
-        _at(FaultKind.LOST_DESCRIPTOR, "write"),
         _at(FaultKind.LOST_DESCRIPTOR, "read", "write", "sync"),
     ),
-    "network": (
-        *map(_at, (FaultKind.DELAY, FaultKind.HANG)),
-        _at(FaultKind.HANG, "reply"),
-        _at(FaultKind.CUT, "request"),
-        _at(FaultKind.CUT, "reply"),
-        _at(FaultKind.APPLIED, "reply"),
-        _at(FaultKind.BIT_FLIP, "request"),
-        _at(FaultKind.BIT_FLIP, "reply"),
-        _at(FaultKind.REFUSE),
-    ),
-    "services": tuple(map(_at, (FaultKind.KILL, FaultKind.STALE, FaultKind.HANG))),
+    "network": (_at(FaultKind.HANG, "reply"), _at(FaultKind.APPLIED, "reply")),
     "objects": (
-        *map(_at, (FaultKind.DELAY, FaultKind.HANG)),
-        *map(_error, ("EIO", "ECONNRESET", "ETIMEDOUT")),
+        *map(_error, ("ECONNRESET", "ETIMEDOUT")),
         _at(FaultKind.APPLIED, "write"),
-        *(_at(FaultKind.PARTIAL, sort) for sort in ("read", "write")),
-        *(_at(FaultKind.DUPLICATE, sort) for sort in ("read", "write")),
-        _at(FaultKind.SHORT_READ, "read"),
-        _at(FaultKind.BIT_FLIP, "read"),
-        _at(FaultKind.WRONG_KEY, "read"),
-        _at(FaultKind.TORN_WRITE, "write"),
-        _at(FaultKind.BIT_FLIP, "write"),
     ),
+}
+MENU: Final[dict[str, tuple[Fault, ...]]] = {
+    injector: (
+        *HUNG,
+        *([_at(FaultKind.DELAY)] if injector in _UNNAMED else []),
+        *(fault for named in faults.values() for fault in named),
+        *_UNNAMED.get(injector, ()),
+    )
+    for injector, faults in NAMED_FAULTS.items()
 }
 """What can go wrong on each injector. A lookup that lies is not there: no driver could tell, and
 nothing it said would hold."""

@@ -59,6 +59,10 @@ class TcpProxyInjector(ProcessInjector):
     def ports(self) -> Mapping[str, int]:
         return self._ports
 
+    def requests(self) -> int:
+        """Count the turns of requests so far."""
+        return int(self.ask("count_requests"))
+
     def hold_replies(self, quiet_seconds: float) -> None:
         """Hold replies back until nothing was sent for this time, so that waits can be counted."""
         self.ask("hold_replies", quiet_seconds)

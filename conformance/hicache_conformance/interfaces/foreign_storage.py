@@ -11,7 +11,7 @@ import sys
 import threading
 from abc import abstractmethod
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import msgspec
 
@@ -35,13 +35,14 @@ from hicache_storage.spec import (
 from hicache_storage.spec.config import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from hicache_conformance.harness.corruption import ObjectCorruption
     from hicache_conformance.interfaces.interface import Setup
     from hicache_conformance.interfaces.mirror import Mirror
     from hicache_storage.spec import DriverConfig, PageGeometry, StorageIdentity
 
+KeyT = TypeVar("KeyT", bound="Hashable")
 logger = logging.getLogger(__name__)
 
 
@@ -270,6 +271,17 @@ class ForeignStorage(HiCacheStorage):
                 )
                 shares.append((index, PoolTransfer(transfer.name, indices, keys=list(keys))))
         return shares
+
+
+def rounds(items: Iterable[tuple[int, KeyT]]) -> list[dict[KeyT, int]]:
+    """Numbers by key, in as few rounds as may be: of two with one key, the second comes later."""
+    found = list[dict[KeyT, int]]()
+    for number, key in items:
+        free = next((each for each in found if key not in each), None)
+        if free is None:
+            found.append(free := {})
+        free[key] = number
+    return found
 
 
 def joined(

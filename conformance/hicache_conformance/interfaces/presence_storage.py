@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from hicache_conformance.harness.corruption import ObjectCorruption, corrupt_page
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined, load_class
+from hicache_conformance.interfaces.foreign_storage import (
+    ForeignStorage,
+    joined,
+    load_class,
+    rounds,
+)
 from hicache_conformance.interfaces.mirror import EngineMemory, Mirror
 from hicache_conformance.model.violation import NotPromised
 from hicache_storage.spec import PoolName, PoolTransfer
@@ -261,15 +266,7 @@ class PresenceStorage(ForeignStorage):
         The engine has no two places for a page.
         """
         answers = [False] * len(pages)
-        rounds = list[dict[tuple[str, bytes], int]]()
-        for index, page in enumerate(pages):
-            place = (page.pool, page.key)
-            free = next((each for each in rounds if place not in each), None)
-            if free is None:
-                rounds.append({place: index})
-            else:
-                free[place] = index
-        for each in rounds:
+        for each in rounds(enumerate((page.pool, page.key) for page in pages)):
             found = self._transfer([pages[index] for index in each.values()], before, writes=writes)
             for index, answer in zip(each.values(), found, strict=True):
                 answers[index] = answer

@@ -32,12 +32,12 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseOutcome:
-    """Outcome of one case."""
+    """Outcome of one case, or of one phase of it."""
 
-    case: str
+    case: str = ""
     """Name of the test, with its parameters."""
-    rules: tuple[str, ...]
-    levels: tuple[str, ...]
+    rules: tuple[str, ...] = ()
+    levels: tuple[str, ...] = ()
     outcome: Outcome
     checked: tuple[str, ...] = ()
     """The rules of it that it has judged."""
@@ -178,14 +178,3 @@ DETAIL_LIMIT: Final = 12_000
 """Characters of a detail that are kept."""
 PREFLIGHT: Final = "preflight"
 """Name of what is done before the first case: the driver is opened, and stores a page."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreflightStep:
-    """A step of the preflight that has begun."""
-
-    rule: str
-    """Broken if it does not end."""
-    name: str
-    seconds: float
-    """In which it has to end."""

@@ -63,33 +63,6 @@ class Violation(AssertionError):
         """The broken rule; empty where it is the one that the running case is about."""
 
 
-class Preconditions:
-    """Broken preconditions of a case: raised once the case has judged its own rule.
-
-    Raised at once, they would hide that the driver breaks that rule, too.
-    """
-
-    def __init__(self) -> None:
-        self._broken: Violation | None = None
-
-    @contextmanager
-    def deferred(self) -> Generator[None]:
-        """Keep the first violation of the block for `check`."""
-        try:
-            yield
-        except Violation as violation:
-            self._broken = self._broken or violation
-
-    def check(self) -> None:
-        """Raise what was kept.
-
-        Raises:
-            Violation: the first broken precondition.
-        """
-        if self._broken is not None:
-            raise self._broken
-
-
 class Inconclusive(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # pytest builds this class at run time
     """A case cannot find out; its rules count as untested, which no verdict hides."""
 

@@ -17,17 +17,18 @@ import sys
 import time
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
-from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.storage_under_test import check_each
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
-from hicache_conformance.model.violation import Inconclusive, Violation, checked
+from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_conformance.processes.worker_main import Done, WorkerStorage, serve
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from multiprocessing.process import BaseProcess
 
     from hicache_conformance.harness.log_records import CauseLog
     from hicache_conformance.history.workload import Workload
@@ -140,14 +141,8 @@ class WorkerProcess:
         Raises:
             Violation: `rule`; one is missing.
         """
-        checked(rule)
-        for index, (key, found) in enumerate(zip(keys, self.get(keys), strict=True)):
-            if found is None:
-                raise Violation(
-                    rule,
-                    f"page {index} key {short(key)} was set {when} (True), and a get of process "
-                    f"{self.name} answers False",
-                )
+        gone = f"was set {when} (True), and a get of process {self.name} answers False"
+        check_each(keys, self.get(keys), rule, gone)
 
     def call_killed(self, call: Call, keys: Sequence[str], value: int, at: int) -> int:
         """Make a call, and end the process, after step `at` of the call if it has so many.
@@ -312,22 +307,9 @@ class WorkerProcess:
         )
 
 
-class _Process(Protocol):
-    """A process of `multiprocessing`, whatever has started it."""
-
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def exitcode(self) -> int | None: ...
-    def start(self) -> None: ...
-    def kill(self) -> None: ...
-    def join(self, timeout: float | None = None) -> None: ...
-    def close(self) -> None: ...
-
-
-def _started(fresh: bool, theirs: connection.Connection, setup: WorkerStorage) -> _Process:
+def _started(fresh: bool, theirs: connection.Connection, setup: WorkerStorage) -> BaseProcess:
     arguments = (theirs, setup, dict(os.environ))
-    process: _Process
+    process: BaseProcess
     if fresh:
         process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
         with mock.patch.dict(os.environ):

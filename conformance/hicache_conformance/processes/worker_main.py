@@ -16,6 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.harness.call_steps import CallSteps
+from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.log_records import cause_log
 from hicache_conformance.harness.page_patterns import PagePatterns
 from hicache_conformance.harness.pools import GuardedPool
@@ -156,26 +157,14 @@ class _Worker:
 
     def run(self, work: Workload) -> None:
         """Run a workload."""
-        errors = list[BaseException]()
 
         def run(number: int) -> None:
             random = Random(f"{self._setup.seed}/{number}")
             share = self._sut.client(number, work.clients, random)
-            try:
-                self._client(f"{self._setup.name}.{number}", share).run(work, number)
-            except BaseException as error:  # noqa: BLE001 - raised again in the main thread
-                errors.append(error)
+            self._client(f"{self._setup.name}.{number}", share).run(work, number)
 
-        threads = [
-            threading.Thread(target=run, args=(number,), daemon=True)
-            for number in range(work.clients)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        # The suite watches for a hang.
+        together("", [partial(run, number) for number in range(work.clients)], seconds=None)
 
     def stats(self, pool: str) -> PoolStats:
         """A pool's counters."""

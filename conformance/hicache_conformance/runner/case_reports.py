@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
@@ -34,23 +34,8 @@ _WORST_FIRST: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What one phase came to, or the violation that ended it."""
-
-    outcome: Outcome
-    reason: str = ""
-    detail: str = ""
-    rule: str = ""
-    """Broken by the driver."""
-    log: str = ""
-    causes: list[Cause] = field(default_factory=list[Cause])
-    seconds: float = 0.0
-    passes_undeclared: bool = False
-
-
-FINDINGS: Final = pytest.StashKey[list[Finding]]()
-"""Of the phases of a case so far."""
+FINDINGS: Final = pytest.StashKey[list[CaseOutcome]]()
+"""What each phase of a case came to so far."""
 
 
 def take_phase(
@@ -77,7 +62,7 @@ def take_phase(
 
 def violation_finding(
     error: BaseException, log: CauseLog | None = None, *, injects: bool = False
-) -> Finding | None:
+) -> CaseOutcome | None:
     """Describe a violation; None if `error` is, and holds, none.
 
     Args:
@@ -105,13 +90,13 @@ def violation_finding(
         elif causes[0].place:
             message += f" ({causes[0].place})"
     detail = "\n\n".join(filter(None, [f"{message}\n{more}".rstrip(), *sections]))
-    return Finding(
+    return CaseOutcome(
         outcome=Outcome.FAIL,
         reason=message,
         detail=detail[:DETAIL_LIMIT],
-        rule=violation.rule,
+        broken_rule=violation.rule,
         log="\n".join(log.lines) if log else "",
-        causes=causes,
+        causes=tuple(causes),
     )
 
 
@@ -136,10 +121,10 @@ def _unwrapped(error: BaseException) -> Iterator[BaseException]:
 
 def _finding(
     report: pytest.TestReport, error: BaseException | None, record: CaseRecord, *, injects: bool
-) -> Finding:
+) -> CaseOutcome:
     is_undeclared = hasattr(report, "wasxfail") or (report.skipped and bool(record.gate))
     if is_undeclared:
-        return Finding(
+        return CaseOutcome(
             outcome=Outcome.NOT_DECLARED,
             reason=record.gate,
             seconds=report.duration,
@@ -148,15 +133,15 @@ def _finding(
     if report.skipped:
         text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reason = _SKIP_PREFIX.sub("", text)
-        return Finding(outcome=Outcome.UNTESTED, reason=reason, seconds=report.duration)
+        return CaseOutcome(outcome=Outcome.UNTESTED, reason=reason, seconds=report.duration)
     if report.passed:
-        return Finding(outcome=Outcome.PASS, seconds=report.duration)
+        return CaseOutcome(outcome=Outcome.PASS, seconds=report.duration)
     found = violation_finding(error, record.log, injects=injects) if error is not None else None
     if found is not None:
         return replace(found, seconds=report.duration)
     text = report.longreprtext
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-    return Finding(
+    return CaseOutcome(
         outcome=Outcome.ERROR,
         reason=f"the suite itself broke during {report.when}: {last}",
         detail=text[-DETAIL_LIMIT:],
@@ -165,27 +150,22 @@ def _finding(
 
 
 def _outcome(
-    name: str, mark: pytest.Mark, findings: list[Finding], record: CaseRecord
+    name: str, mark: pytest.Mark, findings: list[CaseOutcome], record: CaseRecord
 ) -> CaseOutcome:
     worst = min(findings, key=lambda finding: _WORST_FIRST.index(finding.outcome))
     rules: tuple[str, ...] = tuple(mark.kwargs["rules"])
-    judged = {*record.checks, *([worst.rule] if worst.outcome is Outcome.FAIL else [])}
+    judged = {*record.checks, *([worst.broken_rule] if worst.outcome is Outcome.FAIL else [])}
     checked = tuple(rule for rule in rules if rule in judged or "" in judged)
-    outcome, reason = worst.outcome, worst.reason
-    if outcome is Outcome.PASS and not checked:
-        outcome, reason = Outcome.UNTESTED, "the case ended and has checked none of its rules"
-    return CaseOutcome(
+    if worst.outcome is Outcome.PASS and not checked:
+        reason = "the case ended and has checked none of its rules"
+        worst = CaseOutcome(outcome=Outcome.UNTESTED, reason=reason)
+    return replace(
+        worst,
         case=name,
         rules=rules,
         levels=tuple(map(str, mark.kwargs["levels"])),
         checked=checked,
-        outcome=outcome,
-        reason=reason,
-        detail=worst.detail,
-        log=worst.log,
-        broken_rule=worst.rule,
         seconds=round(sum(finding.seconds for finding in findings), 4),
         plans=tuple(record.plans),
-        causes=tuple(worst.causes),
         passes_undeclared=any(finding.passes_undeclared for finding in findings),
     )

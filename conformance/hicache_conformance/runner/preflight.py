@@ -16,7 +16,7 @@ from hicache_conformance.fixtures.environment import DriverSetup, environment_of
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.interface import describe_interface
 from hicache_conformance.model.case import cases_of
-from hicache_conformance.model.outcomes import PreflightStep, Replay
+from hicache_conformance.model.outcomes import PREFLIGHT, CaseOutcome, Outcome, Replay
 from hicache_conformance.model.pytest_keys import MESSAGE, STARTING_SECONDS
 from hicache_conformance.model.rules import all_needs, undeclared
 from hicache_conformance.model.settings import port_names, unique_name
@@ -63,12 +63,11 @@ def check_driver(owner: type[DriverTarget], config: pytest.Config, settings: Set
     Raises:
         pytest.UsageError: that is not possible; the controller has been told why.
     """
-    telling = _Telling(config)
     # Before the driver is opened: where that hangs, the rules are judged by it.
-    telling.tell("catalogue", list(cases_of(owner).values()))
+    _tell(config, "catalogue", list(cases_of(owner).values()))
     named = f"driver {settings.driver!r}"
     try:
-        _open_driver(owner, config, settings, telling)
+        _open_driver(owner, config, settings)
         return
     except Inconclusive as missing:
         reason = f"{named} cannot be judged: {missing}"
@@ -79,24 +78,17 @@ def check_driver(owner: type[DriverTarget], config: pytest.Config, settings: Set
         reason = f"{named} {what}: {error}"
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's driver may raise anything
         reason = f"{named} cannot be opened: {type(error).__name__}: {error}"
-    telling.tell("broken", reason)
+    _tell(config, "broken", reason)
     raise pytest.UsageError(reason)
 
 
-class _Telling:
-    """Messages to the controller of the run."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-
-    def tell(self, kind: str, content: object) -> None:
-        text = msgspec.json.encode(content).decode()
-        self._config.hook.pytest_runtest_logstart(nodeid=MESSAGE, location=(kind, None, text))
+def _tell(config: pytest.Config, kind: str, content: object) -> None:
+    """Send a message to the controller of the run."""
+    text = msgspec.json.encode(content).decode()
+    config.hook.pytest_runtest_logstart(nodeid=MESSAGE, location=(kind, None, text))
 
 
-def _open_driver(
-    owner: type[DriverTarget], config: pytest.Config, settings: Settings, telling: _Telling
-) -> None:
+def _open_driver(owner: type[DriverTarget], config: pytest.Config, settings: Settings) -> None:
     """Construct, open and close the driver once.
 
     Raises:
@@ -107,7 +99,7 @@ def _open_driver(
     # That of its registration: an instance that hangs says nothing.
     declared = registry().get(settings.driver).capabilities
     header = _header(settings, declared)
-    telling.tell("header", header)
+    _tell(config, "header", header)
     # In the run's directory: it is removed too where the driver hangs and this process is killed.
     with tempfile.TemporaryDirectory(prefix="preflight-", dir=settings.home) as directory:
         options = NO_LAYERS if settings.interface else None
@@ -124,7 +116,7 @@ def _open_driver(
             identity = _identity(settings.run)
             return create_storage(settings.driver, identity, filled, options=options)
 
-        _try_out(make, settings, header, telling)
+        _try_out(make, settings, header, config)
 
 
 def _check_class(driver: str) -> None:
@@ -148,7 +140,7 @@ def _check_class(driver: str) -> None:
 
 
 def _try_out(
-    make: Callable[[], HiCacheStorage], settings: Settings, header: Header, telling: _Telling
+    make: Callable[[], HiCacheStorage], settings: Settings, header: Header, config: pytest.Config
 ) -> None:
     """Open a storage, store a page, read it and close.
 
@@ -165,7 +157,15 @@ def _try_out(
     def step(rule: str, name: str) -> Generator[None]:
         # What foreign interfaces promise of it is that calls end.
         rule = "FT-3" if settings.interface else rule
-        telling.tell("step", PreflightStep(rule, name, seconds))
+        running = CaseOutcome(
+            case=PREFLIGHT,
+            rules=(rule,),
+            levels=settings.levels,
+            outcome=Outcome.UNTESTED,
+            reason=name,
+            seconds=seconds,
+        )
+        _tell(config, "step", running)
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
         yield
 
@@ -181,7 +181,7 @@ def _try_out(
             storage.open()
         header.capabilities = asdict(storage.capabilities)
         header.undeclared = undeclared(storage.capabilities, all_needs())
-        telling.tell("header", header)
+        _tell(config, "header", header)
         calls: dict[str, Callable[[], object]] = {
             "batch_set_v2()": lambda: storage.batch_set_v2([page]),
             "batch_exists_v2()": lambda: storage.batch_exists_v2(["preflight"]),
@@ -194,7 +194,7 @@ def _try_out(
     finally:
         with step("LC-2", "close()"):
             storage.close()
-        telling.tell("step", None)
+        _tell(config, "step", None)
         faulthandler.dump_traceback_later(STARTING_SECONDS, exit=True, file=2)
 
 

@@ -30,7 +30,6 @@ from hicache_conformance.model.outcomes import (
     CaseOutcome,
     Header,
     Outcome,
-    PreflightStep,
     RunRecord,
     ended_case,
 )
@@ -193,19 +192,7 @@ class _Controller:
             cases = msgspec.json.decode(content, type=list[Case])
             record.catalogue = {case.name: case for case in cases}
         elif kind == "step":
-            step = msgspec.json.decode(content, type=PreflightStep | None)
-            record.running = (
-                None
-                if step is None
-                else CaseOutcome(
-                    case=PREFLIGHT,
-                    rules=(step.rule,),
-                    levels=self._settings.levels,
-                    outcome=Outcome.UNTESTED,
-                    reason=step.name,
-                    seconds=step.seconds,
-                )
-            )
+            record.running = msgspec.json.decode(content, type=CaseOutcome | None)
         else:
             record.broken = msgspec.json.decode(content, type=str)
             pytest.exit(record.broken)

@@ -103,7 +103,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         if found.outcome is Outcome.FAIL:
             left = _left.setdefault(sample.name, {*sample.breaks, sample.message})
             # One that names no rule breaks all those that its case is about.
-            left -= {found.rule} if found.rule else set(mark.kwargs["rules"])
+            left -= {found.broken_rule} if found.broken_rule else set(mark.kwargs["rules"])
             if sample.message in found.detail:
                 left.discard(sample.message)
 

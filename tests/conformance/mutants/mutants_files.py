@@ -96,7 +96,7 @@ def if_it_is_new(right, store, draft, path, write):
 races = partial(files, where="Process")
 # Whether a reader meets half of the page, or nothing where a page was, is up to the moment.
 races("SET-2 WritesInPlace", "SET-2: ", put=in_place, discard=always(None))
-races("SET-2 RenamesTooSoon", "holds zeros in bytes", put=named_too_soon, take=trusting)
+races("SET-2 RenamesTooSoon", "holds zeros", put=named_too_soon, take=trusting)
 races(
     "SET-4 OneDraftForAll",
     "SET-4: ",
@@ -560,7 +560,7 @@ def lost(right, store, write, call):
 
 
 tried = partial(disk, where="test_a_trouble_is_a_miss")
-told = partial(disk, breaks="FT-1", where="test_an_outage_is_told_once")
+told = partial(disk, breaks="FT-1", where="test_a_trouble_is_a_miss")
 nothing = partial(disk, breaks="FT-7", where="test_a_store_that_takes_nothing", injectors=("disk",))
 tried("FT-1 RaisesWhatTheDiskRaises", "batch_get_v2 raised OSError", get=raised)
 told(
@@ -614,22 +614,26 @@ disk(
     take=torn_is_an_error,
 )
 disk(
-    "SET-8 PublishesLate test_nothing_is_published_late",
+    "SET-8 PublishesLate test_calls_of_a_hung_store_are_over",
     "what its writer put into the host page",
     fill_draft=late_draft,
     put=published_anyway,
 )
 disk(
-    "SET-8 WritesInPlaceLate test_nothing_is_published_late",
+    "SET-8 WritesInPlaceLate test_calls_of_a_hung_store_are_over",
     "what its writer put into the host page",
     put=in_place,
 )
 disk(
-    "GET-9 ReadsLate test_nothing_arrives_late",
+    "GET-9 ReadsLate test_calls_of_a_hung_store_are_over",
     "was written after the get",
     take=straight_into_the_pool,
 )
-disk("GET-9 CopiesLate test_nothing_arrives_late", "was written after the get", take=aside_and_over)
+disk(
+    "GET-9 CopiesLate test_calls_of_a_hung_store_are_over",
+    "was written after the get",
+    take=aside_and_over,
+)
 tried(
     "GET-1 ShortReadsAreHits",
     "holds zeros",

@@ -54,7 +54,7 @@ def anything(right, store, call, *request):
         return [None if request[0] == "get" else False] * len(request[1])
 
 
-told = partial(network, where="test_an_outage_is_told_once")
+told = partial(network, where="test_a_trouble_is_a_miss")
 network(
     "FT-4 NeverReconnects test_the_same_storage_recovers",
     "after the fault was gone",

@@ -369,7 +369,7 @@ plain(
     there=if_connected(False),
 )
 plain(
-    "LC-1 ClearsBeforeItConnects test_a_clear_may_be_the_first_call",
+    "LC-1 ClearsBeforeItConnects test_any_call_may_be_the_first",
     "clear",
     open=connected,
     set=connected,

@@ -24,7 +24,7 @@ import msgspec
 
 from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined, linger
+from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined, linger, rounds
 from hicache_conformance.interfaces.mirror import Mirror
 from hicache_conformance.interfaces.sglang.engine import (
     clears,
@@ -477,23 +477,10 @@ def _items(answer: Any, count: int) -> list[Any] | None:
 
 
 def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolTransfer]]:
-    """Side pools' transfers in as few calls as may be.
-
-    Two of one pool would overwrite each other's answer.
-    """
-    calls = list[dict[int, PoolTransfer]]()
-    for index, transfer in shares:
-        if transfer.name == PoolName.KV:
-            continue
-        call = next(
-            (call for call in calls if all(other.name != transfer.name for other in call.values())),
-            None,
-        )
-        if call is None:
-            calls.append({index: transfer})
-        else:
-            call[index] = transfer
-    return calls
+    """Side pools' transfers in calls; two of one pool would overwrite each other's answer."""
+    of_sides = {index: each for index, each in shares if each.name != PoolName.KV}
+    calls = rounds((index, transfer.name) for index, transfer in of_sides.items())
+    return [{index: of_sides[index] for index in call.values()} for call in calls]
 
 
 def _engine_name(name: str) -> Any:
