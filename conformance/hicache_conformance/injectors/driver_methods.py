@@ -152,10 +152,10 @@ def _without_one(
     total = sum(len(getattr(batch, items)) for batch in batches)
     left_out, places = min(int(place * total), total - 1), iter(range(total))
     kept = [[next(places) != left_out for _ in getattr(batch, items)] for batch in batches]
-    some = [
-        type(batch)(batch.namespace, list(itertools.compress(getattr(batch, items), stays)))
-        for batch, stays in zip(batches, kept, strict=True)
-    ]
+    some = list[Any]()
+    for batch, stays in zip(batches, kept, strict=True):
+        pages: Sequence[Any] = getattr(batch, items)
+        some.append(type(batch)(batch.namespace, list(itertools.compress(pages, stays))))
     answers = [iter(answer) for answer in ask(some, call)]
     return [
         [is_kept and next(answer) for is_kept in stays]
