@@ -70,7 +70,7 @@ def test_a_wrong_driver_exits_1(judge):
             "ClearKeepsTheReadCache",
             "test_clear_removes_its_own",
             "LC-4",
-            "was cleared by clear 1 of 2, and a get delivers it: holds its own bytes",
+            "was cleared by clear 1 of 2, and a get delivers it",
         ),
     ],
 )

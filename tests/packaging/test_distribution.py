@@ -51,7 +51,7 @@ def test_the_wheel_installs_names_of_our_own_only(tmp_path):
 
 def test_the_bare_install_is_light():
     names = sorted(re.split(r"[<>=\[ ]", dependency)[0] for dependency in PROJECT["dependencies"])
-    assert names == ["msgspec", "pluggy", "torch", "xxhash"]
+    assert names == ["msgspec", "numpy", "pluggy", "torch", "xxhash"]
 
 
 def test_the_version_comes_from_git_and_the_command_line_tells_it():

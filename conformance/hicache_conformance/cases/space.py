@@ -5,7 +5,12 @@ Room that becomes free is used again.
 
 from __future__ import annotations
 
+import errno
+import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+
+import pytest
 
 from hicache_conformance.fixtures.small_store import (
     BATCH,
@@ -20,13 +25,16 @@ from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, check
+from hicache_storage.layers import innermost
+from hicache_storage.objects import ObjectStorage, WriteBatch
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
+    from hicache_storage.objects import Call
 
 FAULTS: Final = (Level.FAULTS,)
 PAGES: Final = 12
@@ -143,6 +151,60 @@ class SpaceCases:
         )
         sut.expect_missing(keys, "draft", rule="SET-5", why="was refused because it is too long")
         sut.expect(max_keys)
+
+    @covers("SET-5", "SET-6", "OB-1", levels=FAULTS, needs=["steps"])
+    @pytest.mark.parametrize("room", [0, 1, 3], ids=lambda room: f"room-for-{room}")
+    def test_a_store_that_says_it_is_full(self, context: CaseContext, room: int) -> None:
+        """A store below that takes no more pages: False for these, True for the rest.
+
+        Everything is stored again when there is room.
+        """
+        sut, before, keys = context.storage(), context.keys(3), context.keys(6)
+        sut.store(before)
+        with _full(sut, room):
+            answered = _set_counted(sut, keys)
+            there = readable(sut, keys, rule="GET-1")
+        _check_refused(keys, answered, there, lasting=True)
+        check(
+            answered.count(True) == room,
+            "SET-5",
+            f"{len(keys)} pages were set where {room} fit; {answered.count(True)} were "
+            f"answered with True",
+        )
+        sut.expect(before)
+        sut.store(keys)
+        sut.expect(keys)
+
+
+@contextmanager
+def _full(sut: StorageUnderTest, room: int) -> Generator[None]:
+    """Let the store below take so many more pages and no more.
+
+    Without room it fails with ENOSPC.
+    """
+    driver = innermost(sut.storage)
+    if not isinstance(driver, ObjectStorage):
+        raise Inconclusive(
+            "the driver is no ObjectStorage, so that its store cannot be made to say that it is "
+            "full; a capacity_option would tell as much"
+        )
+    write = driver.write_objects
+
+    def write_some(batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        left, written = room, list[list[bool]]()
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for batch in batches:
+            some, left = batch.writes[:left], left - len(batch.writes[:left])
+            done = write([WriteBatch(batch.namespace, some)], call)[0] if some else []
+            written.append([*done, *[False] * (len(batch.writes) - len(some))])
+        return written
+
+    driver.write_objects = write_some  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del driver.write_objects  # the class's own is found again
 
 
 def _set_counted(sut: StorageUnderTest, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
