@@ -157,8 +157,9 @@ class ObjectDriver(HiCacheStorage):
     def note_partial_faults(self, faults: Sequence[Exception], *, served: bool) -> None:
         """Report faults of some pages of a batch, which the driver answers as missed or not stored.
 
-        If other pages were served, one fault is counted; otherwise the first is raised, for the SDK
-        to count and log. A refusal (`is_refusal`) is no fault.
+        If other pages were served, one fault is counted, and the call has not failed for a circuit
+        breaker; otherwise the first is raised, for the SDK to count and log. A refusal
+        (`is_refusal`) is no fault.
 
         Raises:
             Exception: the first of the faults, where no page was served.
@@ -170,5 +171,5 @@ class ObjectDriver(HiCacheStorage):
         if not served:
             raise first
         if real:
-            self.recorder.count_fault()
+            self.recorder.count_fault(partial=True)
         logger.debug("%s: answering misses for a part of a call: %s", self.driver_name, first)

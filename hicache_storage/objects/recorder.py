@@ -44,14 +44,17 @@ class StatsRecorder:
             for name, increment in increments.items():
                 setattr(stats, name, getattr(stats, name) + increment)
 
-    def count_fault(self) -> None:
+    def count_fault(self, *, partial: bool = False) -> None:
         """Count a failed call of the driver, also without metrics.
 
-        Reports it to the storage's call as well.
-
         Faults are misses for the engine, so nothing else shows them.
+
+        Args:
+            partial: other pages of the call were served, so that it does not count as failed for a
+                circuit breaker.
         """
-        note_fault()
+        if not partial:
+            note_fault()
         with self._lock:
             self.faults += 1
 

@@ -374,6 +374,29 @@ def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, c
     layer.close()
 
 
+def test_faults_beside_pages_that_are_served_count_and_end_a_row_of_failed_calls(kit):
+    """One of several stores hangs: the breaker refused the pages of the others for seconds."""
+    storage, pool = kit.memory_storage()
+    storage.open()
+    served = []
+
+    def fail_partly(operation):
+        if operation == "read":
+            storage.note_partial_faults([OSError("one store is down")], served=bool(served))
+
+    storage.before = fail_partly
+    layer = CircuitBreakerLayer(storage, 2, 10.0)
+    layer.register_mem_host_pool_v2(pool, "kv")
+    for count, served[:], state in [
+        (1, [], BreakerState.CLOSED),
+        (2, ["b"], BreakerState.CLOSED),
+        (3, [], BreakerState.CLOSED),
+        (4, [], BreakerState.OPEN),
+    ]:
+        layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
+        assert (layer.fault_count(), layer.breakers["read"].state) == (count, state)
+
+
 def test_a_refusal_is_no_fault(kit, caplog):
     """A tenant beyond its rate: its pages are missed and refused, its engine's breaker stays
     closed, no alert of faults."""

@@ -209,8 +209,6 @@ class PageWriter:
             running: filled with those whose transfers hang, and are revoked when these end.
         """
 
-        faults = list[Exception]()
-
         def send(some: list[_Object], block: Block) -> None:
             with requests.token.shield() as active:
                 if not active:
@@ -227,7 +225,7 @@ class PageWriter:
                 if not active:
                     connection.revoke([item.name for item in some])
             if len(done) < len(some):
-                faults.append(
+                outcome.faults.append(
                     StorageUnavailableError(
                         "the bytes of an object did not reach the node that keeps it"
                     )
@@ -249,10 +247,7 @@ class PageWriter:
         requests.run()
         if requests.late:
             connection.note_failed_set()
-            faults.append(StorageTimeoutError("a store has not answered in time"))
-        # One that is known costs its objects, and no breaker is to refuse the others.
-        if not (alone and arrived):
-            outcome.faults += faults
+            outcome.faults.append(StorageTimeoutError("a store has not answered in time"))
 
     def _chunks(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
         """Split objects into chunks, over TCP the large ones first."""
