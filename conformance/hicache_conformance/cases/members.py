@@ -54,11 +54,13 @@ RECENT: Final = 16
 """Pages set during the outage that are read with them: the last ones."""
 SET_PAGES: Final = 4
 STEADY_ROUNDS: Final = 3
-"""So many rounds in a row have to deliver all pages of the stores that are there."""
+"""So many rounds have to deliver all pages of the stores that are there."""
 SETTLING_SECONDS: Final = 1.0
 """Rounds that begin sooner after the event are not judged."""
 LATE_SECONDS: Final = 8.0
-"""They have to do so by then: some seconds, and what a busy machine adds."""
+"""By then one round has to: some seconds, and what a busy machine adds."""
+LAST_SECONDS: Final = 24.0
+"""By then they have to in a row. A busy machine may cost a round now and then."""
 PAUSE_SECONDS: Final = 0.05
 
 
@@ -176,14 +178,15 @@ class _Load:
             if begins > SETTLING_SECONDS:
                 rounds.append(found)
             last, seconds = rounds[-STEADY_ROUNDS:], time.monotonic() - began
-            late = seconds > LATE_SECONDS
             seen = old.intersection(set[str]().union(*(one.delivered for one in last)))
             steady = len(last) == STEADY_ROUNDS and not any(one.missed(seen) for one in last)
-            if late or steady:
+            if steady or seconds > LATE_SECONDS:
                 # What comes alone lies on a store that is there, also if it never came with others.
                 there = seen | self._get_alone(old - seen, plan)
                 missed = [one.missed(there) for one in last]
-                if late or not any(missed):
+                limit = LATE_SECONDS if all(one.missed(there) for one in rounds) else LAST_SECONDS
+                late = seconds > limit
+                if late or (steady and not any(missed)):
                     return _Outage(
                         acknowledged,
                         sorted(old - there),
