@@ -97,7 +97,7 @@ def bodies():
     ("path", "content_type", "body"), [pytest.param(*rest, id=name) for name, *rest in bodies()]
 )
 def test_health_answers_while_invalid_bodies_come(path, content_type, body):
-    """What a body may cost at most is counted in tests/metadata_server/test_decoding.py."""
+    """Each long body has a turn of the event loop: tests/metadata_server/test_app.py."""
     assert len(body) <= SIZE
     with served(f"{SERVE} --store memory:") as (place, _):
         port = urlsplit(place.url).port

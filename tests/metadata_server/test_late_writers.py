@@ -1,5 +1,5 @@
-"""A slot changes hands only when no earlier holder of a lease may still write into it: after a
-clear, and after a restart that lost all. Numbers of leases, generations and pins are never given
+"""A slot changes hands only when no earlier holder of a lease may still write into it, also after a
+restart that lost all; `histories.py` has clears. Numbers of leases, generations and pins are never given
 twice, whatever of a store survives a restart."""
 
 from __future__ import annotations
@@ -72,56 +72,6 @@ def one(request):
         return
     with closing(OneServer("memory:")) as made:
         yield made
-
-
-def test_a_leased_slot_that_is_cleared_rests_until_its_lease_would_have_ended(one):
-    one.initialize()
-    mine, stored = one.reserve("ab"), one.reserve("cd")
-    one.commit(stored.leases)
-    one.now += 0.3
-    one.ask(services.clear)
-    assert one.counts() == (2, 0, 0, 4)
-    assert one.commit(mine.leases) == [STALE] * 2
-    one.now = NOW + 0.3 + QUARANTINE + 0.1
-    others = one.free("uvwxyz", seconds=1.0)
-    assert others == set(range(SLOTS)) - given(mine), "live pages rest no longer than a quarantine"
-    one.now = NOW + LEASE - 0.1
-    assert not given(mine) & one.free("mnopqr", seconds=60.0)
-    one.now = NOW + LEASE + 0.5
-    assert given(mine) <= one.free("ghijkl", seconds=60.0)
-
-
-def test_a_renewed_lease_counts_and_a_lease_that_is_nearly_over_does_not_shorten_the_quarantine(
-    one,
-):
-    one.initialize()
-    mine, short = one.reserve("a"), one.free("b", seconds=1.0)
-    one.now += 5
-    part = p.LeaseScope(scope="0:kv", leases=mine.leases)
-    one.service.renew(p.Renew(scopes=[part], lease_seconds=15.0), one.now)
-    last = one.free("c", seconds=1.0)
-    one.ask(services.clear)
-    one.now = NOW + 5 + QUARANTINE - 0.1
-    assert not (last | given(mine)) & one.free("uvwxyz", seconds=0.2)
-    one.now = NOW + 5 + 15 - 0.5
-    others = one.free("mnopqr", seconds=0.2)
-    assert last | short <= others
-    assert not given(mine) & others
-    one.now = NOW + 5 + 15 + QUARANTINE + 1
-    assert given(mine) <= one.free("ghijkl", seconds=60.0)
-
-
-def test_a_cleared_lease_rests_over_a_restart_too(on_disk):
-    on_disk.initialize()
-    mine = on_disk.free("ab")
-    on_disk.now += 1
-    on_disk.ask(services.clear)
-    on_disk.start()
-    on_disk.now = NOW + 1 + QUARANTINE + 1
-    on_disk.start()
-    assert on_disk.free("uvwxyz", seconds=0.2) == set(range(SLOTS)) - mine
-    on_disk.now = NOW + LEASE + 10
-    assert mine <= on_disk.free("mnopqr")
 
 
 def test_a_scope_that_is_made_anew_gives_no_slot_before_leases_of_an_earlier_server_are_over(one):

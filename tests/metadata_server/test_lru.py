@@ -130,17 +130,6 @@ def test_long_use(seed):
         step(model, chance)
 
 
-def test_restored_in_order():
-    model = Model()
-    model.order = OrderedDict.fromkeys([5, 6, 7, 8, 9, 3, 2, 1, 20, 11, 12])
-    for slot in model.order:
-        model.table.states[slot], model.table.keys[slot] = LIVE, f"k{slot}"
-        model.table.by_key[f"k{slot}"] = slot
-    model.lru.restore(list(model.order))
-    model.check()
-    model.evict(4)
-
-
 def test_pages_in_neighbouring_slots_are_a_range():
     model = Model()
     model.add(range(5))

@@ -95,16 +95,6 @@ async def test_scopes_of_two_owners_in_one_request(redis):
         assert [part["slots"] for part in found.json["scopes"]] == [[-1], [0]]
 
 
-async def test_a_server_that_stops_hands_its_scopes_over(redis, client):
-    client.flushall()
-    async with AsyncExitStack() as stack:
-        async with server(redis, "one") as one:
-            other = await stack.enter_async_context(server(redis, "two"))
-            await one.initialize("0:kv")
-            await one.store("0:kv", ["a"])
-        assert await other.live("0:kv", ["a"]) == ["a"]
-
-
 async def test_a_server_that_drains_hands_its_scopes_over(redis):
     """With pins and idempotency keys."""
     async with two(redis) as (one, other):

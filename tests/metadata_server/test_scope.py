@@ -60,14 +60,6 @@ def test_eviction_takes_the_oldest_tail(seed):
     assert problems_of(scope) == []
 
 
-def test_pages_that_name_themselves_can_be_evicted():
-    scope = scope_of(2)
-    store(scope, ["a"], ["a"])
-    store(scope, ["b"], ["b"], lease=2)
-    store(scope, ["c"], lease=3)
-    assert set(scope.lru) == {"b", "c"}
-
-
 def test_slots_are_given_in_ascending_runs():
     scope = scope_of(64)
     keys = [f"k{i}" for i in range(32)]

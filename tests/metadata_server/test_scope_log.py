@@ -13,7 +13,7 @@ from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared import offline, scope_log
-from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall
+from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
     ScopeLogStore,
@@ -338,31 +338,6 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch, cli
             assert one.service.recovery_problems == []
             check_restored(before, state(one.service, one.now), seconds=1e-3)
     assert client.xlen("hm:{0:kv}:log") < 100
-
-
-async def test_a_connection_is_kept_and_one_that_redis_has_closed_is_replaced(redis, client):
-    script, connection = "return KEYS[1]", RedisConnection(redis.url)
-
-    def made():
-        return client.info("stats")["total_connections_received"]
-
-    async def ask(*keys):
-        asked = [connection.run([ScriptCall(script, (key,), ())]) for key in keys]
-        assert await asyncio.gather(*asked) == [[key] for key in keys]
-
-    before = made()
-    await ask(b"a")
-    await ask(b"b")
-    assert made() - before == 1
-    client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-    await asyncio.sleep(0.1)
-    await ask(b"c")
-    assert made() - before == 2
-    # Several at once have connections of their own, which stay open in the pool.
-    for keys in ((b"1", b"2", b"3"), (b"4", b"5", b"6")):
-        await ask(*keys)
-        assert made() - before == 4
-    await connection.close()
 
 
 @pytest.mark.parametrize(("writes", "read"), [(offline.READS - 1, True), (offline.READS, False)])

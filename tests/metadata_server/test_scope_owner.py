@@ -32,11 +32,9 @@ from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
     Incarnation,
     Observer,
-    ScopeEntry,
     ServerRecord,
     placement,
     process_has_ended,
-    surplus,
     this_process,
 )
 from hicache_metadata_server.shared.scope_log import ScopeLogStore
@@ -354,25 +352,6 @@ def test_two_that_create_one_scope(world, two):
     assert "0:kv" not in other.service.scopes
 
 
-def test_scopes_that_are_asked_for_together_get_one_owner(world, two):
-    one, other = two
-    one.make("0:kv")
-    other.beat()
-    other.make("0:mamba")
-    one.beat()
-    other.change("0:mamba", "b")
-
-    async def time_goes_on():
-        world.time += 0.05
-        await one.owner.beat()
-        await other.owner.beat()
-
-    asked = other.owner.admit(["0:kv", "0:mamba"])
-    assert world.do(meanwhile(time_goes_on, asked)) == "http://server-0"
-    assert one.owner.serves(["0:kv", "0:mamba"])
-    assert one.live("0:mamba", ["b"]) == ["b"]
-
-
 async def meanwhile(act, asked):
     """The answer to what is asked, while something else is done again and again."""
     asking = asyncio.create_task(asked)
@@ -633,32 +612,13 @@ def test_a_scope_that_the_map_had_lost_is_not_made_again(world, two, client):
     assert serving(two, "0:kv") == [0]
 
 
-def record(scopes=0, *, draining=False):
-    return ServerRecord("", 1, LEASE, scopes, draining)
-
-
-def test_what_a_server_has_more_than_another():
-    entries = {
-        name: ScopeEntry(p.ScopeGeometry(scope=name[0], slots=1), group=name[0])
-        for name in ("a", "b", "b2", "c", "d")
-    }
-    owners = dict.fromkeys(entries, "x") | {"c": "y", "d": ""}
-    servers = {"x": record(), "y": record()}
-    # The pair would only change places.
-    assert surplus(owners, entries, servers, "x") == {"a": ["a"]}
-    assert surplus(owners, entries, servers, "y") == {}
-    servers["z"] = record()
-    assert surplus(owners, entries, servers, "x") == {"a": ["a"], "b": ["b", "b2"]}
-    servers["z"] = servers["y"] = record(draining=True)
-    assert surplus(owners, entries, servers, "x") == {}
-
-
-def test_free_scopes_go_to_the_server_with_the_fewest():
+def test_free_scopes_go_to_the_server_with_the_fewest_or_of_their_group():
     free = {"g1": ["a", "b"], "g2": ["c"], "g3": ["d"]}
-    servers = {"x": record(2), "y": record(0), "z": record(0, draining=True)}
+    x, y, z = (ServerRecord("", 1, LEASE, count, count == 9) for count in (2, 0, 9))
+    servers = {"x": x, "y": y, "z": z}
     assert placement(free, servers, {}) == {"g1": "y", "g2": "x", "g3": "y"}
     assert placement(free, servers, {"g1": "x", "g2": "z"}) == {"g1": "x", "g2": "y", "g3": "y"}
-    assert set(placement(free, {"z": servers["z"]}, {}).values()) == {"z"}
+    assert set(placement(free, {"z": z}, {}).values()) == {"z"}
     assert placement(free, {}, {}) == {}
 
 

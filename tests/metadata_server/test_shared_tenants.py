@@ -62,18 +62,6 @@ async def test_every_route_of_another_server_refuses_and_does_nothing(server):
             assert checked.json["slots"] == slots
 
 
-async def test_another_tenant_s_pins_stay(server):
-    async with server() as first, server() as second:
-        _, pin = await prepared(first, bearer("write-acme"))
-        looked = {"scope": SCOPE, "slots": [0]}
-        unpin = {"pins": [pin], "scope": SCOPE}
-        for token, status, pins in (("read-other", 403, 1), ("read-acme", 204, 0)):
-            let_go = await second.post("/v2/unpin", unpin, headers=bearer(token))
-            assert let_go.status == status
-            told = await second.post("/v2/inspect", looked, headers=bearer("admin-"))
-            assert told.json["slots"][0]["pins"] == pins, token
-
-
 async def test_a_quota_is_one_for_all_servers(server):
     """Eight clients of two servers make scopes as fast as they can."""
 

@@ -14,12 +14,11 @@ DOCUMENT = (HERE.parents[2] / "docs" / "metadata-protocol.md").read_text("utf-8"
 ELSEWHERE = {
     "MD-HTTP-1": "test_fuzz.py::test_random_requests",
     "MD-REQ-5": "test_fuzz.py::test_random_requests",
-    "MD-REQ-7": "test_decoding.py::test_long_bodies_are_read_one_in_a_turn_of_the_event_loop",
+    "MD-REQ-7": "test_app.py::test_short_requests_are_served_between_long_ones",
     "MD-DUR-1": "test_real_server.py::test_every_acknowledged_change_survives_kill_9",
     "MD-DUR-2": "test_real_server.py::test_every_acknowledged_change_survives_kill_9",
     "MD-IDEM-2": "test_real_server.py::test_what_was_answered_holds_after_kill_9",
     "MD-LEASE-6": "test_late_writers.py::test_an_old_lease_is_stale_for_good",
-    "MD-QUAR-2": "test_late_writers.py::test_a_leased_slot_that_is_cleared_rests_until_its_lease",
     "MD-QUAR-3": "test_late_writers.py::test_a_scope_that_is_made_anew_gives_no_slot_before_leases",
     "MD-OPS-6": "test_drop.py::test_a_scope_in_use_stays_and_an_empty_one_goes",
     "MD-AUTH-1": "test_refusals.py::test_every_route_refuses_and_does_nothing",

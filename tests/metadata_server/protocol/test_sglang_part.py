@@ -311,7 +311,7 @@ async def test_deleting_some(timed):
 
 
 async def test_clearing(timed):
-    """MD-DEL-2: slots that were reserved come back when their reservation would have ended."""
+    """MD-DEL-2, MD-QUAR-2: what was reserved comes back when its reservation would have ended."""
     await timed.make(8)
     held = await timed.reserved(keys_of(3, "h"))
     await timed.put(keys_of(5))
