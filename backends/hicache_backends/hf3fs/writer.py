@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.slots.checking import DEFECTS, CheckedFile, ExpectedPage
+from hicache_backends.hf3fs.slots.checking import is_damaged
 from hicache_backends.hf3fs.slots.engine import SlotWrite
 from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
 from hicache_backends.posix.faults import detached
@@ -328,26 +328,13 @@ class PageWriter:
     def _delete_damaged(self, scope: SlotScope, late: Mapping[int, SlotWrite]) -> int:
         # The deadline of the running call has usually passed by now.
         call = Call(self._store.config.timeout_seconds)
-        file = CheckedFile(scope.file.path, scope.geometry, bytes.fromhex(scope.namespace.name))
         keys, generations = list[str](), list[int]()
-        try:
-            for status in self._store.metadata.inspect(scope.name, list(late), call):
-                # With the generation of the lease the slot still has this writer's own page.
-                if (
-                    status.state is not SlotState.LIVE
-                    or status.generation == late[status.slot].generation
-                ):
-                    continue
-                if (
-                    file.verdict(
-                        ExpectedPage(status.slot, status.key, status.length, status.checksum)
-                    )
-                    in DEFECTS
-                ):
-                    keys.append(status.key)
-                    generations.append(status.generation)
-        finally:
-            file.close()
+        for status in self._store.metadata.inspect(scope.name, list(late), call):
+            # With the generation of the lease the slot still has this writer's own page.
+            is_others = status.generation != late[status.slot].generation
+            if status.state is SlotState.LIVE and is_others and is_damaged(scope, status):
+                keys.append(status.key)
+                generations.append(status.generation)
         if keys:
             # With generations: a page that was stored under the key meanwhile stays.
             self._store.metadata.delete(
