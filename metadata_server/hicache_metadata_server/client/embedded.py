@@ -72,7 +72,6 @@ class _State:
             "/v2/abort": service.abort,
             "/v2/renew": service.renew,
             "/v2/unpin": service.unpin,
-            "/v2/touch": service.touch,
             "/v2/delete": service.delete,
             "/v2/clear": service.clear,
             "/v2/drop": service.drop,

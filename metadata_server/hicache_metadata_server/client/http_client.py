@@ -129,7 +129,7 @@ class HttpMetadataClient(MetadataClient):
         return self._servers.describe()
 
     def refresh(self, call: Call) -> p.About:
-        self._about = self._call("/v2", None, p.About, call)
+        self._about = self.send("/v2", None, p.About, call)
         if self._about.protocol != p.PROTOCOL:
             raise MetadataError(
                 f"{self.endpoint} speaks protocol {self._about.protocol!r}, not {p.PROTOCOL!r}"
@@ -139,8 +139,14 @@ class HttpMetadataClient(MetadataClient):
     def problem(self) -> str:
         return self._transport.problem(self._servers.first)
 
-    def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
-        return self._call(path, request, response_type, call)
+    def send(self, path: str, request: p.Request | None, response_type: type[A], call: Call) -> A:
+        left = call.remaining()
+        seconds = self._timeout_seconds if left is None else left
+        try:
+            return self._request(path, request, response_type, time.monotonic() + seconds)
+        except TimeoutError as error:
+            message = f"the metadata server {self.endpoint} has not answered within {seconds:.3g} s"
+            raise StorageTimeoutError(message) from error
 
     def send_later(self, path: str, request: p.Request) -> None:
         until = time.monotonic() + UNAWAITED_SECONDS
@@ -185,15 +191,6 @@ class HttpMetadataClient(MetadataClient):
             self._request(path, request, p.Answer, until)
         except (MetadataError, TimeoutError):
             return
-
-    def _call(self, path: str, request: p.Request | None, response_type: type[T], call: Call) -> T:
-        left = call.remaining()
-        seconds = self._timeout_seconds if left is None else left
-        try:
-            return self._request(path, request, response_type, time.monotonic() + seconds)
-        except TimeoutError as error:
-            message = f"the metadata server {self.endpoint} has not answered within {seconds:.3g} s"
-            raise StorageTimeoutError(message) from error
 
     def _request(
         self, path: str, request: p.Request | None, response_type: type[T], until: float

@@ -22,8 +22,6 @@ A = TypeVar("A", bound=p.Answer)
 
 MAX_REINITIALIZATIONS: Final = 2
 """Of scopes that the server has lost, in one call."""
-_FROM_THE_END: Final = (p.Lookup, p.Touch)
-"""Requests whose keys count as used from the last to the first, and so do their chunks."""
 
 
 class MetadataClient(ABC):
@@ -169,12 +167,6 @@ class MetadataClient(ABC):
         if request.scopes:
             for _, chunk in self._chunks(request):
                 self.send_later("/v2/abort", chunk)
-
-    def touch(self, scopes: Sequence[p.LookupScope], call: Call) -> list[list[bool]]:
-        """Mark pages as used. False for each key that is not live."""
-        request = p.Touch(scopes=list(scopes))
-        marked, _ = self._send_split("/v2/touch", request, p.Marked, call)
-        return [scope.done for scope in marked.scopes]
 
     def delete(self, scopes: Sequence[p.DeleteScope], call: Call) -> list[list[bool]]:
         """Delete pages. False for each key that was not live."""
@@ -375,14 +367,15 @@ def _cut(request: Any, max_entries: int) -> list[tuple[int, Any]]:
         for start in range(0, max(1, len(getattr(part, columns[0]))), max_entries):
             cut = {name: getattr(part, name)[start : start + max_entries] for name in columns}
             chunks.append((number, structs.replace(request, scopes=[structs.replace(part, **cut)])))
-    return chunks[::-1] if isinstance(request, _FROM_THE_END) else chunks
+    # The keys of a lookup count as used from the last to the first, and so do its chunks.
+    return chunks[::-1] if isinstance(request, p.Lookup) else chunks
 
 
 def _joined(done: Sequence[tuple[int, Any, Any]]) -> Any:
     """Join the responses to all chunks into one response."""
     _, first, response = done[0]
     scopes = dict[int, list[Any]]()
-    for number, _, one in reversed(done) if isinstance(first, _FROM_THE_END) else done:
+    for number, _, one in reversed(done) if isinstance(first, p.Lookup) else done:
         scopes.setdefault(number, []).append(one.scopes[0])
     return structs.replace(response, scopes=[_merged(some) for some in scopes.values()])
 

@@ -77,7 +77,6 @@ def test_a_page_is_stored_found_and_deleted(client):
     found = lookup(client, ["b", "x", "a"]).scopes[0]
     assert found.slots == [part.slots[1], -1, part.slots[0]]
     assert (found.lengths, found.checksums) == ([5, 0, 5], [1, 0, 0])
-    assert client.touch([p.LookupScope(scope=SCOPE, keys=["a", "x"])], Call(10)) == [[True, False]]
     wrong = p.DeleteScope(scope=SCOPE, keys=["a"], generations=[part.generations[0] + 1])
     assert client.delete([wrong], Call(10)) == [[False]]
     assert client.delete([p.DeleteScope(scope=SCOPE, keys=["a", "x"])], Call(10)) == [[True, False]]
