@@ -141,7 +141,8 @@ class PageWriter:
                 text = (
                     f"no slot of {batch.scope.name} is free, all are leased or in quarantine; "
                     f"full, it takes {self._store.sustained(batch.scope)} for long, and more with a "
-                    f"larger file_size or a shorter quarantine"
+                    f"larger file_size or a shorter quarantine; a restored store of the server "
+                    f"gives slots once earlier leases have ended"
                 )
                 outcome.faults.append(StorageRefusedError(text))
 
