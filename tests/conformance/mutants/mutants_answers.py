@@ -267,8 +267,19 @@ def faults_with_metrics(right, store):
     return stats
 
 
-objects(
-    "OB-2 HidesFaults Metrics",
+def with_metrics(right, store, *arguments, **named):
+    store.recorder.enabled = True
+    return right(*arguments, **named)
+
+
+silent = partial(objects, breaks="OB-2", where="Metrics")
+silent(
+    "HidesFaults",
     "with metrics off, get_stats() tells 0 faults after 0 and one more",
     stats=faults_with_metrics,
+)
+silent(
+    "CountsWithMetricsOff",
+    "metrics are off, and get_stats() counts for pool 'kv'",
+    exists=with_metrics,
 )
