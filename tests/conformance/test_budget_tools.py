@@ -10,8 +10,7 @@ import torch
 
 from hicache_conformance.cases.budget import forecast
 from hicache_conformance.harness import memory_peak
-from hicache_conformance.harness.call_steps import CallSteps
-from hicache_conformance.harness.driver_calls import counted, has_steps
+from hicache_conformance.harness.driver_calls import CallSteps, counted, has_steps
 from hicache_conformance.harness.memory_peak import transient_bytes
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import Capabilities, StorageIdentity

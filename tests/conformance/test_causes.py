@@ -22,7 +22,7 @@ from hicache_conformance.model.cause import (
 from hicache_conformance.model.fault_plan import Fault, FaultKind
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.violation import Violation
-from hicache_conformance.runner.case_reports import violation_finding
+from hicache_conformance.runner.session import violation_finding
 from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 from tests.conformance.records import ended, judged
@@ -281,8 +281,7 @@ def test_rules_that_one_cause_breaks_are_one_finding(outcomes, shared):
 
 def test_a_worker_process_s_exceptions_reach_the_case(monkeypatch):
     from hicache_conformance.harness.log_records import CauseLog
-    from hicache_conformance.processes.worker import WorkerProcess
-    from hicache_conformance.processes.worker_main import Done
+    from hicache_conformance.processes.worker import Done, WorkerProcess
 
     log = CauseLog()
     worker = SimpleNamespace(_log=log, busy=True, swallowed=0)

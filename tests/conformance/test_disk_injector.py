@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from hicache_conformance.injectors import disk as disk_module
-from hicache_conformance.injectors.disk import DiskInjector, missing_for_disk
-from hicache_conformance.injectors.fuse_fs import load_mfusepy
+from hicache_conformance.injectors.disk import DiskInjector, load_mfusepy, missing_for_disk
 from hicache_conformance.injectors.named_faults import MENU
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hicache_conformance.harness.page_patterns import Page, PagePatterns
-from hicache_conformance.history.checker import Anomaly, AnomalyKind, HistoryChecker
-from hicache_conformance.history.counterexample import Counterexample
+from hicache_conformance.history.checker import Anomaly, AnomalyKind, Counterexample, HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_storage.spec import StorageIdentity
 

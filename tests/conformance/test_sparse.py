@@ -8,7 +8,7 @@ import random
 import pytest
 
 from hicache_conformance.harness.corruption import FileCorruption, corrupt_files
-from hicache_conformance.harness.sparse_files import PIECE_BYTES, copy_file, extents, find_all
+from hicache_conformance.harness.store_files import PIECE_BYTES, copy_file, extents, find_all
 
 HUGE = 1 << 40
 PLACES = (0, 7 << 20, HUGE - 10_000)

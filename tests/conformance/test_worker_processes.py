@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.harness.disk_usage import disk_usage
 from hicache_conformance.harness.pools import PoolShape
+from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.events import Call
 from hicache_conformance.history.workload import Workload
 from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_conformance.processes import worker as workers
-from hicache_conformance.processes.worker import KillSchedule, WorkerProcess, watch
-from hicache_conformance.processes.worker_main import WorkerStorage
+from hicache_conformance.processes.worker import KillSchedule, WorkerProcess, WorkerStorage, watch
 from hicache_storage.plugins import registry
 from hicache_storage.spec import StorageIdentity
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hicache_conformance.injectors.fuse_fs import Passthrough
+    from hicache_conformance.injectors.disk import Passthrough
 
 OPERATIONS = (
     "getattr",
@@ -231,7 +231,7 @@ CHANGES: dict[str, Callable[..., tuple[int, bytes]]] = {
 
 
 def _serve() -> None:
-    from hicache_conformance.injectors.fuse_fs import Control, Passthrough, load_mfusepy
+    from hicache_conformance.injectors.disk import Control, Passthrough, load_mfusepy
 
     mfusepy = load_mfusepy()
     parser = argparse.ArgumentParser(description=__doc__)

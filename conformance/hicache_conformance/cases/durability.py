@@ -11,9 +11,9 @@ from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, capacity_of, pool
 from hicache_conformance.fixtures.target import CAPACITY
-from hicache_conformance.harness.disk_usage import disk_usage
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import PoolShape
+from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers

@@ -21,11 +21,11 @@ from hicache_conformance.fixtures.small_store import (
     readable,
 )
 from hicache_conformance.harness.concurrency import eventually, together
-from hicache_conformance.harness.disk_usage import disk_usage
 from hicache_conformance.harness.oracle import drawn
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import PoolShape
 from hicache_conformance.harness.storage_under_test import check_each
+from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level

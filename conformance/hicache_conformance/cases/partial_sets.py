@@ -24,8 +24,8 @@ from hicache_conformance.fixtures.small_store import (
     capacity_of,
     open_long_pages,
 )
-from hicache_conformance.harness.call_steps import CallSteps
 from hicache_conformance.harness.concurrency import Pending
+from hicache_conformance.harness.driver_calls import CallSteps
 from hicache_conformance.harness.storage_under_test import check_each
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures.process_group import ProcessGroup
-from hicache_conformance.harness.disk_usage import disk_usage
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, PoolShape
+from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
-from hicache_conformance.harness.sparse_files import find_all
+from hicache_conformance.harness.store_files import find_all
 from hicache_storage.layers import innermost
 from hicache_storage.objects import Call, LookupBatch, ObjectStorage, ObjectWrite, WriteBatch
 from hicache_storage.spec import PoolName

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from hicache_conformance.harness.ports import accepts, free_ports
-from hicache_conformance.harness.sparse_files import copy_file
+from hicache_conformance.harness.store_files import copy_file
 from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind

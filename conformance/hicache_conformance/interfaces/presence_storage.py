@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 from hicache_conformance.harness.corruption import ObjectCorruption, corrupt_page
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.foreign_storage import (
+    EngineMemory,
     ForeignStorage,
+    Mirror,
     joined,
     load_class,
     rounds,
 )
-from hicache_conformance.interfaces.mirror import EngineMemory, Mirror
 from hicache_conformance.model.violation import NotPromised
 from hicache_storage.spec import PoolName, PoolTransfer
 from hicache_storage.spec.policies import PoolPresence, common_hit

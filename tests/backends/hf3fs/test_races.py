@@ -197,7 +197,7 @@ def test_d3_a_restarted_server_names_nobody_elses_slots(shared, server):
 def test_d3_a_server_set_back_to_an_older_state_is_found_out(shared, server, tmp_path):
     """What its file says of slots is old, and other pages are in them: misses, not one wrong
     byte."""
-    from hicache_conformance.harness.sparse_files import copy_file
+    from hicache_conformance.harness.store_files import copy_file
 
     home, one, old, new = server.state, shared(), chain("old", 8), chain("new", SLOTS)
     assert all(one.put(old))

@@ -24,8 +24,13 @@ import msgspec
 
 from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined, linger, rounds
-from hicache_conformance.interfaces.mirror import Mirror
+from hicache_conformance.interfaces.foreign_storage import (
+    ForeignStorage,
+    Mirror,
+    joined,
+    linger,
+    rounds,
+)
 from hicache_conformance.interfaces.sglang.engine import (
     clears,
     construct,

@@ -1,15 +1,36 @@
-"""Sparse files: stores may allocate far more room than they use."""
+"""Files of a store: their disk usage, pages in sparse ones, and copies that keep the holes."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+def disk_usage(config: Mapping[str, object], home: Path) -> int:
+    """Bytes of the files under the directories that options name.
+
+    0 where none names a directory under `home`, so that the store is somewhere else.
+    """
+    named = {
+        value for value in config.values() if isinstance(value, str) and value.startswith(str(home))
+    }
+    taken = 0
+    for directory in named:
+        for parent, _, names in os.walk(directory):
+            for name in names:
+                # One may be removed while we look. The length and not the blocks: a driver limits
+                # what it writes, and file systems round.
+                with suppress(FileNotFoundError):
+                    taken += Path(parent, name).lstat().st_size
+    return taken
+
 
 PIECE_BYTES: Final = 4 << 20
 """In memory at a time."""
