@@ -20,72 +20,24 @@ from hicache_storage.spec import PoolName, PoolTransfer
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.fixtures.target import DriverTarget
     from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
-    from hicache_storage.layers import StorageOptions
     from hicache_storage.spec import PoolTransferResult
 
 BATCH: Final = 128
 """Pages of a call, as SGLang batches them."""
 PAGES_OF_POOLS: Final = f"{BATCH} pages in each of 3 pools"
+PAGE_BYTES: Final = 256 << 10
 MIN_PAGE_BYTES: Final = 32 << 10
+MAX_PAGES: Final = BATCH // 4
+CALLS: Final = 3
 
 
-def large_batches(
-    context: CaseContext, *, page_bytes: int, batches: int, options: StorageOptions | None = None
-) -> tuple[StorageUnderTest, list[list[PoolTransfer]]]:
-    """A storage whose host pool holds one batch, and transfers of several with keys of their own.
-
-    Pages are smaller where the driver stores none of `page_bytes`.
-
-    Raises:
-        Inconclusive: it stores only pages that are too small to measure with.
-    """
-    import torch
-
-    limit = context.capabilities.max_page_bytes
-    page_bytes = page_bytes if limit is None else min(page_bytes, limit // 2 * 2)
-    if page_bytes < MIN_PAGE_BYTES:
-        raise Inconclusive(
-            f"max_page_bytes is {limit}; what a batch costs is measured with pages of "
-            f"{MIN_PAGE_BYTES} bytes and more"
-        )
-    memory = GuardedPool(pages=BATCH, page_size=2, components=(page_bytes // 2, page_bytes // 2))
-    for page in range(BATCH):
-        # Random bytes, so that no store saves work by compressing them or by finding two pages
-        # alike.
-        memory.write(page, context.random.randbytes(page_bytes))
-    sut = context.storage(pools={PoolName.KV: memory}, options=options)
-    slots = torch.arange(2 * BATCH)
-    return sut, [
-        [PoolTransfer(PoolName.KV, slots, keys=context.keys(BATCH))] for _ in range(batches)
-    ]
-
-
-def move(sut: StorageUnderTest, name: str, transfers: Sequence[PoolTransfer]) -> None:
-    """Set or get a batch of KV pages.
-
-    Raises:
-        Inconclusive: the store has no room for it.
-        Violation: SET-1, pages are gone from a store that evicts none.
-    """
-    answer = sut.call(name, lambda: getattr(sut.storage, name)(transfers))[PoolName.KV]
-    if all(answer):
-        return
-    mib = sut.memories[PoolName.KV].page_bytes * BATCH >> 20
-    if name == "batch_set_v2" or sut.storage.capabilities.evicts:
-        raise Inconclusive(f"the store has no room for a batch of {mib} MiB; give it more")
-    raise Violation(
-        "SET-1", f"a get of {BATCH} pages that were stored answered False for {answer.count(False)}"
-    )
-
-
-BUDGET: Final = [Level.BUDGET]
 MANY_KEYS: Final = 250_000
 MANY_REQUESTS: Final = 1_000
 """Keys of a call to a store where each page is a request: of a context of 64,000 tokens."""
@@ -103,9 +55,9 @@ FITTED_SIZES: Final = 4
 
 
 class BudgetCases:
-    """EX-10 and BU-1."""
+    """EX-10, BU-1 and BU-2."""
 
-    @covers("EX-10", levels=BUDGET)
+    @covers("EX-10", levels=Level.BUDGET)
     def test_one_question_for_all_pools(self, context: CaseContext) -> None:
         """128 keys over three pools are answered right.
 
@@ -135,7 +87,7 @@ class BudgetCases:
             f"one batch_present of {BATCH} keys called {_listed(calls)}, must be one objects_exist",
         )
 
-    @covers("EX-10", levels=BUDGET, needs=["networked"])
+    @covers("EX-10", levels=Level.BUDGET, needs=["networked"])
     def test_one_round_trip(self, context: CaseContext, injector: FaultInjector) -> None:
         """128 keys over three pools cost one wait for the server.
 
@@ -154,7 +106,7 @@ class BudgetCases:
         _store_chain(sut, keys[:40])
         _check_waits(sut, keys, injector)
 
-    @covers("EX-10", levels=BUDGET)
+    @covers("EX-10", levels=Level.BUDGET)
     def test_many_keys(self, context: CaseContext) -> None:
         """250,000 keys in one call are answered right; 1,000, where each page is a request.
 
@@ -175,7 +127,7 @@ class BudgetCases:
             count *= 2
         _check_answer(_ask(sut, keys), many)
 
-    @covers("BU-1", levels=BUDGET)
+    @covers("BU-1", levels=Level.BUDGET)
     def test_one_batch_for_a_call(self, context: CaseContext) -> None:
         """128 pages in each of three pools: a set asks the driver once, and so does a get."""
         sut = _three_pools(context, pages=BATCH)
@@ -191,6 +143,53 @@ class BudgetCases:
         check_calls(calls, f"get of {PAGES_OF_POOLS}", "objects_exist", "read_objects")
         for share in shares:
             sut.compare(share.keys, found[share.pool], share.pool)
+
+    @covers("BU-2", levels=Level.BUDGET)
+    def test_pages_are_not_staged(self, context: CaseContext) -> None:
+        """A set and a get of 128 pages of 256 KiB need memory for a quarter of them at most.
+
+        Beside what the store keeps, and once they have warmed up.
+        """
+        if context.capabilities.networked:
+            raise NotPromised("the driver is networked: its messages take memory of their own")
+        limit = context.capabilities.max_page_bytes or PAGE_BYTES
+        page_bytes = min(PAGE_BYTES, limit // 2 * 2)
+        if page_bytes < MIN_PAGE_BYTES:
+            raise Inconclusive(
+                f"max_page_bytes is {limit}; what a batch costs is measured with pages of "
+                f"{MIN_PAGE_BYTES} bytes and more"
+            )
+        memory = GuardedPool(pages=BATCH, components=(page_bytes // 2, page_bytes // 2))
+        for page in range(BATCH):
+            # Random bytes, so that no store saves work by compressing them or by finding two pages
+            # alike.
+            memory.write(page, context.random.randbytes(page_bytes))
+        sut = context.storage(pools={PoolName.KV: memory})
+        groups = [PageGroup(context.keys(BATCH)) for _ in range(CALLS)]
+        batches = [sut.transfers([group], [range(BATCH)]) for group in groups]
+        # New pages in each set, and in the gets those that were set last.
+        for what, some in (("set", batches), ("get", [batches[-1]] * CALLS)):
+            needed = transient_bytes(partial(_move, sut, what, batch) for batch in some)
+            check(
+                needed <= MAX_PAGES * memory.page_bytes,
+                "BU-2",
+                f"a {what} of {BATCH} pages took memory for {needed / memory.page_bytes:.0f} pages "
+                f"of {memory.page_bytes >> 10} KiB while it ran, must be {MAX_PAGES} at most",
+            )
+
+
+def _move(sut: StorageUnderTest, what: str, transfers: Sequence[PoolTransfer]) -> None:
+    """Set or get a batch of KV pages.
+
+    Raises:
+        Inconclusive: the store has no room for it.
+        Violation: SET-1, pages are gone from a store that evicts none.
+    """
+    move = sut.storage.batch_set_v2 if what == "set" else sut.storage.batch_get_v2
+    missed = sut.call(f"batch_{what}_v2", partial(move, transfers))[PoolName.KV].count(False)
+    if missed and (what == "set" or sut.storage.capabilities.evicts):
+        raise Inconclusive(f"the store has no room for a batch of {BATCH} pages; give it more")
+    check(not missed, "SET-1", f"a get of {BATCH} stored pages answered False for {missed}")
 
 
 def _three_pools(context: CaseContext, pages: int = 64) -> StorageUnderTest:
@@ -316,53 +315,3 @@ def check_calls(calls: Counter[str], what: str, *allowed: str) -> None:
 
 def _listed(calls: Counter[str]) -> str:
     return ", ".join(f"{name} {number} times" for name, number in sorted(calls.items()))
-
-
-PAGE_BYTES: Final = 256 << 10
-MAX_PAGES: Final = BATCH // 4
-CALLS: Final = 3
-
-
-class StagingCases:
-    """BU-2."""
-
-    @covers("BU-2", levels=[Level.BUDGET])
-    def test_reads_are_not_staged(self, context: CaseContext) -> None:
-        """A get of 128 pages of 256 KiB needs memory for a quarter of them at most.
-
-        Once it has warmed up.
-        """
-        _check_that_pages_stay_here(context)
-        sut, (transfers, *_) = large_batches(context, page_bytes=PAGE_BYTES, batches=1)
-        move(sut, "batch_set_v2", transfers)
-        _check_memory("get", sut, [lambda: move(sut, "batch_get_v2", transfers)] * CALLS)
-
-    @covers("BU-2", levels=[Level.BUDGET])
-    def test_writes_are_not_staged(self, context: CaseContext) -> None:
-        """A set of 128 pages of 256 KiB needs memory for a quarter of them at most.
-
-        Beside what the store keeps.
-        """
-        _check_that_pages_stay_here(context)
-        sut, batches = large_batches(context, page_bytes=PAGE_BYTES, batches=CALLS)
-        _check_memory(
-            "set", sut, [partial(move, sut, "batch_set_v2", transfers) for transfers in batches]
-        )
-
-
-def _check_that_pages_stay_here(context: CaseContext) -> None:
-    if context.capabilities.networked:
-        raise NotPromised("the driver is networked: its messages take memory of their own")
-
-
-def _check_memory(
-    operation: str, sut: StorageUnderTest, calls: Sequence[Callable[[], None]]
-) -> None:
-    page_bytes = sut.memories[PoolName.KV].page_bytes
-    needed = transient_bytes(calls) / page_bytes
-    checked("BU-2")
-    if needed > MAX_PAGES:
-        told = f"memory for {needed:.0f} pages of {page_bytes >> 10} KiB while it ran"
-        raise Violation(
-            "BU-2", f"a {operation} of {BATCH} pages took {told}, must be {MAX_PAGES} at most"
-        )

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 
-IDENTITY = [Level.IDENTITY]
 LATE_SECONDS: Final = 0.1
 """How long late effects of a clear are waited for."""
 
@@ -39,7 +38,7 @@ LATE_SECONDS: Final = 0.1
 class ClearingCases:
     """LC-4."""
 
-    @covers("LC-4", levels=IDENTITY, needs=["clears"])
+    @covers("LC-4", levels=Level.IDENTITY, needs=["clears"])
     def test_clear_removes_its_own(self, context: CaseContext) -> None:
         """Every page of every registered pool is gone, and can be set anew.
 
@@ -70,7 +69,7 @@ class ClearingCases:
             check_each(keys, sut.get(keys, pool), "LC-4", gone)
             sut.expect(keys, pool, generation=2)
 
-    @covers("LC-4", levels=IDENTITY, needs=["clears", "sharing>=process"])
+    @covers("LC-4", levels=Level.IDENTITY, needs=["clears", "sharing>=process"])
     def test_clear_reaches_other_storages(self, context: CaseContext) -> None:
         """Pages that another storage of equal identity has read are gone for it too."""
         one, keys = context.storage(pools=kv_and_state()), context.keys(4)
@@ -85,7 +84,7 @@ class ClearingCases:
         for pool in two.memories:
             two.expect_missing(keys, pool, rule="LC-4", why="was cleared by another storage")
 
-    @covers("LC-4", levels=IDENTITY, needs=["clears", "durability>=reopen"])
+    @covers("LC-4", levels=Level.IDENTITY, needs=["clears", "durability>=reopen"])
     def test_cleared_pages_stay_gone(self, context: CaseContext) -> None:
         """A storage that is opened when all others are closed finds no page that was cleared."""
         one, keys = context.stored(4)
@@ -94,23 +93,15 @@ class ClearingCases:
         two = context.storage(replace(one.identity))
         two.expect_missing(keys, rule="LC-4", why="was cleared before the store was reopened")
 
-    @covers("LC-4", levels=IDENTITY, needs=["clears"])
-    def test_clear_leaves_pages_of_equal_bytes(self, context: CaseContext) -> None:
-        """Another model has stored the same bytes under the same key."""
-        own = context.storage()
-        other = context.storage(replace(own.identity, model="conformance/model2"))
-        key, words = context.keys(1)[0], "another model's page, of equal bytes,"
-        content = context.random.randbytes(own.memories[PoolName.KV].page_bytes)
-        for sut in (own, other):
-            store_content(sut, key, content, words)
-        own.call("clear", own.storage.clear)
-        expect_content(other, key, content, words, rule="LC-4")
-
-    @covers("LC-4", levels=IDENTITY, needs=["clears"])
+    @covers("LC-4", levels=Level.IDENTITY, needs=["clears"])
     def test_clear_leaves_others_alone(self, context: CaseContext) -> None:
-        """Other models, tenants, ranks and salts keep their pages."""
+        """Other models, tenants, ranks and salts keep their pages, those of equal bytes, too.
+
+        A storage without pools has nothing to clear.
+        """
         own = context.storage(context.identity(tp_size=2), pools=kv_and_state())
-        keys = context.keys(4)
+        keys, equal, words = context.keys(4), context.keys(1)[0], "a page of equal bytes"
+        content = context.random.randbytes(own.memories[PoolName.KV].page_bytes)
         changes: list[dict[str, object]] = [
             {"model": "conformance/model2"},
             # A prefix of the cleared model's name. A driver that clears by the beginning of a name
@@ -133,22 +124,19 @@ class ClearingCases:
         for sut in (own, *others):
             for pool in sut.memories:
                 sut.store(keys, pool)
+            store_content(sut, equal, content, words)
         own.call("clear", own.storage.clear)
         for change, other in zip(changes, others, strict=True):
             for pool in other.memories:
                 taken = f"of pool {pool!r} belongs to {change}; another's clear removed it"
                 check_each(keys, other.get(keys, pool), "LC-4", taken)
-
-    @covers("LC-4", levels=IDENTITY, needs=["clears"])
-    def test_a_clear_without_pools(self, context: CaseContext) -> None:
-        """A storage of another model that has no pools has nothing to clear."""
-        sut, keys = context.stored(3)
-        other = context.storage(replace(sut.identity, model="conformance/model2"), pools={})
-        other.call("clear", other.storage.clear)
+            expect_content(other, equal, content, words, rule="LC-4")
+        bare = context.storage(replace(own.identity, model="conformance/model3"), pools={})
+        bare.call("clear", bare.storage.clear)
         taken = "was removed by another's clear, which has no pools and is of another model"
-        check_each(keys, sut.get(keys), "LC-4", taken)
+        check_each(keys, others[0].get(keys), "LC-4", taken)
 
-    @covers("LC-4", levels=IDENTITY, needs=["clears"])
+    @covers("LC-4", levels=Level.IDENTITY, needs=["clears"])
     def test_clear_leaves_strangers_files_alone(self, context: CaseContext) -> None:
         """Files that somebody else put beside the store's own are still there."""
         sut, _ = context.stored(2)
@@ -174,7 +162,6 @@ class ClearingCases:
             path.unlink()
 
 
-FAULTS: Final = (Level.FAULTS,)
 CLEARING_SECONDS: Final = 0.6
 """Deadline of a storage whose clear hangs; it has to work with it before."""
 HURRIED: Final = StorageOptions(deadline_seconds=CLEARING_SECONDS, breaker_threshold=0)
@@ -183,7 +170,7 @@ HURRIED: Final = StorageOptions(deadline_seconds=CLEARING_SECONDS, breaker_thres
 class FailedClearCases:
     """LC-7."""
 
-    @covers("LC-7", "FT-4", levels=FAULTS, needs=["clears"])
+    @covers("LC-7", "FT-4", levels=Level.FAULTS, needs=["clears"])
     def test_a_clear_that_is_refused(self, context: CaseContext, injector: FaultInjector) -> None:
         """While nothing works, clear() raises StorageUnavailableError, or has cleared.
 
@@ -193,7 +180,7 @@ class FailedClearCases:
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         _clear_under(context, injector, sut, keys, plan)
 
-    @covers("LC-7", "FT-3", "FT-4", levels=FAULTS, needs=["clears"])
+    @covers("LC-7", "FT-3", "FT-4", levels=Level.FAULTS, needs=["clears"])
     def test_a_clear_that_hangs(self, context: CaseContext, injector: FaultInjector) -> None:
         """While the store hangs, clear() raises StorageTimeoutError in time, or has cleared.
 

@@ -62,7 +62,7 @@ class CorruptObjectCases:
         _plant(context, sut, key, damage)
         _check_undelivered(sut, key, sut.get([key])[0], damage)
 
-    @covers("GET-5", "GET-1", levels=[Level.POOLS], corrupts=True)
+    @covers("GET-5", "GET-1", levels=Level.POOLS, corrupts=True)
     def test_damaged_pages_of_a_side_pool(self, context: CaseContext) -> None:
         """Pages of every pool are verified."""
         pools: dict[str, PoolMemory] = {
@@ -238,7 +238,6 @@ def _repair(sut: StorageUnderTest, key: str, damage: ObjectCorruption) -> None:
     )
 
 
-FAULTS: Final = (Level.FAULTS,)
 PAGES: Final = 6
 
 
@@ -248,7 +247,7 @@ class BitRotCases:
     # What others spoil on its way is a named fault, and what a driver stored of it a corrupt object.
     @covers(
         *("GET-7", "EX-9", "SET-3", "FT-6", "FT-1", "GET-1"),
-        levels=FAULTS,
+        levels=Level.FAULTS,
         needs=["the injector disk or services"],
     )
     @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 AnswerT = TypeVar("AnswerT")
 
-FAULTS: Final = (Level.FAULTS,)
 IN_TIME: Final = DEADLINE_SECONDS + SLACK_SECONDS
 CLOSING_SECONDS: Final = 0.6
 """Deadline of the storages that are closed while their calls hang; they have to work with it
@@ -75,7 +74,7 @@ HUNG_SORTS: Final[Mapping[str, tuple[str, ...]]] = {
 class DeadlineCases:
     """FT-3, GET-9, SET-8, and LC-2 under fault."""
 
-    @covers("FT-3", "FT-1", "FT-4", levels=FAULTS)
+    @covers("FT-3", "FT-1", "FT-4", levels=Level.FAULTS)
     def test_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """While the store hangs, exists, get and set end within the deadline and a second.
 
@@ -96,7 +95,7 @@ class DeadlineCases:
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, keys, plan)
 
-    @covers("FT-3", "LC-1", levels=FAULTS)
+    @covers("FT-3", "LC-1", levels=Level.FAULTS)
     def test_opening_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """open() and health() of a store that hangs end within the deadline and a second.
 
@@ -130,7 +129,7 @@ class DeadlineCases:
             f"a storage that was opened while the store hung stores nothing {allowed:.0f} s later",
         )
 
-    @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=FAULTS)
+    @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=Level.FAULTS)
     @pytest.mark.parametrize("hung", HUNG_SORTS)
     def test_calls_of_a_hung_store_are_over(
         self, context: CaseContext, injector: FaultInjector, hung: str
@@ -170,7 +169,7 @@ class DeadlineCases:
         for call in calls:
             call.check_unpublished(plan)
 
-    @covers("FT-3", "FT-1", "FT-2", levels=FAULTS)
+    @covers("FT-3", "FT-1", "FT-2", levels=Level.FAULTS)
     def test_unusual_deadlines_of_a_working_store(self, context: CaseContext) -> None:
         """Without the SDK's deadline layer, the driver itself ends at once and raises nothing.
 
@@ -191,7 +190,7 @@ class DeadlineCases:
             call.check_untouched(plan)
             call.check_unpublished(plan)
 
-    @covers("FT-3", levels=FAULTS)
+    @covers("FT-3", levels=Level.FAULTS)
     def test_a_slow_store_is_not_a_hung_one(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
@@ -205,7 +204,7 @@ class DeadlineCases:
         sut.store(new)
         sut.expect(new, rule="FT-3")
 
-    @covers("LC-2", "FT-3", levels=FAULTS)
+    @covers("LC-2", "FT-3", levels=Level.FAULTS)
     def test_closing_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """close() while calls hang ends in time, twice; calls after it say so.
 
@@ -228,7 +227,7 @@ class DeadlineCases:
             f"back there is still {left}, and something each of the {LIVES} times",
         )
 
-    @covers("FT-4", "FT-3", levels=FAULTS, needs=["the injector network"])
+    @covers("FT-4", "FT-3", levels=Level.FAULTS, needs=["the injector network"])
     def test_half_open_connections(self, context: CaseContext, injector: FaultInjector) -> None:
         """Calls on connections that stay open and silent for good end, and the storage serves.
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_storage.spec import StorageIdentity
 
-FAULTS: Final = (Level.FAULTS,)
 DELETIONS: Final = 3
 STORE_PAGES: Final = 24
 MAX_NAMES: Final = 12
@@ -35,7 +34,7 @@ _NUMBER: Final = re.compile(r"[0-9a-f]+")
 class DirectoryCases:
     """FT-4 and SET-1 where others have their hands in the store's directory."""
 
-    @covers("FT-4", "SET-1", levels=FAULTS, needs=[DIRECTORY])
+    @covers("FT-4", "SET-1", levels=Level.FAULTS, needs=[DIRECTORY])
     def test_a_store_that_is_deleted_and_made_again(self, context: CaseContext) -> None:
         """The directory is emptied under an open storage, again and again.
 
@@ -50,7 +49,7 @@ class DirectoryCases:
         for reader in (sut, *_shared(context, config, sut.identity)):
             reader.expect(keys)
 
-    @covers("SET-1", "GET-1", "FT-4", levels=FAULTS, needs=[DIRECTORY, "sharing>=process"])
+    @covers("SET-1", "GET-1", "FT-4", levels=Level.FAULTS, needs=[DIRECTORY, "sharing>=process"])
     def test_a_store_that_is_deleted_and_opened_anew(self, context: CaseContext) -> None:
         """The directory is emptied under an open storage, and another starts in it.
 
@@ -76,7 +75,7 @@ class DirectoryCases:
             time.sleep(0.02)
         both[1].store(context.keys(BATCH))
 
-    @covers("SET-1", "FT-1", levels=FAULTS, needs=[DIRECTORY])
+    @covers("SET-1", "FT-1", levels=Level.FAULTS, needs=[DIRECTORY])
     def test_strangers_with_names_like_the_store_s_own(self, context: CaseContext) -> None:
         """Empty files whose names are the store's own with other numbers: all pages stay.
 

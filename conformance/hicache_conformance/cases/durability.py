@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from hicache_conformance.fixtures.context import CaseContext
 
-DURABLE: Final = [Level.DURABLE]
 SURVIVING: Final = ("durability>=process",)
 WITNESSED: Final = (*SURVIVING, "sharing>=processes")
 FT_5: Final[Mapping[AnomalyKind, str]] = {
@@ -49,7 +48,7 @@ CAPACITY_BYTES: Final = 2 << 20
 class DurabilityCases:
     """FT-5."""
 
-    @covers("FT-5", levels=DURABLE, needs=SURVIVING)
+    @covers("FT-5", levels=Level.DURABLE, needs=SURVIVING)
     def test_the_engine_is_killed_while_it_sets(self, context: CaseContext) -> None:
         """Each restart finds every acknowledged page and no half one.
 
@@ -57,7 +56,7 @@ class DurabilityCases:
         """
         _kill_and_restart(context, {Call.SET: 8, Call.GET: 2, Call.EXISTS: 1})
 
-    @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "deletes"))
+    @covers("FT-5", levels=Level.DURABLE, needs=(*SURVIVING, "deletes"))
     def test_the_engine_is_killed_while_it_deletes(self, context: CaseContext) -> None:
         """The same while pages are set and deleted again.
 
@@ -65,12 +64,12 @@ class DurabilityCases:
         """
         _kill_and_restart(context, {Call.SET: 6, Call.GET: 2, Call.DELETE: 3})
 
-    @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "clears"))
+    @covers("FT-5", levels=Level.DURABLE, needs=(*SURVIVING, "clears"))
     def test_the_engine_is_killed_while_it_clears(self, context: CaseContext) -> None:
         """The same while the namespace is cleared again and again."""
         _kill_and_restart(context, {Call.SET: 8, Call.GET: 2, Call.CLEAR: 2})
 
-    @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "evicts", CAPACITY))
+    @covers("FT-5", levels=Level.DURABLE, needs=(*SURVIVING, "evicts", CAPACITY))
     def test_the_engine_is_killed_while_it_evicts(self, context: CaseContext) -> None:
         """The same in a full store: any page may be gone, none is wrong, new ones find room."""
         group, random = (
@@ -99,7 +98,7 @@ class DurabilityCases:
         # Misses are legal in a full store; wrong bytes are not.
         group.judge("FT-5", keeps=False, rules=FT_5)
 
-    @covers("FT-5", "SET-1", levels=DURABLE, needs=(*WITNESSED, "evicts", CAPACITY))
+    @covers("FT-5", "SET-1", levels=Level.DURABLE, needs=(*WITNESSED, "evicts", CAPACITY))
     def test_an_evictor_is_killed_at_a_step(self, context: CaseContext) -> None:
         """Another process sets a page that a killed one may have evicted: acknowledged, it is there.
 
@@ -107,17 +106,17 @@ class DurabilityCases:
         """
         _kill_removers(context, Call.SET, context.capped(capacity_of(REMOVED_PAGES)))
 
-    @covers("FT-5", "SET-1", levels=DURABLE, needs=(*WITNESSED, "deletes"))
+    @covers("FT-5", "SET-1", levels=Level.DURABLE, needs=(*WITNESSED, "deletes"))
     def test_a_delete_is_killed_at_a_step(self, context: CaseContext) -> None:
         """The same for pages that a killed process was deleting."""
         _kill_removers(context, Call.DELETE)
 
-    @covers("FT-5", "SET-1", levels=DURABLE, needs=(*WITNESSED, "clears"))
+    @covers("FT-5", "SET-1", levels=Level.DURABLE, needs=(*WITNESSED, "clears"))
     def test_a_clear_is_killed_at_a_step(self, context: CaseContext) -> None:
         """The same for pages that a killed process was clearing."""
         _kill_removers(context, Call.CLEAR)
 
-    @covers("FT-5", levels=DURABLE, needs=SURVIVING)
+    @covers("FT-5", levels=Level.DURABLE, needs=SURVIVING)
     def test_killed_writers_leave_no_litter(self, context: CaseContext) -> None:
         """Processes killed in the middle of long writes, one after another.
 

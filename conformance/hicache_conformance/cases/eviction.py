@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.processes.worker import WorkerProcess
 
-FAULTS: Final = (Level.FAULTS,)
 SETTLE_SECONDS: Final = 2.0
 """How long an eviction that goes on in the background may take to show in the counters."""
 CHAIN: Final = 8
@@ -50,7 +49,7 @@ CHAIN: Final = 8
 class EvictionCases:
     """EV-1 to EV-4, in one process."""
 
-    @covers("EV-1", "OB-1", levels=FAULTS, needs=["evicts"])
+    @covers("EV-1", "OB-1", levels=Level.FAULTS, needs=["evicts"])
     def test_capacity_is_kept(self, context: CaseContext) -> None:
         """What can be read and what lies on the disk stays within the capacity and one batch.
 
@@ -83,7 +82,7 @@ class EvictionCases:
             )
         _check_counted(sut, stored)
 
-    @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=process"])
+    @covers("EV-1", levels=Level.FAULTS, needs=["evicts", "sharing>=process"])
     def test_several_writers_keep_the_capacity(self, context: CaseContext) -> None:
         """Storages that write at the same time exceed the capacity by a batch each at most."""
         pages, config, identity = 40, context.capped(capacity_of(40)), context.identity()
@@ -102,7 +101,7 @@ class EvictionCases:
         )
         _within(there.count(True), pages, BATCH * len(writers))
 
-    @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=process"])
+    @covers("EV-1", levels=Level.FAULTS, needs=["evicts", "sharing>=process"])
     def test_models_with_similar_names(self, context: CaseContext) -> None:
         """Making room for a model takes no page of one with a similar name.
 
@@ -130,7 +129,7 @@ class EvictionCases:
             left = readable(sut, young[name], rule="EV-1")
             check_each(young[name], left if spared else young[name], "EV-1", gone)
 
-    @covers("EV-2", "GET-1", levels=FAULTS, needs=["evicts"])
+    @covers("EV-2", "GET-1", levels=Level.FAULTS, needs=["evicts"])
     def test_pages_pushed_out_between_lookup_and_read(self, context: CaseContext) -> None:
         """A reader that was told of pages gets their bytes or a miss.
 
@@ -153,7 +152,7 @@ class EvictionCases:
             )
             readable(reader, told, rule="EV-2")
 
-    @covers("EV-2", "GET-1", levels=FAULTS, needs=["evicts"])
+    @covers("EV-2", "GET-1", levels=Level.FAULTS, needs=["evicts"])
     def test_reads_while_others_push_pages_out(self, context: CaseContext) -> None:
         """Two threads look up and read what two others write into a store that is always full."""
         config, identity = context.capped(capacity_of(24)), context.identity()
@@ -190,7 +189,7 @@ class EvictionCases:
         ]
         together("EV-2", [*writers, *readers])
 
-    @covers("EV-3", levels=FAULTS, needs=["evicts"])
+    @covers("EV-3", levels=Level.FAULTS, needs=["evicts"])
     @pytest.mark.parametrize("manner", ["one-call", "several-calls", "looked-up", "read"])
     def test_tails_go_before_heads(self, context: CaseContext, manner: str) -> None:
         """Of a chain that is partly pushed out, what is left is its beginning."""
@@ -215,7 +214,7 @@ class EvictionCases:
             # threads and files until the end.
             sut.call("close", sut.storage.close)
 
-    @covers("EV-4", levels=FAULTS, needs=["evicts"])
+    @covers("EV-4", levels=Level.FAULTS, needs=["evicts"])
     @pytest.mark.parametrize("use", ["get", "exists"])
     def test_what_is_used_stays(self, context: CaseContext, use: str) -> None:
         """Pages that are read or found again and again stay, while newer unused ones go."""
@@ -299,7 +298,7 @@ YEAR_SECONDS: Final = 365 * 86_400.0
 class EvictionProcessCases:
     """EV-1, EV-2 and EV-4, between processes."""
 
-    @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    @covers("EV-1", levels=Level.FAULTS, needs=["evicts", "sharing>=processes"])
     def test_leftovers_of_killed_writers(self, context: CaseContext) -> None:
         """Files that killed writers have left are counted and removed.
 
@@ -349,7 +348,7 @@ class EvictionProcessCases:
         )
         group.judge("EV-2", keeps=False)
 
-    @covers("EV-2", "CC-2", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    @covers("EV-2", "CC-2", levels=Level.FAULTS, needs=["evicts", "sharing>=processes"])
     def test_processes_push_each_other_s_pages_out(self, context: CaseContext) -> None:
         """Several processes look up, read and write in a store that is always full.
 
@@ -362,7 +361,7 @@ class EvictionProcessCases:
         group.run_together(workers, keys, mix, calls=calls, clients=2, max_keys=BATCH)
         group.judge("EV-2", keeps=False)
 
-    @covers("EV-4", levels=FAULTS, needs=["evicts", "sharing>=processes"])
+    @covers("EV-4", levels=Level.FAULTS, needs=["evicts", "sharing>=processes"])
     @pytest.mark.parametrize("clock", [YEAR_SECONDS, -YEAR_SECONDS], ids=["ahead", "behind"])
     def test_clocks_a_year_apart(self, context: CaseContext, clock: float) -> None:
         """Two processes whose clocks are a year apart fill a store in turn: the oldest pages go.

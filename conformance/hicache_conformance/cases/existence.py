@@ -54,7 +54,7 @@ class ExistenceCases:
             for transfer in _drawn(context, policies):
                 library.ask(pattern, [transfer])
 
-    @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=[Level.POOLS])
+    @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=Level.POOLS)
     def test_two_side_pools(self, context: CaseContext) -> None:
         """Every presence map of 3 pages in KV and two side pools, each under pairs of policies."""
         library = _Library(context, [PoolName.KV, SIDE, OTHER], length=3)
@@ -68,7 +68,7 @@ class ExistenceCases:
             for pair in _drawn(context, pairs):
                 library.ask(pattern, pair)
 
-    @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=[Level.POOLS])
+    @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=Level.POOLS)
     def test_long_chains(self, context: CaseContext) -> None:
         """Random chains of up to 16 pages over three side pools with random windows and groups."""
         side = [SIDE, OTHER, "swa"]

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 
-FAULTS: Final = (Level.FAULTS,)
 
 ROUNDS: Final = 3
 LINES: Final = 5
@@ -71,7 +70,7 @@ _FAILING_ONCE: Final = {
 class FaultCases:
     """FT-1, FT-4, FT-6, and SET-6 where one page of a batch fails."""
 
-    @covers("FT-1", "FT-6", "FT-4", "GET-1", "SET-1", "SET-3", levels=FAULTS)
+    @covers("FT-1", "FT-6", "FT-4", "GET-1", "SET-1", "SET-3", levels=Level.FAULTS)
     def test_a_trouble_is_a_miss(
         self, context: CaseContext, injector: FaultInjector, named_fault: str
     ) -> None:
@@ -106,7 +105,7 @@ class FaultCases:
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
 
-    @covers("FT-1", "FT-4", "LC-1", levels=FAULTS)
+    @covers("FT-1", "FT-4", "LC-1", levels=Level.FAULTS)
     def test_a_store_that_is_away(self, context: CaseContext, injector: FaultInjector) -> None:
         """Opened while nothing works, the storage serves when the store comes.
 
@@ -123,7 +122,7 @@ class FaultCases:
             _use(context, injector, sut, keys, plan)
         wait_until_serving(context, sut, plan)
 
-    @covers("FT-4", levels=FAULTS)
+    @covers("FT-4", levels=Level.FAULTS)
     def test_the_same_storage_recovers(self, context: CaseContext, injector: FaultInjector) -> None:
         """Several outages in a row, behind a circuit breaker.
 
@@ -145,7 +144,7 @@ class FaultCases:
             )
         check_kept(context, sut, keys, plan)
 
-    @covers("FT-6", "FT-4", levels=FAULTS)
+    @covers("FT-6", "FT-4", levels=Level.FAULTS)
     @pytest.mark.parametrize("scarce", ["descriptors", "threads"])
     def test_the_process_is_at_its_limit(self, context: CaseContext, scarce: str) -> None:
         """Misses while the process may open or start nothing more; later the same storage serves.
@@ -176,7 +175,7 @@ class FaultCases:
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
 
-    @covers("FT-7", "FT-4", levels=FAULTS, needs=["the injector disk or objects"])
+    @covers("FT-7", "FT-4", levels=Level.FAULTS, needs=["the injector disk or objects"])
     def test_a_store_that_takes_nothing(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
@@ -218,7 +217,7 @@ class FaultCases:
                 f"a set was done after {plan}, and {health}",
             )
 
-    @covers("FT-6", "SET-5", levels=FAULTS)
+    @covers("FT-6", "SET-5", levels=Level.FAULTS)
     def test_failing_sets_leave_nothing(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
@@ -246,7 +245,7 @@ class FaultCases:
             )
         wait_until_serving(context, sut, plan)
 
-    @covers("SET-6", "GET-3", "FT-6", levels=FAULTS)
+    @covers("SET-6", "GET-3", "FT-6", levels=Level.FAULTS)
     def test_one_page_fails(self, context: CaseContext, injector: FaultInjector) -> None:
         """One page of a batch cannot be moved: the others are stored and delivered.
 
@@ -279,7 +278,7 @@ class FaultCases:
             f"{len(keys) - found.count(None)}",
         )
 
-    @covers("FT-4", "FT-1", levels=FAULTS)
+    @covers("FT-4", "FT-1", levels=Level.FAULTS)
     def test_one_fault_beside_calls_that_succeed(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:

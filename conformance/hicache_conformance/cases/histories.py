@@ -46,7 +46,7 @@ class HistoryCases:
         """One pool: set, get, exists, delete, clear and reopen, with holes and repeated keys."""
         check_histories(context, [PoolName.KV])
 
-    @covers("GET-1", "SET-1", "EX-1", "EX-3", levels=[Level.POOLS])
+    @covers("GET-1", "SET-1", "EX-1", "EX-3", levels=Level.POOLS)
     def test_histories_of_several_pools(self, context: CaseContext) -> None:
         """The same over three pools with hit policies."""
         check_histories(context, [PoolName.KV, PoolName.MAMBA, PoolName.INDEXER])

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
-IDENTITY = [Level.IDENTITY]
 
 # Every range given and nothing replicated, so that each field decides by itself. TP rank 0, because
 # it writes replicated pools too.
@@ -104,18 +103,20 @@ GEOMETRIES: Final[Mapping[str, Mapping[str, object]]] = {
 """What may differ between two pools of equal identity; the last engine to be reconfigured finds the
 pages of the one before."""
 
+BOTH: Final = (Level.POOLS, Level.IDENTITY)
+
 
 class IdentityCases:
-    """ID-1, ID-2 and ID-4."""
+    """ID-1 to ID-4."""
 
-    @covers("ID-1", levels=IDENTITY)
+    @covers("ID-1", levels=Level.IDENTITY)
     def test_another_tp_size(self, context: CaseContext) -> None:
         """An engine of one rank that is started again with two, and nothing else is different."""
         one = context.identity()
         two = replace(one, tp_size=2)
         _keep_apart(context.storage(one), context.storage(two), context.keys(4), "ID-1")
 
-    @covers("ID-1", levels=IDENTITY)
+    @covers("ID-1", levels=Level.IDENTITY)
     @pytest.mark.parametrize("field", DECIDING)
     def test_one_field_differs(self, context: CaseContext, field: str) -> None:
         """Identities that differ in one field alone."""
@@ -127,7 +128,7 @@ class IdentityCases:
             "ID-1",
         )
 
-    @covers("ID-1", levels=IDENTITY)
+    @covers("ID-1", levels=Level.IDENTITY)
     @pytest.mark.parametrize("pair", ALIKE.values(), ids=ALIKE.keys())
     def test_identities_that_look_alike(
         self, context: CaseContext, pair: tuple[Mapping[str, object], Mapping[str, object]]
@@ -137,7 +138,7 @@ class IdentityCases:
         one, two = (replace(base, **fields) for fields in pair)  # type: ignore[arg-type]
         _keep_apart(context.storage(one), context.storage(two), context.keys(4), "ID-1")
 
-    @covers("ID-1", levels=IDENTITY)
+    @covers("ID-1", levels=Level.IDENTITY)
     @pytest.mark.parametrize("difference", GEOMETRIES.values(), ids=GEOMETRIES.keys())
     def test_one_geometry_differs(
         self, context: CaseContext, difference: Mapping[str, object]
@@ -155,7 +156,7 @@ class IdentityCases:
             writer.store(half)
             writer.expect(half)
 
-    @covers("ID-1", levels=IDENTITY)
+    @covers("ID-1", levels=Level.IDENTITY)
     def test_a_pool_is_registered_again_with_another_geometry(self, context: CaseContext) -> None:
         """Pages of the former geometry are missing, and there again when that one is back."""
         sut, keys = context.stored(4)
@@ -165,7 +166,7 @@ class IdentityCases:
         again = context.with_pool(other, PoolName.KV, GuardedPool())
         again.expect(keys)
 
-    @covers("ID-4", levels=IDENTITY)
+    @covers("ID-4", levels=Level.IDENTITY)
     @pytest.mark.parametrize("ranks", ["pp", "cp", "dp"])
     def test_ranks_of_one_group(self, context: CaseContext, ranks: str) -> None:
         """Four ranks write the same keys, each its own bytes; each reads back its own."""
@@ -177,7 +178,7 @@ class IdentityCases:
         for rank in group:
             rank.expect_own(keys, rule="ID-4")
 
-    @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
+    @covers("ID-2", levels=Level.IDENTITY, needs=["sharing>=process"], probes=True)
     def test_equal_identities_share(self, context: CaseContext) -> None:
         """Two storages of one process: what one sets, the other finds and reads.
 
@@ -195,7 +196,7 @@ class IdentityCases:
                 reader.expect(keys, pool, rule="ID-2")
             reader.expect_existing(keys, rule="ID-2")
 
-    @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
+    @covers("ID-2", levels=Level.IDENTITY, needs=["sharing>=process"], probes=True)
     def test_what_does_not_decide(self, context: CaseContext) -> None:
         """DP ranks that serve the same weights share, whatever their rank."""
         one = context.storage(context.identity(**{**BASE, "dp_replicated": True}))
@@ -205,7 +206,7 @@ class IdentityCases:
         one.expect(keys)
         two.expect(keys, writer=one.identity, rule="ID-2")
 
-    @covers("ID-2", levels=IDENTITY, needs=["durability>=reopen"], probes=True)
+    @covers("ID-2", levels=Level.IDENTITY, needs=["durability>=reopen"], probes=True)
     def test_pages_survive_reopening(self, context: CaseContext) -> None:
         """All storages are closed; one that is opened afterwards finds the pages of every pool."""
         one, keys = context.storage(context.identity(**BASE), pools=kv_and_state()), context.keys(8)
@@ -217,35 +218,7 @@ class IdentityCases:
             two.expect(keys, pool, rule="ID-2")
         two.expect_existing(keys, rule="ID-2")
 
-
-def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:
-    """Each writes and the other must not see it.
-
-    Then both have the same keys, each with its own bytes.
-    """
-    for writer, reader, half in ((one, two, keys[::2]), (two, one, keys[1::2])):
-        writer.set(half)
-        writer.get(half)
-        reader.expect_missing(
-            half, rule=rule, why="was set under another identity", writer=writer.identity
-        )
-    # A driver that refuses pages, or cannot read its own, breaks another rule than this one.
-    for writer, half in ((one, keys[::2]), (two, keys[1::2])):
-        writer.store(half)
-        writer.expect(half)
-    for sut in (one, two):
-        sut.store(keys)
-    for sut in (one, two):
-        sut.expect_own(keys, rule=rule)
-
-
-LEVELS = [Level.POOLS, Level.IDENTITY]
-
-
-class ReplicationCases:
-    """ID-3."""
-
-    @covers("ID-3", levels=LEVELS)
+    @covers("ID-3", levels=BOTH)
     def test_only_the_writer_writes(self, context: CaseContext) -> None:
         """A rank that is not the writer of replicated KV stores nothing and answers what exists."""
         writer, other = _ranks(context, 2)
@@ -260,7 +233,7 @@ class ReplicationCases:
         other.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
         writer.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
 
-    @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
+    @covers("ID-3", levels=BOTH, needs=["sharing>=process"], probes=True)
     def test_all_ranks_read_the_writer_s_pages(self, context: CaseContext) -> None:
         """Pages set by rank 0 are found by every rank.
 
@@ -282,7 +255,7 @@ class ReplicationCases:
             )
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
 
-    @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
+    @covers("ID-3", levels=BOTH, needs=["sharing>=process"], probes=True)
     def test_replicated_pages_outlive_the_tp_size(self, context: CaseContext) -> None:
         """Replicated bytes are the same for every TP size, so another TP size finds them."""
         two = _ranks(context, 2)
@@ -294,7 +267,7 @@ class ReplicationCases:
         )
         eight.expect(keys, writer=two[0].identity, rule="ID-3")
 
-    @covers("ID-3", levels=LEVELS)
+    @covers("ID-3", levels=BOTH)
     def test_sharded_state_beside_replicated_kv(self, context: CaseContext) -> None:
         """Every rank stores its own Mamba state under the same keys and reads back its own."""
         ranks = _ranks(context, 4)
@@ -307,7 +280,7 @@ class ReplicationCases:
         for rank in ranks:
             rank.expect_own(keys, PoolName.MAMBA, rule="ID-3")
 
-    @covers("ID-3", levels=LEVELS)
+    @covers("ID-3", levels=BOTH)
     def test_sharded_state_of_another_rank(self, context: CaseContext) -> None:
         """A rank whose own state was never set finds no other's, nor one of another TP size."""
         one, two = _ranks(context, 2)
@@ -324,7 +297,7 @@ class ReplicationCases:
             why="was set under TP size 2 in a pool that is sharded",
         )
 
-    @covers("ID-3", levels=LEVELS)
+    @covers("ID-3", levels=BOTH)
     def test_one_call_for_both_kinds(self, context: CaseContext) -> None:
         """One set of a rank that is not the writer: its KV is left alone, its state is stored."""
         _, other = _ranks(context, 2)
@@ -337,17 +310,26 @@ class ReplicationCases:
             f"answers {answer}",
         )
 
-    @covers("ID-3", levels=LEVELS)
-    def test_every_rank_writes_sharded_kv(self, context: CaseContext) -> None:
-        """Without replication each TP rank has KV of its own."""
-        base, keys = context.identity(tp_size=4), context.keys(3)
-        ranks = [context.storage(replace(base, tp_rank=rank)) for rank in range(4)]
-        ranks[0].store(keys)
-        ranks[0].expect(keys)
-        for rank in ranks[1:]:
-            rank.store(keys)
-        for rank in ranks:
-            rank.expect_own(keys, rule="ID-3")
+
+def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:
+    """Each writes and the other must not see it.
+
+    Then both have the same keys, each with its own bytes.
+    """
+    for writer, reader, half in ((one, two, keys[::2]), (two, one, keys[1::2])):
+        writer.set(half)
+        writer.get(half)
+        reader.expect_missing(
+            half, rule=rule, why="was set under another identity", writer=writer.identity
+        )
+    # A driver that refuses pages, or cannot read its own, breaks another rule than this one.
+    for writer, half in ((one, keys[::2]), (two, keys[1::2])):
+        writer.store(half)
+        writer.expect(half)
+    for sut in (one, two):
+        sut.store(keys)
+    for sut in (one, two):
+        sut.expect_own(keys, rule=rule)
 
 
 def _ranks(context: CaseContext, size: int) -> list[StorageUnderTest]:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 
-FAULTS: Final = (Level.FAULTS,)
 MUTATING: Final = {
     "disk": ("create", "write", "name", "sync", "remove"),
     "network": ("reply",),
@@ -59,7 +58,7 @@ APPLIED_SECONDS: Final = 2.0
 class AppliedCases:
     """SET-1 and GET-1 where a request took effect and reported an error."""
 
-    @covers("SET-1", "GET-1", "FT-1", "FT-6", levels=FAULTS)
+    @covers("SET-1", "GET-1", "FT-1", "FT-6", levels=Level.FAULTS)
     @pytest.mark.parametrize("error", ["EIO", "retransmitted"])
     def test_requests_that_took_effect_and_failed(
         self, context: CaseContext, injector: FaultInjector, error: str
@@ -103,7 +102,7 @@ class AppliedCases:
         for sut in suts:
             _check_there(sut, stored)
 
-    @covers("SET-1", "FT-4", "GET-1", levels=FAULTS, needs=["sharing>=process"])
+    @covers("SET-1", "FT-4", "GET-1", levels=Level.FAULTS, needs=["sharing>=process"])
     def test_sets_are_interrupted(self, context: CaseContext) -> None:
         """A KeyboardInterrupt after each step of a set: what later sets acknowledge is there.
 
@@ -200,7 +199,7 @@ HURRIED: Final = StorageOptions(deadline_seconds=CLEARING_SECONDS, breaker_thres
 class StallCases:
     """SET-1, GET-1 and EV-2 of pages that others have set while a writer was held up."""
 
-    @covers("SET-1", "GET-1", "EV-2", levels=FAULTS, needs=["clears"])
+    @covers("SET-1", "GET-1", "EV-2", levels=Level.FAULTS, needs=["clears"])
     def test_a_clear_in_the_middle_of_a_set(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
@@ -215,7 +214,7 @@ class StallCases:
         ]
         _require_meeting(met, injector)
 
-    @covers("SET-1", "GET-1", "EV-2", levels=FAULTS)
+    @covers("SET-1", "GET-1", "EV-2", levels=Level.FAULTS)
     def test_a_writer_that_is_held_up(self, context: CaseContext, injector: FaultInjector) -> None:
         """A storage is held up in a set for longer than a lease, while another deletes and sets.
 

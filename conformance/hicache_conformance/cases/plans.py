@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 
-FAULTS: Final = (Level.FAULTS,)
 SHRINK_SECONDS: Final = 60.0
 """Longest search for fewer faults and calls. A case that took as long as the driver may hang would
 be blamed on the driver."""
@@ -60,7 +59,7 @@ CALLS: Final[st.SearchStrategy[Step]] = st.tuples(
 class PlanCases:
     """GET-1, SET-1, FT-1 and FT-4 under faults that nobody thought of."""
 
-    @covers("GET-1", "SET-1", "FT-1", "FT-3", "FT-4", "FT-6", levels=FAULTS)
+    @covers("GET-1", "SET-1", "FT-1", "FT-3", "FT-4", "FT-6", levels=Level.FAULTS)
     def test_random_faults(self, context: CaseContext, injector: FaultInjector) -> None:
         """Random faults under random calls: each hit is right, and nothing raises.
 

@@ -32,13 +32,11 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.pools import PoolMemory
     from hicache_storage.spec import HostPool, StorageIdentity
 
-POOLS = [Level.POOLS]
-
 
 class PoolCases:
     """GET-1, GET-3 and SET-1 for several pools."""
 
-    @covers("GET-1", "SET-1", levels=POOLS)
+    @covers("GET-1", "SET-1", levels=Level.POOLS)
     def test_pools_share_keys_and_nothing_else(self, context: CaseContext) -> None:
         """The same keys in four pools, set in one call and read in one call."""
         sut, keys = context.storage(pools=_four_pools()), context.keys(8)
@@ -48,20 +46,7 @@ class PoolCases:
         for pool in pools:
             sut.compare(keys, found[pool], pool)
 
-    @covers("GET-1", levels=POOLS)
-    def test_a_page_exists_in_its_own_pool_only(self, context: CaseContext) -> None:
-        """A key that is stored in one pool is a miss in every other."""
-        sut = context.storage(pools=_four_pools())
-        for pool in sut.memories:
-            keys = context.keys(3)
-            sut.store(keys, pool)
-            for other in sut.memories:
-                if other != pool:
-                    sut.expect_missing(
-                        keys, other, rule="GET-1", why=f"was set in pool {pool!r} only"
-                    )
-
-    @covers("GET-3", levels=POOLS)
+    @covers("GET-3", levels=Level.POOLS)
     def test_each_pool_has_its_own_holes(self, context: CaseContext) -> None:
         """Random holes in each pool and each of several transfers.
 
@@ -81,7 +66,7 @@ class PoolCases:
                 asked = [key for share in shares if share.pool == pool for key in share.keys]
                 sut.compare_holed(asked, pages, stored[pool], pool, unset="GET-3")
 
-    @covers("GET-1", "SET-1", levels=POOLS)
+    @covers("GET-1", "SET-1", levels=Level.POOLS)
     def test_names_of_pools_and_keys_do_not_run_together(self, context: CaseContext) -> None:
         """Pools and keys that would be one text if they were only written one after the other."""
         names = ["a", "a_b", "a_b_c", "b", "x" * 64]
@@ -97,7 +82,7 @@ class PoolCases:
         for pool in names:
             sut.expect(["b_c", "c", "_b_c", "a", f"{pool}_c", f"{pool}/c", f"c.{pool}"], pool)
 
-    @covers("SET-1", levels=POOLS, needs=["deletes"])
+    @covers("SET-1", levels=Level.POOLS, needs=["deletes"])
     def test_a_delete_is_of_one_pool(self, context: CaseContext) -> None:
         """A key is deleted from one pool, and stays in the others."""
         sut, keys = context.storage(pools=_four_pools()), context.keys(3)
@@ -110,7 +95,7 @@ class PoolCases:
             if pool != doomed:
                 sut.expect(keys, pool)
 
-    @covers("GET-1", "GET-3", "SET-1", levels=POOLS)
+    @covers("GET-1", "GET-3", "SET-1", levels=Level.POOLS)
     def test_borrowed_indices(self, context: CaseContext) -> None:
         """A transfer without own indices takes the keys and slots of the pool that it names."""
         sut = context.storage(
@@ -138,7 +123,7 @@ class PoolCases:
         for pool in sut.memories:
             sut.expect(keys, pool)
 
-    @covers("GET-1", "SET-1", levels=POOLS)
+    @covers("GET-1", "SET-1", levels=Level.POOLS)
     def test_pools_that_arrive_later(self, context: CaseContext) -> None:
         """A pool may be registered after the first transfers, and again with other memory."""
         sut, keys = context.stored(4)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hicache_conformance.history.events import Event
     from hicache_conformance.processes.worker import WorkerProcess
 
-SHARED: Final = [Level.SHARED]
 ALSO_SHARED: Final = [Level.CORE, Level.SHARED]
 BETWEEN_PROCESSES: Final = ("sharing>=processes",)
 SHAPES: Final[Mapping[str, PoolShape]] = {
@@ -36,7 +35,7 @@ SHAPES: Final[Mapping[str, PoolShape]] = {
 class SharingCases:
     """ID-2 between processes; SET-1, SET-3, LC-4, GET-7 and EX-9 as a second process sees them."""
 
-    @covers("ID-2", levels=SHARED, needs=BETWEEN_PROCESSES)
+    @covers("ID-2", levels=Level.SHARED, needs=BETWEEN_PROCESSES)
     def test_processes_share_pages(self, context: CaseContext) -> None:
         """Pages set by one process are found by others.
 
@@ -65,7 +64,7 @@ class SharingCases:
         for pool, value in values.items():
             own.expect(keys, pool, generation=value, rule="ID-2")
 
-    @covers("ID-2", levels=SHARED, needs=(*BETWEEN_PROCESSES, "durability>=reopen"))
+    @covers("ID-2", levels=Level.SHARED, needs=(*BETWEEN_PROCESSES, "durability>=reopen"))
     def test_pages_outlive_their_process(self, context: CaseContext) -> None:
         """A process sets pages and ends; one that starts afterwards finds them."""
         group = ProcessGroup(context)
@@ -189,7 +188,7 @@ to it any more."""
 class ProcessCases:
     """SET-2, SET-4 and CC-2."""
 
-    @covers("SET-2", levels=SHARED, needs=BETWEEN_PROCESSES)
+    @covers("SET-2", levels=Level.SHARED, needs=BETWEEN_PROCESSES)
     def test_writers_are_killed(self, context: CaseContext) -> None:
         """A writer is killed at a random instant, again and again.
 
@@ -217,7 +216,7 @@ class ProcessCases:
         group.judge("SET-2", rules={AnomalyKind.REWRITTEN: "SET-3"})
         group.expect_sound("SET-2")
 
-    @covers("SET-4", levels=SHARED, needs=BETWEEN_PROCESSES)
+    @covers("SET-4", levels=Level.SHARED, needs=BETWEEN_PROCESSES)
     def test_writers_race(self, context: CaseContext) -> None:
         """Three processes set the same new keys at the same time, each its own bytes.
 
@@ -253,17 +252,17 @@ class ProcessCases:
             f"{grown} bytes; its pages take {payload}",
         )
 
-    @covers("CC-2", levels=SHARED, needs=BETWEEN_PROCESSES)
+    @covers("CC-2", levels=Level.SHARED, needs=BETWEEN_PROCESSES)
     def test_histories_of_processes(self, context: CaseContext) -> None:
         """Three processes of three threads set, read and look up the same keys of two pools."""
         _run_steps(context, {Call.SET: 3, Call.GET: 4, Call.EXISTS: 2})
 
-    @covers("CC-2", levels=SHARED, needs=(*BETWEEN_PROCESSES, "deletes"))
+    @covers("CC-2", levels=Level.SHARED, needs=(*BETWEEN_PROCESSES, "deletes"))
     def test_histories_with_deletes(self, context: CaseContext) -> None:
         """The same, with deletes."""
         _run_steps(context, {Call.SET: 4, Call.GET: 4, Call.EXISTS: 1, Call.DELETE: 2})
 
-    @covers("CC-2", levels=SHARED, needs=(*BETWEEN_PROCESSES, "clears"))
+    @covers("CC-2", levels=Level.SHARED, needs=(*BETWEEN_PROCESSES, "clears"))
     def test_histories_with_clears(self, context: CaseContext) -> None:
         """The same, with clears."""
         _run_steps(context, {Call.SET: 9, Call.GET: 9, Call.EXISTS: 2, Call.CLEAR: 1})

@@ -32,7 +32,6 @@ HEADS: Final = 8
 SIZES: Final = (1, 2, 4, 8)
 SHARED: Final = ["head_shards", "sharing>=process"]
 IDENTITY: Final = [Level.POOLS, Level.IDENTITY]
-POOLS: Final = [Level.POOLS]
 
 
 class ShardCases:
@@ -151,7 +150,7 @@ class ShardCases:
             )
         whole.expect(keys, rule="ID-8")
 
-    @covers("EX-12", "GET-10", levels=POOLS, needs=SHARED)
+    @covers("EX-12", "GET-10", levels=Level.POOLS, needs=SHARED)
     def test_a_hole_in_one_shard(self, context: CaseContext) -> None:
         """A page without one of its shards is there only for ranks that do not hold that shard."""
         model = _model(context)
@@ -179,7 +178,7 @@ class ShardCases:
                 wanted = keys if there else keys[::2]
                 rank.compare(wanted, [page for page in found if page], rule="GET-10")
 
-    @covers("SET-9", levels=POOLS, needs=SHARED)
+    @covers("SET-9", levels=Level.POOLS, needs=SHARED)
     def test_a_set_fills_the_hole_alone(self, context: CaseContext) -> None:
         """A set of a page that lacks a shard stores that shard and leaves the others."""
         model = _model(context)
@@ -206,7 +205,7 @@ class ShardCases:
                 f"a set of 3 pages that lacked one shard of {HEADS} counts {written} bytes",
             )
 
-    @covers("GET-10", "SET-9", levels=POOLS, needs=SHARED, corrupts=True)
+    @covers("GET-10", "SET-9", levels=Level.POOLS, needs=SHARED, corrupts=True)
     @pytest.mark.parametrize("shard", [0, 3, 7])
     def test_damage_in_one_shard(self, context: CaseContext, shard: int) -> None:
         """The page is no hit, its other shards remain, and a set repairs the one."""
@@ -233,7 +232,7 @@ class ShardCases:
             rank.expect(keys[::2], generation=1, rule="SET-9")
             rank.expect([keys[1]], generation=2 if number == shard else 1, rule="SET-9")
 
-    @covers("GET-10", "SET-4", levels=POOLS, needs=SHARED)
+    @covers("GET-10", "SET-4", levels=Level.POOLS, needs=SHARED)
     def test_writers_of_two_tp_sizes_at_once(self, context: CaseContext) -> None:
         """TP 1 and the ranks of TP 4 set the same pages at the same time.
 
@@ -288,7 +287,7 @@ class ShardCases:
             rank.expect_missing([keys[1]], rule="SET-1", why="was deleted")
             rank.expect(keys[::2])
 
-    @covers("BU-1", levels=[Level.BUDGET], needs=["head_shards"])
+    @covers("BU-1", levels=Level.BUDGET, needs=["head_shards"])
     def test_one_batch_for_all_shards(self, context: CaseContext) -> None:
         """128 pages of 8 shards each: an exists, a set and a get ask the driver once each."""
         [sut] = _model(context, pages=BATCH).ranks(1)

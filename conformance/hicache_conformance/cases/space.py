@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_storage.objects import Call
 
-FAULTS: Final = (Level.FAULTS,)
 PAGES: Final = 12
 MAX_BYTES: Final = 256 << 20
 
@@ -44,7 +43,7 @@ MAX_BYTES: Final = 256 << 20
 class SpaceCases:
     """SET-5."""
 
-    @covers("SET-5", "GET-1", levels=FAULTS, needs=["capacity_option"])
+    @covers("SET-5", "GET-1", levels=Level.FAULTS, needs=["capacity_option"])
     def test_batches_larger_than_the_store(self, context: CaseContext) -> None:
         """Batches of three times the capacity: their first pages are stored.
 
@@ -68,7 +67,7 @@ class SpaceCases:
                     f"after {turn + 1} batches of {len(keys)} pages, more than it holds",
                 )
 
-    @covers("SET-5", levels=FAULTS, needs=["capacity_option"])
+    @covers("SET-5", levels=Level.FAULTS, needs=["capacity_option"])
     def test_pages_longer_than_the_store(self, context: CaseContext) -> None:
         """A page that is longer than the whole capacity is refused, or evicted at once.
 
@@ -95,7 +94,7 @@ class SpaceCases:
                     f"after {turn + 1} calls with pages of {length} bytes, more than it holds",
                 )
 
-    @covers("SET-5", levels=FAULTS, needs=["capacity_option"])
+    @covers("SET-5", levels=Level.FAULTS, needs=["capacity_option"])
     def test_nothing_leaks_while_the_store_is_full(self, context: CaseContext) -> None:
         """After much writing into a full store it holds as many pages as at first."""
         sut = open_small_store(context, PAGES)
@@ -117,7 +116,7 @@ class SpaceCases:
                 f"rounds of writing",
             )
 
-    @covers("SET-5", levels=FAULTS, needs=["capacity_option", "deletes"])
+    @covers("SET-5", levels=Level.FAULTS, needs=["capacity_option", "deletes"])
     def test_deleted_room_is_used_again(self, context: CaseContext) -> None:
         """Deleted pages make room for as many."""
         _check_reuse(
@@ -126,12 +125,12 @@ class SpaceCases:
             "deleted",
         )
 
-    @covers("SET-5", levels=FAULTS, needs=["capacity_option", "clears"])
+    @covers("SET-5", levels=Level.FAULTS, needs=["capacity_option", "clears"])
     def test_cleared_room_is_used_again(self, context: CaseContext) -> None:
         """Cleared pages make room for as many."""
         _check_reuse(context, lambda sut, _: sut.call("clear", sut.storage.clear), "cleared")
 
-    @covers("SET-5", levels=FAULTS, needs=["max_page_bytes"])
+    @covers("SET-5", levels=Level.FAULTS, needs=["max_page_bytes"])
     def test_pages_longer_than_the_driver_takes(self, context: CaseContext) -> None:
         """A page above max_page_bytes is refused, and one of just that length is stored."""
         limit = context.capabilities.max_page_bytes
@@ -152,7 +151,7 @@ class SpaceCases:
         sut.expect_missing(keys, "draft", rule="SET-5", why="was refused because it is too long")
         sut.expect(max_keys)
 
-    @covers("SET-5", "SET-6", "OB-1", levels=FAULTS, needs=["steps"])
+    @covers("SET-5", "SET-6", "OB-1", levels=Level.FAULTS, needs=["steps"])
     @pytest.mark.parametrize("room", [0, 1, 3], ids=lambda room: f"room-for-{room}")
     def test_a_store_that_says_it_is_full(self, context: CaseContext, room: int) -> None:
         """A store below that takes no more pages: False for these, True for the rest.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StatsCases:
-    """OB-1."""
+    """OB-1 and OB-2."""
 
     @covers("OB-1")
     def test_counters(self, context: CaseContext) -> None:
@@ -95,21 +95,7 @@ class StatsCases:
         _check(sut, pages_written=3, pages_read=3)
         _check(sut, pages_written=3, pages_read=3)
 
-
-def _check(sut: StorageUnderTest, pool: str = PoolName.KV, **wanted: int) -> None:
-    stats = sut.stats(pool)
-    for name, count in wanted.items():
-        check(
-            getattr(stats, name) == count,
-            "OB-1",
-            f"{name} of pool {str(pool)!r} is {getattr(stats, name)}, must be {count}",
-        )
-
-
-class MetricsCases:
-    """OB-2."""
-
-    @covers("OB-2", levels=[Level.BUDGET])
+    @covers("OB-2", levels=Level.BUDGET)
     def test_metrics_can_be_switched_off(self, context: CaseContext) -> None:
         """With metrics off nothing is counted but faults."""
         sut, keys = context.stored(4, options=StorageOptions(metrics=False))
@@ -131,6 +117,16 @@ class MetricsCases:
                 f"with metrics off, get_stats() tells {told} faults after {faults} and one more",
             )
             _check_silence(sut)
+
+
+def _check(sut: StorageUnderTest, pool: str = PoolName.KV, **wanted: int) -> None:
+    stats = sut.stats(pool)
+    for name, count in wanted.items():
+        check(
+            getattr(stats, name) == count,
+            "OB-1",
+            f"{name} of pool {str(pool)!r} is {getattr(stats, name)}, must be {count}",
+        )
 
 
 def _check_silence(sut: StorageUnderTest) -> None:

@@ -143,7 +143,7 @@ class WritingCases:
         for sut in (one, two):
             check_not_rewritten(sut, keys)
 
-    @covers("SET-3", "SET-1", levels=[Level.POOLS])
+    @covers("SET-3", "SET-1", levels=Level.POOLS)
     def test_side_pools_are_not_rewritten(self, context: CaseContext) -> None:
         """The same for each of several pools, in one call."""
         pools = kv_and_state()

@@ -30,7 +30,7 @@ class Case:
 
 def covers(
     *rules: str,
-    levels: Sequence[Level] = (Level.CORE,),
+    levels: Level | Sequence[Level] = Level.CORE,
     needs: Sequence[str] = (),
     probes: bool = False,
     corrupts: bool = False,
@@ -41,11 +41,12 @@ def covers(
 
     from hicache_conformance.model.pytest_keys import CASE_MARK
 
+    several = (levels,) if isinstance(levels, Level) else tuple(levels)
     # Through getattr, because the mark is registered by a plugin and pytest's stub knows only its
     # own.
     mark = getattr(pytest.mark, CASE_MARK)
     decorate: Callable[[Callable[..., None]], Callable[..., None]] = mark(
-        rules=rules, levels=tuple(levels), needs=tuple(needs), probes=probes, corrupts=corrupts
+        rules=rules, levels=several, needs=tuple(needs), probes=probes, corrupts=corrupts
     )
     return decorate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from hicache_conformance.cases.budget import BudgetCases, StagingCases
+from hicache_conformance.cases.budget import BudgetCases
 from hicache_conformance.cases.clearing import ClearingCases, FailedClearCases
 from hicache_conformance.cases.concurrency import ConcurrencyCases
 from hicache_conformance.cases.corruption import BitRotCases, CorruptObjectCases
@@ -16,7 +16,7 @@ from hicache_conformance.cases.eviction import EvictionCases, EvictionProcessCas
 from hicache_conformance.cases.existence import ExistenceCases
 from hicache_conformance.cases.faults import FaultCases
 from hicache_conformance.cases.histories import HistoryCases
-from hicache_conformance.cases.identity import IdentityCases, ReplicationCases
+from hicache_conformance.cases.identity import IdentityCases
 from hicache_conformance.cases.keys import KeyCases
 from hicache_conformance.cases.lifecycle import LifecycleCases
 from hicache_conformance.cases.members import MemberCases
@@ -28,7 +28,7 @@ from hicache_conformance.cases.processes import ProcessCases, SharingCases
 from hicache_conformance.cases.reading import ReadingCases
 from hicache_conformance.cases.shards import ShardCases
 from hicache_conformance.cases.space import SpaceCases
-from hicache_conformance.cases.stats import MetricsCases, StatsCases
+from hicache_conformance.cases.stats import StatsCases
 from hicache_conformance.cases.writing import WritingCases
 from hicache_conformance.fixtures.target import DriverTarget
 from hicache_conformance.model.case import cases_of
@@ -51,8 +51,6 @@ class DriverConformance(
     FailedClearCases,
     AppliedCases,
     FaultCases,
-    MetricsCases,
-    StagingCases,
     BudgetCases,
     EvictionProcessCases,
     EvictionCases,
@@ -64,7 +62,6 @@ class DriverConformance(
     HistoryCases,
     ClearingCases,
     ShardCases,
-    ReplicationCases,
     IdentityCases,
     KeyCases,
     PoolCases,

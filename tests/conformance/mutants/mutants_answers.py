@@ -272,7 +272,7 @@ def with_metrics(right, store, *arguments, **named):
     return right(*arguments, **named)
 
 
-silent = partial(objects, breaks="OB-2", where="Metrics")
+silent = partial(objects, breaks="OB-2", where="Stats")
 silent(
     "HidesFaults",
     "with metrics off, get_stats() tells 0 faults after 0 and one more",

@@ -110,7 +110,7 @@ objects(
     "an exists of 250000 keys would take some",
     objects_exist=through_lists,
 )
-staging = partial(objects, breaks="BU-2", where="Staging")
+staging = partial(objects, breaks="BU-2", where="Budget")
 staging("StagesInMappings", "a get of 128 pages took memory for", read_objects=staged(mapped))
 staging("JoinsComponents", "a set of 128 pages took memory for", write_objects=joined)
 

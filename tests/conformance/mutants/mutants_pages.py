@@ -420,7 +420,7 @@ def elsewhere(right, store, pool, key, page):
 
 
 plain(
-    "ID-1 ID-3 ID-4 LC-4 IgnoresIdentity Identity Replication Clearing",
+    "ID-1 ID-3 ID-4 LC-4 IgnoresIdentity Identity Clearing",
     "holds bytes written under",
     known_bug="D8",
     every_case=True,
@@ -439,8 +439,8 @@ plain(
     take=any_geometry,
     **by_pool(lambda store, pool, key: (store.identity.fingerprint(pool.name), key)),
 )
-plain("ID-3 EveryRankWrites Replication", "rank 1 is not the writer", writes=always(True))
-plain("ID-3 OneStateForAllRanks Replication", "tp_rank", place=one_state)
+plain("ID-3 EveryRankWrites Identity", "rank 1 is not the writer", writes=always(True))
+plain("ID-3 OneStateForAllRanks Identity", "tp_rank", place=one_state)
 plain(
     "ID-4 IgnoresRanks test_ranks_of_one_group",
     "ID-4: page",
@@ -460,12 +460,8 @@ plain(
 )
 plain("ID-5 CutsKeys Key", "holds bytes of key", place=named(lambda key: key[:255]))
 plain("ID-5 WritesByPath Key", "wrote outside the store", base=PLAIN_PATH, put=by_the_key)
-plain(
-    "ID-5 ID-6 SetLooksElsewhere Key",
-    "was never set, and exists or get finds a page",
-    place=named(str.strip),
-    put=elsewhere,
-)
+plain("ID-5 StripsKeys Key", "holds bytes of key", place=named(str.strip))
+plain("ID-6 SetLooksElsewhere Key", "was set, and exists looks elsewhere", put=elsewhere)
 plain(
     "ID-6 NamesByPrefix Key",
     "prefix",

@@ -23,11 +23,11 @@ from hicache_storage.spec import PoolName
 plain, objects = partial(mutant, base=PLAIN), partial(mutant, base=OBJECTS)
 
 BASIC = (
-    "Existence Reading Writing CorruptObject HostPool Pool Key Identity Replication Clearing "
+    "Existence Reading Writing CorruptObject HostPool Pool Key Identity Clearing "
     "History Concurrency Misuse Stats"
 )
 right(f"Plain {BASIC}", PLAIN)
-right("Objects Budget Staging Metrics", OBJECTS)
+right("Objects Budget Stats", OBJECTS)
 right("LeavesChecksumsOut CorruptObject", OBJECTS, verifies=False)
 
 
