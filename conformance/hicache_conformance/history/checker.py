@@ -1,4 +1,4 @@
-"""Checker of histories: finds answers that cannot be, in time linear in the events.
+"""Checker of histories: finds answers that cannot be.
 
 **Model.** A page, told by pool and key, is absent or holds one value; every set has a value of its
 own. A set looks whether the page is there and, if it is not, publishes its value whole, at some
@@ -22,19 +22,20 @@ the values that other gets saw: caches of several values are not forbidden.
   neither this nor the one before is concluded;
 - an exists that finds a page whose every set began later or was removed (`CLAIMED`).
 
-**Why linear.** The two ends of all calls are visited once, in the order of time. Each client's are
-in order already, and Python's sort merges such runs, so that an end costs as many comparisons as
-the few clients have binary digits. At each end, for each key of the call, a fixed number of fields
-of the page's state is read and written: the latest beginning among the acknowledged sets and among
-the removals that have ended, and the latest end of a removal. "There is a set with ..." is then one
-comparison with the latest. A clear is one state that all pages of its pool share, so it costs the
-same however many there are.
+**Cost.** "There is a set with ..." is one comparison with the latest of those that are known at a
+time. For each page these are looked up by bisection, in the order in which they became known; clears
+are one order for all pages. So an answer costs as many steps as a history has binary digits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
+from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.page_patterns import Page, PagePatterns, short
@@ -42,12 +43,9 @@ from hicache_conformance.history.events import Call, Event
 from hicache_conformance.model.violation import Violation, checked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from hicache_storage.spec import StorageIdentity
-
-
-BEFORE_ALL: Final = -1
 
 
 class AnomalyKind(StrEnum):
@@ -86,72 +84,83 @@ class Anomaly:
     needed."""
 
 
-@dataclass(slots=True)
-class _Latest:
-    """The event that began last of those it was told of."""
-
-    at: int = BEFORE_ALL
-    event: Event | None = None
-
-    def tell(self, event: Event) -> None:
-        if event.began_at > self.at:
-            self.at = event.began_at
-            self.event = event
-
-    def copy(self) -> _Latest:
-        return _Latest(self.at, self.event)
+Latest = tuple[float, Event | None]
+Finding = tuple[AnomalyKind, Sequence[Event | None]]
+"""What cannot be, and its witnesses."""
+NOTHING: Final[Latest] = (-1.0, None)
 
 
-@dataclass(slots=True)
+class _Past:
+    """Of events, the latest one among those that are known at a time.
+
+    Args:
+        events: each with the time from which it is known, and the one by which it is the latest.
+    """
+
+    def __init__(self, events: Iterable[tuple[float, float, Event]]) -> None:
+        ordered = sorted(events, key=itemgetter(0))
+        self._known = [known for known, _, _ in ordered]
+        self._latest: list[Latest] = list(
+            accumulate((each[1:] for each in ordered), _later, initial=NOTHING)
+        )
+
+    def before(self, moment: float) -> Latest:
+        """Of the events that are known before a moment."""
+        return self._latest[bisect_left(self._known, moment)]
+
+    def until(self, moment: float) -> Latest:
+        """Of the events that are known at a moment, too."""
+        return self._latest[bisect_right(self._known, moment)]
+
+
 class _Removals:
-    """Deletes of a page, or clears of its pool."""
+    """Deletes of a page, or clears of all."""
 
-    running: int = 0
-    """Begun and not ended; those that never end, and clears that raised, stay here."""
-    last_end: int = BEFORE_ALL
-    over: _Latest = field(default_factory=_Latest)
-    """Of those that have ended."""
-
-    def begin(self) -> None:
-        self.running += 1
-
-    def end(self, event: Event) -> None:
-        self.running -= 1
-        assert event.ended_at is not None
-        self.last_end = max(self.last_end, event.ended_at)
-        self.over.tell(event)
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.ended = _Past(
+            (event.ended_at, event.began_at, event)
+            for event in events
+            if event.ended_at is not None
+        )
+        """The one that began last."""
+        self.begun = _Past((event.began_at, _end_of(event), event) for event in events)
+        """The one that ends last, if ever."""
 
 
-@dataclass(slots=True)
-class _Set:
-    """One page's share of a set."""
-
-    event: Event
-    acknowledged: _Latest
-    """Of those that had answered before this set began."""
-    acknowledged_at: int | None = None
-
-
-@dataclass(slots=True)
 class _Page:
-    """All that has to be known about a page at one moment of the sweep."""
+    """What was done to a page."""
 
-    sets: dict[int, _Set] = field(default_factory=dict[int, _Set])
-    """By value."""
-    unsettled: int = 0
-    """Sets that have begun and were not acknowledged."""
-    last_acknowledgement: int = BEFORE_ALL
-    last_acknowledged: Event | None = None
-    acknowledged: _Latest = field(default_factory=_Latest)
-    deletes: _Removals = field(default_factory=_Removals)
+    def __init__(self, key: str, events: Sequence[Event], clears: _Removals) -> None:
+        sets = [event for event in events if event.call is Call.SET]
+        acknowledged = {
+            id(event): event
+            for event in sets
+            if event.ended is not None and event.ended.done[event.keys.index(key)]
+        }
+        self.acknowledged = _Past(
+            (_end_of(event), event.began_at, event) for event in acknowledged.values()
+        )
+        """The one that began last."""
+        self.sets = _Past(
+            (event.began_at, _end_of(event) if id(event) in acknowledged else inf, event)
+            for event in sets
+        )
+        """The one that was acknowledged last, if ever."""
+        self.values = dict[int, list[tuple[Event, bool]]]()
+        """Sets, and whether they were acknowledged, by what they write."""
+        for event in sets:
+            written = self.values.setdefault(event.begun.value, [])
+            written.append((event, id(event) in acknowledged))
+        deletes = [event for event in events if event.call is Call.DELETE]
+        self._removals = (_Removals(deletes), clears)
 
+    def removed_before(self, moment: int) -> Latest:
+        """The removal that began last of those that had ended."""
+        return max((each.ended.before(moment) for each in self._removals), key=itemgetter(0))
 
-@dataclass(slots=True)
-class _Before:
-    """State of a page at the beginning of a get or exists."""
-
-    acknowledged: _Latest
-    removals: tuple[_Latest, _Latest]
+    def may_be_removed(self, since: float, until: int) -> bool:
+        """Return whether a removal that has begun by a moment did not end before another."""
+        return any(each.begun.until(until)[0] >= since for each in self._removals)
 
 
 class HistoryChecker:
@@ -163,195 +172,95 @@ class HistoryChecker:
     """
 
     def __init__(self, events: Iterable[Event], *, keeps: bool = True) -> None:
-        self._events = list(events)
+        self._events = sorted(events, key=_began_at)
         self._keeps = keeps
-        self._pages: dict[tuple[str, str], _Page] = {}
-        self._clears = _Removals()
-        self._before: dict[int, list[_Before]] = {}
-        """By identity of the event."""
-        self._later: dict[tuple[str, str, int], Event] | None = None
-        self.anomalies = list[Anomaly]()
-        self.visits = 0
-        """How often a page's state was looked at: what the time is made of."""
 
     def check(self) -> list[Anomaly]:
-        """Visit the whole history; what cannot be, in the order in which it was answered."""
-        for is_end, event in _ends(self._events):
-            if event.call is Call.CLEAR:
-                self.visits += 1
-                self._clears.end(event) if is_end else self._clears.begin()
-            elif is_end:
-                self._end(event)
-            else:
-                self._begin(event)
-        return self.anomalies
+        """Judge each get and exists; what cannot be, in the order in which it was answered."""
+        done: dict[tuple[str, str], list[Event]] = {}
+        for event in self._events:
+            for key in event.keys:
+                changed = done.setdefault((event.begun.pool, key), [])
+                if event.call in (Call.SET, Call.DELETE):
+                    changed.append(event)
+        clears = _Removals([event for event in self._events if event.call is Call.CLEAR])
+        pages = {page: _Page(page[1], changed, clears) for page, changed in done.items()}
+        answered = [
+            event
+            for event in self._events
+            if event.ended_at is not None and event.call in (Call.GET, Call.EXISTS)
+        ]
+        found = list[Anomaly]()
+        for event in sorted(answered, key=_end_of):
+            for index, key in enumerate(event.keys):
+                judged = self._judged(event, index, pages[event.begun.pool, key])
+                if judged is not None:
+                    ordered = sorted(filter(None, judged[1]), key=_began_at)
+                    found.append(Anomaly(judged[0], key, index, event, tuple(ordered)))
+        return found
 
-    def _begin(self, event: Event) -> None:
-        pages = self._visited(event)
-        match event.call:
-            case Call.SET:
-                for page in pages:
-                    # A copy of what was acknowledged by now: only that forbids this set to write
-                    # (SET-3), and later sets must not count.
-                    page.sets[event.begun.value] = _Set(event, page.acknowledged.copy())
-                    page.unsettled += 1
-            case Call.DELETE:
-                for page in pages:
-                    page.deletes.begin()
-            case _:
-                # Remembered from the beginning of the call, because what ends during it may or may
-                # not be seen by it.
-                self._before[id(event)] = [
-                    _Before(
-                        page.acknowledged.copy(),
-                        (page.deletes.over.copy(), self._clears.over.copy()),
-                    )
-                    for page in pages
-                ]
+    def _judged(self, event: Event, index: int, page: _Page) -> Finding | None:
+        assert event.ended is not None
+        if event.call is Call.EXISTS:
+            if index < event.ended.hit:
+                return self._judged_claim(event, page)
+            # The first page that was not found is the only one that an exists denies; it says
+            # nothing of those behind.
+            denied = index == event.ended.hit
+            return self._judged_miss(event, page, AnomalyKind.DENIED) if denied else None
+        value = event.ended.found[index]
+        if value is None:
+            return self._judged_miss(event, page, AnomalyKind.LOST)
+        if isinstance(value, bytes):
+            return AnomalyKind.FOREIGN, ()
+        return self._judged_value(event, page, value)
 
-    def _end(self, event: Event) -> None:
-        ended = event.ended
-        assert ended is not None
-        pages = self._visited(event)
-        match event.call:
-            case Call.SET:
-                for page, ok in zip(pages, ended.done, strict=True):
-                    if ok:
-                        _acknowledge(page, event)
-            case Call.DELETE:
-                for page in pages:
-                    page.deletes.end(event)
-            case Call.GET:
-                for index, (page, before) in enumerate(
-                    zip(pages, self._before.pop(id(event)), strict=True)
-                ):
-                    self._judge_get(event, index, page, before, ended.found[index])
-            case _:
-                judged = zip(pages, self._before.pop(id(event)), strict=True)
-                for index, (page, before) in enumerate(judged):
-                    if index < ended.hit:
-                        self._judge_claim(event, index, page, before)
-                    # The first page that was not found is the only one that an exists denies; it
-                    # says nothing of those behind.
-                    elif index == ended.hit:
-                        self._judge_miss(event, index, page, before, AnomalyKind.DENIED)
+    def _judged_value(self, event: Event, page: _Page, value: int) -> Finding | None:
+        assert event.ended_at is not None
+        written = page.values.get(value, [])
+        begun = [each for each in written if each[0].began_at <= event.ended_at]
+        if not begun:
+            return AnomalyKind.UNBEGUN, [later for later, _ in written[:1]]
+        last, acknowledged = begun[-1]
+        removed_at, removal = page.removed_before(event.began_at)
+        if acknowledged and removed_at > _end_of(last):
+            return AnomalyKind.REMOVED, (last, removal)
+        # Only what was acknowledged before the set began forbids it to write (SET-3).
+        earlier_at, earlier = page.acknowledged.before(last.began_at)
+        if self._keeps and earlier and not page.may_be_removed(earlier_at, event.ended_at):
+            return AnomalyKind.REWRITTEN, (earlier, last)
+        return None
 
-    def _judge_get(
-        self, event: Event, index: int, page: _Page, before: _Before, found: int | bytes | None
-    ) -> None:
-        if found is None:
-            self._judge_miss(event, index, page, before, AnomalyKind.LOST)
-        elif isinstance(found, bytes):
-            self._find(AnomalyKind.FOREIGN, event, index)
-        else:
-            self._judge_value(event, index, page, before, found)
-
-    def _judge_value(
-        self, event: Event, index: int, page: _Page, before: _Before, value: int
-    ) -> None:
-        written = page.sets.get(value)
-        if written is None:
-            later = self._begun_later(event, index, value)
-            self._find(AnomalyKind.UNBEGUN, event, index, *([later] if later else []))
-            return
-        # The latest removal of the page itself and of its whole pool: one that came after the
-        # value's set is enough.
-        removal = max(before.removals, key=lambda latest: latest.at)
-        if (
-            written.acknowledged_at is not None
-            and removal.event
-            and removal.at > written.acknowledged_at
-        ):
-            self._find(AnomalyKind.REMOVED, event, index, written.event, removal.event)
-        elif (
-            (earlier := written.acknowledged.event)
-            and self._keeps
-            and not self._may_be_removed_since(page, earlier.began_at)
-        ):
-            self._find(AnomalyKind.REWRITTEN, event, index, earlier, written.event)
-
-    def _judge_miss(
-        self, event: Event, index: int, page: _Page, before: _Before, kind: AnomalyKind
-    ) -> None:
-        acknowledged = before.acknowledged
-        if (
+    def _judged_miss(self, event: Event, page: _Page, kind: AnomalyKind) -> Finding | None:
+        assert event.ended_at is not None
+        acknowledged_at, acknowledged = page.acknowledged.before(event.began_at)
+        lost = (
             self._keeps
-            and acknowledged.event
-            and not self._may_be_removed_since(page, acknowledged.at)
-        ):
-            self._find(kind, event, index, acknowledged.event)
+            and acknowledged
+            and not page.may_be_removed(acknowledged_at, event.ended_at)
+        )
+        return (kind, [acknowledged]) if lost else None
 
-    def _judge_claim(self, event: Event, index: int, page: _Page, before: _Before) -> None:
-        removal = max(before.removals, key=lambda latest: latest.at)
+    def _judged_claim(self, event: Event, page: _Page) -> Finding | None:
+        removed_at, removal = page.removed_before(event.began_at)
         # A set that has begun, or whose process was killed, may have published: then a claim proves
         # nothing.
-        if (not page.unsettled and page.last_acknowledgement < removal.at) or not page.sets:
-            last = page.last_acknowledged
-            self._find(
-                AnomalyKind.CLAIMED,
-                event,
-                index,
-                *([last, removal.event] if last and removal.event else []),
-            )
-
-    def _may_be_removed_since(self, page: _Page, moment: int) -> bool:
-        """Return whether a removal that has begun by now did not end before `moment`."""
-        return any(
-            removals.running or removals.last_end >= moment
-            for removals in (page.deletes, self._clears)
-        )
-
-    def _begun_later(self, event: Event, index: int, value: int) -> Event | None:
-        """The set that wrote a value after it was read, if there is one.
-
-        For the report alone, so found once for all.
-        """
-        if self._later is None:
-            self._later = {
-                (event.begun.pool, key, event.begun.value): event
-                for event in self._events
-                if event.call is Call.SET
-                for key in event.keys
-            }
-        return self._later.get((event.begun.pool, event.keys[index], value))
-
-    def _visited(self, event: Event) -> list[_Page]:
-        self.visits += len(event.keys)
-        pool = event.begun.pool
-        return [self._pages.setdefault((pool, key), _Page()) for key in event.keys]
-
-    def _find(self, kind: AnomalyKind, answer: Event, index: int, *witnesses: Event) -> None:
-        ordered = sorted(witnesses, key=lambda event: event.began_at)
-        self.anomalies.append(Anomaly(kind, answer.keys[index], index, answer, tuple(ordered)))
+        last_at, last = page.sets.until(_end_of(event))
+        if last is None:
+            return AnomalyKind.CLAIMED, ()
+        return (AnomalyKind.CLAIMED, (last, removal)) if last_at < removed_at else None
 
 
-def _acknowledge(page: _Page, event: Event) -> None:
-    written, ended_at = page.sets[event.begun.value], event.ended_at
-    assert ended_at is not None
-    if written.acknowledged_at is None:
-        page.unsettled -= 1
-    written.acknowledged_at = ended_at
-    page.last_acknowledgement = ended_at
-    page.last_acknowledged = event
-    page.acknowledged.tell(event)
+def _later(one: Latest, two: Latest) -> Latest:
+    return max(one, two, key=itemgetter(0))
 
 
-def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:
-    """Both ends of every call, in the order of time.
+def _began_at(event: Event) -> int:
+    return event.began_at
 
-    Of those at one time, beginnings first, so that they overlap.
-    """
-    clients = dict[str, list[tuple[int, bool, Event]]]()
-    for event in events:
-        client = clients.setdefault(event.begun.client, [])
-        client.append((event.began_at, False, event))
-        if event.ended_at is not None:
-            client.append((event.ended_at, True, event))
-    merged = [end for client in clients.values() for end in client]
-    # Stable and by two fields only: events cannot be compared, and False sorts before True, so that
-    # beginnings come first.
-    merged.sort(key=lambda end: end[:2])
-    return [(is_end, event) for _, is_end, event in merged]
+
+def _end_of(event: Event) -> float:
+    return inf if event.ended_at is None else event.ended_at
 
 
 RULES: Final[Mapping[AnomalyKind, str]] = {
@@ -496,10 +405,6 @@ class Counterexample:
             _what(event, key),
             _answer(event, key),
         )
-
-
-def _began_at(event: Event) -> int:
-    return event.began_at
 
 
 def _what(event: Event, key: str) -> str:
