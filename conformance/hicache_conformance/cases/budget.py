@@ -15,7 +15,7 @@ from hicache_conformance.harness.storage_under_test import PageGroup, all_pages,
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, NotPromised, Violation, check, checked
+from hicache_conformance.model.violation import Inconclusive, NotPromised, check
 from hicache_storage.spec import PoolName, PoolTransfer
 
 if TYPE_CHECKING:
@@ -212,13 +212,13 @@ def _ask(sut: StorageUnderTest, keys: Sequence[str]) -> PoolTransferResult:
 
 
 def _check_answer(answer: PoolTransferResult, count: int) -> None:
-    checked("EX-10")
-    if answer.kv_hit_pages != 40 or list(answer.restorable_prefix_pages) != [20, 40]:
-        found = f"{answer.kv_hit_pages} and {answer.restorable_prefix_pages[:5]}"
-        raise Violation(
-            "EX-10",
-            f"an exists of {count} keys over 3 pools answered {found}, must be 40 and [20, 40]",
-        )
+    hit, endpoints = answer.kv_hit_pages, list(answer.restorable_prefix_pages)
+    check(
+        hit == 40 and endpoints == [20, 40],
+        "EX-10",
+        f"an exists of {count} keys over 3 pools answered {hit} and {endpoints[:5]}, must be 40 and "
+        f"[20, 40]",
+    )
 
 
 def _check_waits(sut: StorageUnderTest, keys: Sequence[str], injector: TcpProxyInjector) -> None:
@@ -243,14 +243,16 @@ def _check_waits(sut: StorageUnderTest, keys: Sequence[str], injector: TcpProxyI
         if min(waits) <= allowed and min(requests) <= lookups:
             return
     what = f"one exists of {len(keys)} keys over 3 pools"
-    if min(waits) > allowed:
-        declared = "" if in_flight is None else f" with {in_flight} requests in flight"
-        raise Violation(
-            "EX-10",
-            f"{what} waited {min(waits)} times for the server{declared}, must be {allowed} at most",
-        )
-    raise Violation(
-        "EX-10", f"{what} made {min(requests)} requests, must be {lookups} at most: one for each"
+    declared = "" if in_flight is None else f" with {in_flight} requests in flight"
+    check(
+        min(waits) <= allowed,
+        "EX-10",
+        f"{what} waited {min(waits)} times for the server{declared}, must be {allowed} at most",
+    )
+    check(
+        min(requests) <= lookups,
+        "EX-10",
+        f"{what} made {min(requests)} requests, must be {lookups} at most: one for each",
     )
 
 
@@ -290,14 +292,14 @@ def _confirm_growth(sut: StorageUnderTest, keys: Sequence[str], sizes: Sequence[
     rounds = [[_time_to_ask(sut, keys[:size]) for size in sizes] for _ in range(ATTEMPTS)]
     taken = dict(zip(sizes, map(min, zip(*rounds, strict=True)), strict=True))
     seconds, exponent = forecast(taken)
-    if taken[sizes[-1]] > NOTICEABLE_SECONDS and seconds > PATIENCE_SECONDS:
-        measured = ", ".join(f"{size} keys {time:.2f} s" for size, time in taken.items())
-        raise Violation(
-            "EX-10",
-            f"an exists of {MANY_KEYS} keys would take some {seconds:.0f} s, must take "
-            f"{PATIENCE_SECONDS:.0f} s at most: the time grows with the number of keys to the "
-            f"power of {exponent:.1f} ({measured})",
-        )
+    measured = ", ".join(f"{size} keys {time:.2f} s" for size, time in taken.items())
+    check(
+        taken[sizes[-1]] <= NOTICEABLE_SECONDS or seconds <= PATIENCE_SECONDS,
+        "EX-10",
+        f"an exists of {MANY_KEYS} keys would take some {seconds:.0f} s, must take "
+        f"{PATIENCE_SECONDS:.0f} s at most: the time grows with the number of keys to the power of "
+        f"{exponent:.1f} ({measured})",
+    )
 
 
 def check_calls(calls: Counter[str], what: str, *allowed: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
+from hicache_conformance.harness.process_state import unchanged_globals
 from hicache_conformance.model.violation import Inconclusive
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP
 from hicache_storage.plugins import create_storage, discover, registry
@@ -80,14 +79,9 @@ def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
     sys.addaudithook(
         lambda event, arguments: connections.append(event) if event in _CONNECTING else None
     )
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    root = logging.getLogger()
-    logging_before = (root.level, list(root.handlers))
-    create_storage(
-        driver,
-        StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first"),
-        config,
-    )
+    identity = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first")
+    with unchanged_globals() as changed:
+        create_storage(driver, identity, config)
     found = list[str]()
     if connections:
         found.append(f"connects ({', '.join(dict.fromkeys(connections))})")
@@ -96,10 +90,8 @@ def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
         found.append(f"imports an engine ({', '.join(engines)})")
     if _uses_gpu():
         found.append("initialises CUDA")
-    if [signal.getsignal(number) for number in signal.valid_signals()] != handlers:
-        found.append("installs a signal handler")
-    if (root.level, list(root.handlers)) != logging_before:
-        found.append("changes the root logger")
+    if changed:
+        found.append(f"changes {', '.join(changed)}")
     return {"found": " and ".join(found)}
 
 

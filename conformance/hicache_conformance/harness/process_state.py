@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 from hicache_conformance.harness.concurrency import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
     from types import FrameType
 
 
@@ -77,16 +77,23 @@ def left_open(before: OpenResources, seconds: float) -> str:
 
 
 def _children() -> dict[int, str]:
-    children = dict[int, str]()
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # `pid (name) state ppid ...`, where the name may hold blanks and parentheses.
-            name, _, fields = entry.read_text().partition(" (")[2].rpartition(") ")
-        except OSError:
-            continue
-        if fields.split()[1] == str(os.getpid()):
-            children[int(entry.parent.name)] = name
-    return children
+    own = str(os.getpid())
+    return {number: name for number, name, fields in processes() if fields[1] == own}
+
+
+def processes() -> Iterator[tuple[int, str, list[str]]]:
+    """Id and name of each process; its state, parent, group, session and so on."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        # It may end meanwhile.
+        with suppress(OSError):
+            yield int(entry.name), *read_stat(entry / "stat")
+
+
+def read_stat(stat: Path) -> tuple[str, list[str]]:
+    """The name of a process or thread, and the fields behind it."""
+    # `pid (name) state ppid ...`, where the name may hold blanks and parentheses.
+    name, _, fields = stat.read_text("utf-8", "replace").partition(" (")[2].rpartition(") ")
+    return name, fields.split()
 
 
 FATAL: Final = (

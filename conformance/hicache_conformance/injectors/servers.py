@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from hicache_conformance.harness.ports import accepts, free_ports
+from hicache_conformance.harness.process_state import processes, read_stat
 from hicache_conformance.harness.store_files import copy_file
 from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.injector import FaultInjector
@@ -283,18 +284,14 @@ def stand_still(group: int) -> None:
 
 def _states(group: int) -> Generator[str]:
     """The state of each thread of a group, as ps(1) shows it."""
-    for process in Path("/proc").glob("[0-9]*"):
+    for process, _, fields in processes():
         # What ends meanwhile has no state.
         with contextlib.suppress(OSError):
-            if int(_behind_the_name(process / "stat")[2]) == group:
-                for thread in (process / "task").iterdir():
-                    with contextlib.suppress(OSError):
-                        yield _behind_the_name(thread / "stat")[0]
-
-
-def _behind_the_name(stat: Path) -> list[str]:
-    """State, parent, group and so on; the name before them may hold anything."""
-    return stat.read_text("utf-8", "replace").rpartition(")")[2].split()
+            for thread in (
+                Path(f"/proc/{process}/task").iterdir() if int(fields[2]) == group else ()
+            ):
+                with contextlib.suppress(OSError):
+                    yield read_stat(thread / "stat")[1][0]
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import pytest
 
-from hicache_conformance.fixtures.context import NO_LAYERS
+from hicache_conformance.fixtures.context import IDENTITY, NO_LAYERS
 from hicache_conformance.fixtures.environment import DriverSetup, environment_of
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.interface import describe_interface
@@ -29,7 +29,6 @@ from hicache_storage.spec import (
     HiCacheError,
     PoolName,
     PoolTransfer,
-    StorageIdentity,
 )
 from hicache_storage.tools.doctor.drivers import check_class
 from hicache_storage.tools.doctor.finding import Status
@@ -113,7 +112,7 @@ def _open_driver(owner: type[DriverTarget], config: pytest.Config, settings: Set
             )
 
         def make() -> HiCacheStorage:
-            identity = _identity(settings.run)
+            identity = replace(IDENTITY, model="conformance/preflight", salt=settings.run)
             return create_storage(settings.driver, identity, filled, options=options)
 
         _try_out(make, settings, header, config)
@@ -215,13 +214,3 @@ def _header(settings: Settings, capabilities: Capabilities) -> Header:
     if settings.interface:
         describe_interface(header)
     return header
-
-
-def _identity(run: str) -> StorageIdentity:
-    return StorageIdentity(
-        model="conformance/preflight",
-        kv_dtype="bfloat16",
-        page_size=2,
-        layout="page_first",
-        salt=run,
-    )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pytest
 
+from hicache_conformance.harness.process_state import processes
 from hicache_conformance.model import PLUGINS, RUN_VARIABLE
 from hicache_conformance.model.case import Case
 from hicache_conformance.model.outcomes import (
@@ -156,12 +157,10 @@ class _Controller:
 
         Servers in process groups of their own included.
         """
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                # Behind the name, which may hold anything: state, parent, group, session.
-                session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
-                if session in self._sessions:
-                    os.kill(int(entry.name), signal.SIGKILL)
+        for process, _, fields in processes():
+            if int(fields[3]) in self._sessions:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
