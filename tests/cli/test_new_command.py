@@ -11,12 +11,13 @@ from hicache_storage.tools.scaffold.package import MAX_NAME_CHARACTERS
 from tests.support.author import Author
 from tests.support.commands import SCRIPTS, run_hicache, run_program
 
-pytestmark = pytest.mark.slow(seconds=110)
+pytestmark = pytest.mark.slow(seconds=25)
 
 ROOT = Path(__file__).parents[2]
 LONGEST = "a" + "2" * (MAX_NAME_CHARACTERS - 3) + "-b"
 
 
+@pytest.mark.merge
 def test_the_package_conforms_as_it_is_made_in_an_environment_of_its_own(tmp_path):
     author = Author(tmp_path)
     author.install(ROOT)
