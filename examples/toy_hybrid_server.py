@@ -149,7 +149,6 @@ class Server:
         """Start serving. The server opens and closes the storage; None for none."""
         self.stack = build_hybrid_stack(stack_config(sizes), storage=storage)
         self.cache = self.stack.cache
-        self.controller = self.stack.controller
         states = cast("DevicePool", self.stack.states)
         self.model = Model(self.stack.kv, states)
         self.grid = self.cache.grid
@@ -231,7 +230,7 @@ class Server:
                 self.cache.release_state(lock)
             return match.device_indices, slot
         loaded = _got(self.cache.load(lock, slot))
-        self.controller.layer_counter(self.cache.start_loading()).synchronize()
+        self.cache.start_loading().synchronize()
         return loaded.device_indices, slot
 
     def _compute_tokens(self, request: Request, tokens: list[int]) -> None:

@@ -115,7 +115,7 @@ with build_hybrid_stack(config) as stack:
     sys.flows_begin()
     lock = cache.lock(cache.match(tokens))
     assert cache.load(lock) is not None
-    stack.controller.layer_counter(cache.start_loading()).synchronize()
+    cache.start_loading().synchronize()
     sys.flows_end()
 """
 SERVE = """

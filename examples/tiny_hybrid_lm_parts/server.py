@@ -37,7 +37,6 @@ class Server:
         self.stack = stack
         self._limit = running
         self._cache = stack.cache
-        self._controller = stack.controller
         self._states = stack.states
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -57,7 +56,7 @@ class Server:
         if not self._running:
             time.sleep(0.0005)  # everything waits for the storage
             return
-        arrivals = self._controller.layer_counter(self._cache.start_loading())
+        arrivals = self._cache.start_loading()
         segments = [self._next_segment(request) for request in self._running]
 
         def wait(layer: int) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from hicache_storage.hybrid.copies import CacheOperation, CopyQueue, LoadProgress
+from hicache_storage.hybrid.copies import CacheOperation, CopyQueue
 from hicache_storage.hybrid.policies import PrefetchRules
 from hicache_storage.hybrid.ranks import ParallelConfig, SingleRank, check_consistent
 from hicache_storage.hybrid.storage_io.backups import StorageBackups
@@ -20,16 +20,21 @@ from hicache_storage.hybrid.storage_io.workers import (
     close_quietly,
     register,
 )
-from hicache_storage.spec import ConfigError, InvalidTransferError, StorageUnavailableError
+from hicache_storage.spec import (
+    ConfigError,
+    InvalidTransferError,
+    PoolName,
+    StorageUnavailableError,
+)
+from hicache_storage.transfer import LayerCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Sequence
 
     from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolTier
     from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.storage_io.calls import ControllerStats
-    from hicache_storage.spec import HiCacheStorage, PoolName
+    from hicache_storage.spec import HiCacheStorage
     from hicache_storage.transfer import PageTransfers
 
 STORAGE_CALL_SECONDS = 30.0
@@ -114,28 +119,20 @@ class HybridCacheController:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # Device and host -----------------------------------------------------------------------------
 
-    def write(
-        self, transfers: HybridIndices, node_id: int, *, priority: int = 0
-    ) -> HybridIndices | None:
+    def write(self, device: HybridIndices, node_id: int) -> HybridIndices | None:
         """Take host slots for device pages and queue their copy.
 
         A collective. Evicts once if the host has too few free slots.
 
         Args:
-            transfers: on the device, all pools.
+            device: all pools.
             node_id: returned by `completed_writes`. The device pages may be freed once
                 `start_writing` has launched the copy: `before_overwrite` keeps them until it ends.
-            priority: smaller is copied earlier within a step.
 
         Returns:
             The host slots, to be read once `completed_writes` has returned the id; None if some
@@ -144,12 +141,12 @@ class HybridCacheController:
         Raises:
             InvalidTransferError: the span does not fit the pools; nothing is taken.
         """
-        self.group.check(transfers)
-        host = self._allocate(self.group.host, transfers, {})
+        self.group.check(device)
+        host = self._allocate(self.group.host, device)
         if host is None:
             self._counter.count(writes_without_room=1)
             return None
-        operation = CacheOperation(host, [node_id], priority, transfers)
+        operation = CacheOperation(host, [node_id], device)
         # The cache may free the host slots before the copy has ended.
         self.group.hold(self.group.owned(host), operation)
         self._writes.queued.append(operation)
@@ -176,24 +173,18 @@ class HybridCacheController:
         return self._writes.completed()
 
     def load(
-        self,
-        host: HybridIndices,
-        node_ids: Sequence[int],
-        *,
-        into: Mapping[PoolName, torch.Tensor] | None = None,
-        priority: int = 0,
+        self, host: HybridIndices, node_ids: Sequence[int], *, into: torch.Tensor | None = None
     ) -> HybridIndices | None:
         """Take device slots for host pages and queue their copy.
 
         A collective. Evicts once if the device has too few free slots.
 
         Args:
-            host: on the host, all pools. A state may be loaded alone, with an empty anchor.
+            host: all pools. A state may be loaded alone, without KV.
             node_ids: returned by `completed_loads`; until then host and device pages must not be
                 evicted.
-            into: device slots of side pools that the caller has, such as a request's own state; the
-                others are taken.
-            priority: smaller is copied earlier within a step.
+            into: device slots of states that the caller has, such as a request's own; None takes
+                some.
 
         Returns:
             The device slots; None if some rank has not enough memory.
@@ -202,16 +193,16 @@ class HybridCacheController:
             InvalidTransferError: the span does not fit the pools, or `into` does not fit the span;
                 nothing is taken.
         """
-        given = into or {}
         self.group.check(host)
-        self._check_given(host, given)
-        operation = CacheOperation(host, list(node_ids), priority)
+        if into is not None:
+            self._check_given(host, into)
+        operation = CacheOperation(host, node_ids)
         device = None
         try:
             # Reserve the host pages before memory is taken: that may evict the node that holds
             # them.
             self.group.hold(self.group.owned(host), operation)
-            device = self._allocate(self.group.device, host, given)
+            device = self._allocate(self.group.device, host, into)
         finally:
             if device is None:
                 operation.drop()
@@ -222,27 +213,18 @@ class HybridCacheController:
         self._loads.queued.append(operation)
         return device
 
-    def start_loading(self) -> int:
-        """Launch all queued loads as one operation; returns the id for `layer_counter`.
+    def start_loading(self) -> LayerCounter:
+        """Launch all queued loads as one operation; returns the counter of this step's kernels.
 
-        -1 if no load is running. Called in every step: the counter covers earlier loads as well,
-        whose pages requests of this step may use.
+        Called in every step: the counter covers earlier loads as well, which come first on the same
+        stream, and whose pages requests of this step may use. Where no load is running it waits for
+        nothing.
 
         Raises:
             InvalidTransferError: as for `start_writing`; also where two loads have one device page.
         """
         self._counter.count(tokens_loaded=self._loads.launch())
-        return next(reversed(self._loads.running), -1)
-
-    def layer_counter(self, consumer: int) -> LoadProgress:
-        """Return the layer counter that a step's kernels wait for before cached pages.
-
-        For -1 it waits for nothing.
-        """
-        # Without loads of later steps: kernels of this step would wait for pages that they do not
-        # use.
-        running = self._loads.running.items()
-        return LoadProgress([counter for number, (counter, _) in running if number <= consumer])
+        return self._loads.running[-1][0] if self._loads.running else LayerCounter(())
 
     def completed_loads(self) -> list[int]:
         """Return node ids whose load has ended on every rank, each once.
@@ -257,9 +239,8 @@ class HybridCacheController:
         Rule ST-1.
         """
         # Derived pools as well: an indexer lies in the slots of KV.
-        slots = {name: self.group.slots(device, name) for name in self.group.entries}
         self._transfers.before_overwrite(
-            {str(name): own for name, own in slots.items() if own is not None}
+            {str(name): self.group.slots(device, name) for name in self.group.entries}
         )
 
     def free_host(self, host: HybridIndices) -> None:
@@ -344,33 +325,32 @@ class HybridCacheController:
         return self._counter.snapshot()
 
     def _allocate(
-        self, tier: PoolTier, like: HybridIndices, given: Mapping[PoolName, torch.Tensor]
+        self, tier: PoolTier, like: HybridIndices, states: torch.Tensor | None = None
     ) -> HybridIndices | None:
-        """Take the slots that a span has, except those given, on every rank or on none."""
-        owned = self.group.owned(like)
-        needs = {name: slots.numel() for name, slots in owned.items() if name not in given}
+        """Take the slots that a span has, except given ones, on every rank or on none."""
+        needs = {name: slots.numel() for name, slots in self.group.owned(like).items()}
+        given: dict[PoolName, torch.Tensor] = {}
+        if states is not None:
+            del needs[PoolName.MAMBA]
+            given = {PoolName.MAMBA: states}
         fits, _ = tier.make_room(needs, self.rank_group)
         taken = tier.alloc(needs) if fits else None
-        return None if taken is None else self.group.span({**taken, **given}, like.endpoints)
+        return None if taken is None else self.group.span(taken | given, like.endpoints)
 
-    def _check_given(self, host: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> None:
-        for name, slots in given.items():
-            wanted = host.side[name].numel() if name in host.side else 0
-            if not wanted or slots.dtype != torch.int64 or slots.numel() != wanted:
-                raise InvalidTransferError(
-                    f"into: {name!r} must have {wanted} slots of int64, got {slots.numel()} of "
-                    f"{slots.dtype}"
-                    + ("" if wanted else "; the span has nothing for it, leave it out")
-                )
-            sides = [load.device.side for load in self._loads.queued]
-            # Of two loads into one slot only the later one's bytes remain: a request would continue
-            # from another's state.
-            taken = torch.cat([*(side[name] for side in sides if name in side), slots])
-            if bool((taken.sort().values.diff() == 0).any()):
-                raise InvalidTransferError(
-                    f"into: {name!r} has a slot that another load of this step goes to: "
-                    f"{slots.tolist()}"
-                )
+    def _check_given(self, host: HybridIndices, states: torch.Tensor) -> None:
+        wanted = host.states.numel()
+        if not wanted or states.dtype != torch.int64 or states.numel() != wanted:
+            raise InvalidTransferError(
+                f"into must have {wanted} slots of int64, got {states.numel()} of {states.dtype}"
+                + ("" if wanted else "; the span has no states, leave it out")
+            )
+        # Of two loads into one slot only the later one's bytes remain: a request would continue
+        # from another's state.
+        taken = torch.cat([*(load.device.states for load in self._loads.queued), states])
+        if bool((taken.sort().values.diff() == 0).any()):
+            raise InvalidTransferError(
+                f"into has a slot that another load of this step goes to: {states.tolist()}"
+            )
 
     def _register(self, storage: HiCacheStorage) -> BaseException | None:
         try:
@@ -396,10 +376,7 @@ def _rank_invariants(group: HostPoolGroup, rules: PrefetchRules, bigram: bool) -
     entries = group.entries.values()
     return {
         "page size": group.page_size,
-        "pools": [
-            (entry.name, entry.hit_policy, entry.window_pages, entry.indices_from_pool)
-            for entry in entries
-        ],
+        "pools": list(group.entries),
         "slots of host pools": [entry.host_pool.size for entry in entries],
         "slots of device pools": [getattr(entry.device_pool, "size", None) for entry in entries],
         "prefetch rules": rules,

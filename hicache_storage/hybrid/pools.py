@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,63 +30,44 @@ NO_SLOTS = torch.empty(0, dtype=torch.int64)
 class HybridIndices:
     """Slots of one span of pages on the device or the host, without ownership.
 
-    Pools whose slots derive from the anchor's (an indexer beside KV) do not appear: they use
-    `anchor`.
+    Pools that lie in the slots of KV (an indexer) do not appear.
 
     Raises:
-        InvalidTransferError: a tensor is not one row of int64, or slots and endpoints do not fit
+        InvalidTransferError: a tensor is not one row of int64, or states and endpoints do not fit
             each other.
     """
 
-    anchor: torch.Tensor
-    """int64 (pages * page_size,): slots of the anchor pool.
+    kv: torch.Tensor = NO_SLOTS
+    """int64 (pages * page_size,): whole pages in the order of the tokens.
 
-    Whole pages in the order of the tokens. May be empty where only states are moved.
+    May be empty where only states are moved.
     """
-    side: Mapping[PoolName, torch.Tensor] = field(default_factory=dict[PoolName, torch.Tensor])
-    """int64, for each pool with slots of its own: `len(endpoints[pool])` of its pages.
+    states: torch.Tensor = NO_SLOTS
+    """int64: the slot of a state for each of `endpoints`."""
+    endpoints: tuple[int, ...] = ()
+    """Ascending numbers of pages of this span: each state is the one after so many of them.
 
-    One slot each for Mamba.
-    """
-    endpoints: Mapping[PoolName, tuple[int, ...]] = field(
-        default_factory=dict[PoolName, tuple[int, ...]]
-    )
-    """For each pool in `side`, in order: the endpoints of its pages, in pages of this span.
-
-    Page i of the pool belongs to the prefix that ends there, and is stored under the key of its
-    last page. A Mamba state at endpoint p is the state after pages [0, p); 0 means the state at the
-    start of the span.
+    It is stored under the key of the last of these pages. 0 means the state at the start of the
+    span.
     """
 
     def __post_init__(self) -> None:
-        for name, slots in (("anchor", self.anchor), *self.side.items()):
+        for name, slots in (("kv", self.kv), ("states", self.states)):
             if slots.dtype != torch.int64 or slots.dim() != 1:
                 raise InvalidTransferError(
                     f"{name}: slots must be one row of int64, got {slots.dtype} "
                     f"{tuple(slots.shape)}"
                 )
-        if self.side.keys() != self.endpoints.keys():
+        count, ends = self.states.numel(), self.endpoints
+        if count != len(ends) or any(a > b for a, b in pairwise((0, *ends))):
             raise InvalidTransferError(
-                f"side names {sorted(self.side)}, endpoints {sorted(self.endpoints)}; give both "
-                "for each"
+                f"{count} states do not fit the endpoints {ends}, in order and from 0 on"
             )
-        for name, ends in self.endpoints.items():
-            count = self.side[name].numel()
-            if (count % len(ends) if ends else count) or any(
-                a > b for a, b in pairwise((0, *ends))
-            ):
-                raise InvalidTransferError(
-                    f"{name}: {count} slots do not fit the endpoints {ends}, in order and from 0 on"
-                )
 
-    def __bool__(self) -> bool:
-        """Return whether there is any slot."""
-        return bool(self.anchor.numel()) or any(slots.numel() for slots in self.side.values())
-
-    @classmethod
-    def empty(cls) -> HybridIndices:
-        """Return a span without slots."""
-        return cls(NO_SLOTS)
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the span."""
+        return self.kv.numel()
 
     @classmethod
     def concat(cls, parts: Sequence[HybridIndices], page_size: int) -> HybridIndices:
@@ -96,20 +77,19 @@ class HybridIndices:
 
         Args:
             parts: one at least, in the order of the tokens.
-            page_size: tokens per page of the anchor.
+            page_size: tokens per page.
         """
         if len(parts) == 1:
             return parts[0]
-        slots: dict[PoolName, list[torch.Tensor]] = {}
-        ends: dict[PoolName, tuple[int, ...]] = {}
-        before = 0
-        for part in parts:
-            for name, rows in part.side.items():
-                slots.setdefault(name, []).append(rows)
-                ends[name] = (*ends.get(name, ()), *(before + end for end in part.endpoints[name]))
-            before += part.anchor.numel() // page_size
-        anchor = torch.cat([part.anchor for part in parts])
-        return cls(anchor, {name: torch.cat(rows) for name, rows in slots.items()}, ends)
+        starts = accumulate((part.tokens // page_size for part in parts), initial=0)
+        ends = tuple(
+            start + end
+            for start, part in zip(starts, parts, strict=False)
+            for end in part.endpoints
+        )
+        return cls(
+            torch.cat([part.kv for part in parts]), torch.cat([part.states for part in parts]), ends
+        )
 
 
 class PoolTier:
@@ -227,37 +207,24 @@ class PoolEntry:
     host_slots: HostSlots
     """Allocates the host pool: of the engine that copies between the two."""
     device_pool: SlotAllocator | None = None
-    """Allocates device slots; None where the indices derive from another pool's."""
-    indices_from_pool: PoolName | None = None
-    """The pool whose slots are this one's too, page for page: an indexer beside KV."""
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-    """Which pages a prefix needs; `TRAILING_PAGES` for states."""
-    window_pages: int = 1
-    """`TRAILING_PAGES`: pages that an endpoint needs; 1 for a Mamba state."""
+    """Allocates device slots; None for a pool in the slots of KV, page for page: an indexer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", PoolName(self.name))
-        object.__setattr__(self, "hit_policy", PoolHitPolicy(self.hit_policy))
-        if self.indices_from_pool is not None:
-            object.__setattr__(self, "indices_from_pool", PoolName(self.indices_from_pool))
-
-    def window(self, endpoint: int) -> tuple[int, ...]:
-        """Return the endpoints of the pages that a prefix needs, ascending.
-
-        Args:
-            endpoint: length of the prefix in pages.
-        """
-        start = max(0, endpoint - self.window_pages) if self.is_trailing else 0
-        return tuple(range(start + 1, endpoint + 1))
 
     @property
-    def is_trailing(self) -> bool:
-        """True if a prefix needs only its last pages of this pool."""
-        return self.hit_policy is PoolHitPolicy.TRAILING_PAGES
+    def has_states(self) -> bool:
+        """True for the pool of recurrent states, of which a prefix needs only the last."""
+        return self.name == PoolName.MAMBA
+
+    @property
+    def hit_policy(self) -> PoolHitPolicy:
+        """Which pages a prefix needs."""
+        return PoolHitPolicy.TRAILING_PAGES if self.has_states else PoolHitPolicy.ALL_PAGES
 
 
 class HostPoolGroup:
-    """All pools, allocated and freed together. Tokens are counted in the slots of KV, the anchor.
+    """All pools, allocated and freed together: KV, pools in its slots, and states.
 
     Raises:
         InvalidPoolError: there is no pool of KV, a name is used twice, or entries do not fit each
@@ -276,64 +243,47 @@ class HostPoolGroup:
             )
         if PoolName.KV not in self.entries:
             raise InvalidPoolError("one of the pools must be 'kv', in whose slots tokens count")
-        self.anchor = self.entries[PoolName.KV]
+        kv = self.entries[PoolName.KV].host_pool
         for entry in ordered:
-            _check(entry, self.entries)
-        self.page_size = self.anchor.host_pool.page_size
+            _check(entry, kv)
+        self.page_size = kv.page_size
         """Tokens per page."""
-        self.size = self.anchor.host_pool.size
+        self.size = kv.size
         """Tokens that the host holds."""
-        self.side = {
-            name: entry
-            for name, entry in self.entries.items()
-            if _owns(entry) and entry is not self.anchor
-        }
-        """Pools with slots of their own beside the anchor."""
-        owners = {self.anchor.name: self.anchor, **self.side}
-        self.host = PoolTier({name: entry.host_slots for name, entry in owners.items()})
+        self.has_states = PoolName.MAMBA in self.entries
+        """Whether there is a pool of recurrent states."""
+        self.host = PoolTier(
+            {entry.name: entry.host_slots for entry in ordered if entry.device_pool is not None}
+        )
         self.device = PoolTier(
-            {
-                name: entry.device_pool
-                for name, entry in owners.items()
-                if entry.device_pool is not None
-            }
+            {entry.name: entry.device_pool for entry in ordered if entry.device_pool is not None}
         )
 
-    def owner(self, entry: PoolEntry) -> PoolEntry:
-        """Return the entry whose slots an entry uses: itself, or its `indices_from_pool`."""
-        return entry if entry.indices_from_pool is None else self.entries[entry.indices_from_pool]
-
-    def slots(self, indices: HybridIndices, name: PoolName) -> torch.Tensor | None:
-        """Return a pool's slots of a span, own or derived; None if it has none."""
-        owner = self.owner(self.entries[name])
-        return indices.anchor if owner is self.anchor else indices.side.get(owner.name)
+    def slots(self, indices: HybridIndices, name: PoolName) -> torch.Tensor:
+        """Return a pool's slots of a span: its states, or those of KV."""
+        return indices.states if self.entries[name].has_states else indices.kv
 
     def endpoints(self, indices: HybridIndices, name: PoolName) -> tuple[int, ...]:
         """Return the endpoint of each page of `slots`, in pages of the span."""
-        owner = self.owner(self.entries[name])
-        if owner is self.anchor:
-            return tuple(range(1, indices.anchor.numel() // self.page_size + 1))
-        return indices.endpoints.get(owner.name, ())
+        if self.entries[name].has_states:
+            return indices.endpoints
+        return tuple(range(1, indices.tokens // self.page_size + 1))
 
     def owned(self, indices: HybridIndices) -> dict[PoolName, torch.Tensor]:
         """Return the slots of a span by pool, each once, as `PoolTier` takes them."""
-        return {self.anchor.name: indices.anchor, **indices.side}
+        slots = {PoolName.KV: indices.kv, PoolName.MAMBA: indices.states}
+        return {name: each for name, each in slots.items() if each.numel() or name == PoolName.KV}
 
     def span(
-        self, owned: Mapping[PoolName, torch.Tensor], endpoints: Mapping[PoolName, tuple[int, ...]]
+        self, owned: Mapping[PoolName, torch.Tensor], endpoints: tuple[int, ...]
     ) -> HybridIndices:
         """Make a span from the slots of each pool: the reverse of `owned`."""
-        side = {name: slots for name, slots in owned.items() if name != self.anchor.name}
-        return HybridIndices(owned[self.anchor.name], side, endpoints)
+        return HybridIndices(owned[PoolName.KV], owned.get(PoolName.MAMBA, NO_SLOTS), endpoints)
 
-    def needs(self, endpoint: int) -> dict[PoolName, int]:
+    def needs(self, endpoint: int, states: int = 1) -> dict[PoolName, int]:
         """Return the slots that a prefix of `endpoint` pages takes in each pool."""
-        needs = {self.anchor.name: endpoint * self.page_size}
-        needs.update(
-            (name, len(entry.window(endpoint)) * entry.host_pool.page_size)
-            for name, entry in self.side.items()
-        )
-        return needs
+        kv = {PoolName.KV: endpoint * self.page_size}
+        return kv | {PoolName.MAMBA: states} if self.has_states else kv
 
     def hold(self, owned: Mapping[PoolName, torch.Tensor], until: Completion) -> None:
         """Reserve host pages until `until` has ended, even if they are freed before."""
@@ -345,82 +295,42 @@ class HostPoolGroup:
         """Check that a span fits the pools.
 
         Raises:
-            InvalidTransferError: the message names the pool.
+            InvalidTransferError: it is not whole pages, or has states that the pools have not.
         """
-        _check_pages("anchor", indices.anchor, self.page_size)
-        pages = indices.anchor.numel() // self.page_size
-        for name, slots in indices.side.items():
-            if name not in self.side:
-                raise InvalidTransferError(
-                    f"{name!r} is no pool with slots of its own; there are: "
-                    f"{', '.join(self.side) or 'none'}"
-                )
-            ends, page_size = indices.endpoints[name], self.side[name].host_pool.page_size
-            if slots.numel() != len(ends) * page_size:
-                raise InvalidTransferError(
-                    f"{name!r} must have {page_size} slots for each of {len(ends)} endpoints, got "
-                    f"{slots.numel()}"
-                )
-            _check_pages(name, slots, page_size)
-            if ends and ends[-1] > pages:
-                raise InvalidTransferError(
-                    f"{name!r} has an endpoint at page {ends[-1]} of {pages}"
-                )
+        check_pages(indices.kv, self.page_size)
+        if indices.endpoints and not self.has_states:
+            raise InvalidTransferError("the span has states, and there is no pool of them")
+        pages, last = indices.tokens // self.page_size, max(indices.endpoints, default=0)
+        if last > pages:
+            raise InvalidTransferError(f"a state has its endpoint at page {last} of {pages}")
 
     def release(self) -> None:
-        """Release the pages of derived pools whose copies have ended.
+        """Release the pages of pools in the slots of KV whose copies have ended.
 
         Other pools do so in `alloc`.
         """
         for entry in self.entries.values():
-            if not _owns(entry):
+            if entry.device_pool is None:
                 # Called for its effect: it drops the reservations of copies that have ended.
-                # Nothing is allocated from a derived pool, so no other call does.
+                # Nothing is allocated from such a pool, so no other call does.
                 entry.host_slots.available_size()
 
 
-def _owns(entry: PoolEntry) -> bool:
-    return entry.indices_from_pool is None
-
-
-def _check_pages(name: str, slots: torch.Tensor, page_size: int) -> None:
-    try:
-        check_pages(slots, page_size)
-    except InvalidTransferError as error:
-        raise InvalidTransferError(f"{name}: {error}") from None
-
-
-def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
-    if entry.hit_policy is PoolHitPolicy.BLOCK_GROUPS or entry.window_pages < 1:
-        raise InvalidPoolError(
-            f"{entry.name!r}: hit_policy must be all_pages, or trailing_pages with window_pages "
-            f"from 1 on; got {entry.hit_policy}, {entry.window_pages}"
-        )
-    if entry.name == PoolName.KV and (
-        not _owns(entry) or entry.hit_policy is not PoolHitPolicy.ALL_PAGES
-    ):
-        raise InvalidPoolError(f"{entry.name!r} must have slots of its own and need all pages")
-    if _owns(entry):
+def _check(entry: PoolEntry, kv: PagedHostPool) -> None:
+    ours = entry.host_pool
+    if entry.name in (PoolName.KV, PoolName.MAMBA):
         if entry.device_pool is None:
-            raise InvalidPoolError(
-                f"{entry.name!r}: device_pool is missing; only a pool with indices_from_pool "
-                "needs none"
-            )
+            raise InvalidPoolError(f"{entry.name!r}: device_pool is missing")
+        if entry.has_states and ours.page_size != 1:
+            raise InvalidPoolError(f"{entry.name!r}: page_size must be 1, got {ours.page_size}")
         return
-    source = entries.get(entry.indices_from_pool or PoolName.KV)
-    if source is None or not _owns(source):
+    if entry.device_pool is not None:
         raise InvalidPoolError(
-            f"{entry.name!r}: indices_from_pool names {entry.indices_from_pool!r}, which has no "
-            "slots of its own here"
+            f"{entry.name!r}: device_pool must be None, as for every pool but 'kv' and 'mamba': it "
+            "has the slots of 'kv'"
         )
-    if entry.hit_policy is not source.hit_policy or entry.window_pages != source.window_pages:
+    if ours.page_size != kv.page_size or ours.size < kv.size:
         raise InvalidPoolError(
-            f"{entry.name!r}: hit_policy and window_pages must be those of {source.name!r}"
-        )
-    ours, theirs = entry.host_pool, source.host_pool
-    if ours.page_size != theirs.page_size or ours.size < theirs.size:
-        raise InvalidPoolError(
-            f"{entry.name!r}: host_pool must have the page size of {source.name!r} and at least "
-            f"its slots: {ours.page_size} and {ours.size}, not {theirs.page_size} and "
-            f"{theirs.size}"
+            f"{entry.name!r}: host_pool must have the page size of 'kv' and at least its slots: "
+            f"{kv.page_size} and {kv.size}, not {ours.page_size} and {ours.size}"
         )

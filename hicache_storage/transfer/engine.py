@@ -29,7 +29,7 @@ class Acknowledgement:
     """The end of a copy: host pages of a write-back can be read, layers of a load have arrived.
 
     Args:
-        events: of the copy, recorded on one stream in this order.
+        events: of the copy, recorded on one stream in this order. Without any it has ended.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -39,12 +39,13 @@ class Acknowledgement:
     def done(self) -> bool:
         """Return True if the copy has ended; does not block."""
         # A query is a call of CUDA; what has ended is not asked about again.
-        self._is_done = self._is_done or self.events[-1].query()
+        self._is_done = self._is_done or all(event.query() for event in self.events[-1:])
         return self._is_done
 
     def synchronize(self) -> None:
         """Block the calling thread until the copy has ended."""
-        self.events[-1].synchronize()
+        for event in self.events[-1:]:
+            event.synchronize()
 
 
 class LayerCounter(Acknowledgement):
@@ -63,7 +64,8 @@ class LayerCounter(Acknowledgement):
         Raises:
             InvalidTransferError: a CUDA graph is being captured on the stream.
         """
-        stream.wait_event(self.events[layer])
+        if self.events:
+            stream.wait_event(self.events[layer])
 
 
 class PageTransfers:

@@ -133,8 +133,6 @@ class Rank:
                 faulty,
                 early,
                 result.tokens // PAGE,
-                result.outcome,
-                *result.hashes,
             )
             written = self.written(keys, common)
             stored = self.stored(keys, result)
@@ -251,8 +249,7 @@ class Rank:
             for _ in range(polls):
                 operation.poll()
         result = self.controller.prefetcher.terminate(operation)
-        assert list(result.hashes) == keys[: result.tokens // PAGE]
-        assert self.stack.holds("host", result.host, labels or keys)
+        assert self.stack.holds("host", result, labels or keys)
         return result
 
     def written(self, keys, common):
@@ -271,8 +268,8 @@ class Rank:
 
     def stored(self, keys, result):
         """What was fetched is backed up again; a rank whose storage fails decides for all."""
-        number = self.controller.backups.begin(result.host, result.hashes)
-        self.stack.give("host", result.host)
+        number = self.controller.backups.begin(result, keys[: result.tokens // PAGE])
+        self.stack.give("host", result)
         [told] = eventually(self.controller.backups.completed)
         assert told.operation_id == number
         return told.stored_pages, told.complete

@@ -134,7 +134,8 @@ class Stack:
             StackConfig(**fields), rank_group=rank_group, streams=(self.simulator, self.compute)
         )
         self._built = built
-        self.controller, self.group, self.transfers = built.controller, built.group, built.transfers
+        self.controller, self.transfers = built.controller, built.transfers
+        self.group = built.controller.group
         self.device, self.host = built.device_pools, built.host_pools
 
     def close(self):
@@ -159,8 +160,6 @@ class Stack:
         of `before`."""
         for name in self.group.entries:
             slots, ends = self.group.slots(indices, name), self.group.endpoints(indices, name)
-            if slots is None or not ends:
-                continue
             for number, end in enumerate(ends):
                 key = keys[end - 1] if end else before[-1]
                 slot = slots.view(len(ends), -1)[number, 0].item()
@@ -174,7 +173,7 @@ class Stack:
             needs[MAMBA] = len(ends)
         taken = getattr(self.group, tier).alloc(needs)
         assert taken is not None
-        return self.group.span(taken, {MAMBA: tuple(ends)} if MAMBA in needs else {})
+        return self.group.span(taken, tuple(ends) if MAMBA in needs else ())
 
     def give(self, tier, indices):
         """Free what `take` took."""
@@ -182,12 +181,13 @@ class Stack:
 
     def free(self, tier="host"):
         """Free slots of a tier by pool."""
-        return getattr(self.group, tier).available({KV, *self.group.side})
+        return getattr(self.group, tier).available(self._owners())
 
     def total(self):
-        return {
-            name: self.group.entries[name].host_pool.size for name in sorted({KV, *self.group.side})
-        }
+        return {name: self.group.entries[name].host_pool.size for name in self._owners()}
+
+    def _owners(self):
+        return [KV, MAMBA] if self.group.has_states else [KV]
 
 
 def tokens(pages, seed=0):
@@ -233,7 +233,7 @@ class Session:
         lock = self.cache.lock(match)
         state = int(self.cache.alloc_state()) if self.cache.has_states else None
         loaded = self.cache.load(lock, state)
-        self.stack.controller.layer_counter(self.cache.start_loading()).synchronize()
+        self.cache.start_loading().synchronize()
         found = match.state_slot if loaded.state_slot is None else loaded.state_slot
         for tensor, wanted in self._memory(
             loaded.device_indices, {} if found is None else {match.length: found}

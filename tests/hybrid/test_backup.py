@@ -16,7 +16,7 @@ KEYS = page_hashes(tokens(12), PAGE)
 
 
 def backed_up(stack, host, keys=KEYS, prefix=()):
-    number = stack.controller.backups.begin(host, keys[: host.anchor.numel() // PAGE], prefix)
+    number = stack.controller.backups.begin(host, keys[: host.kv.numel() // PAGE], prefix)
     [result] = eventually(stack.controller.backups.completed)
     assert result.operation_id == number
     return result
@@ -40,14 +40,14 @@ def test_all_pools_are_stored(stack, store):
     stack.controller.free_host(host)
     result = fetched(stack, 6)
     assert result.tokens == 6 * PAGE
-    assert stack.holds("host", result.host, KEYS)
+    assert stack.holds("host", result, KEYS)
 
 
 def test_a_state_alone_is_stored_under_the_key_before_it(stack, store):
     stack.controller.attach(store.open())
     backed_up(stack, filled(stack, 4))
     alone = stack.take("host", 0, ends=(1,))
-    alone = HybridIndices(alone.anchor, alone.side, {MAMBA: (0,)})
+    alone = HybridIndices(states=alone.states, endpoints=(0,))
     stack.fill("host", alone, [], KEYS[:4])
     assert backed_up(stack, alone, prefix=KEYS[:4]) == stored(2, 0)
     assert fetched(stack, 4).tokens == 4 * PAGE
@@ -177,7 +177,7 @@ def test_ending_tells_or_forgets_what_is_on_its_way(make_stack, store, gate, end
     storage.before = hang
     hosts = [filled(stack, 2), filled(stack, 3)]
     numbers = [
-        stack.controller.backups.begin(host, KEYS[: host.anchor.numel() // PAGE]) for host in hosts
+        stack.controller.backups.begin(host, KEYS[: host.kv.numel() // PAGE]) for host in hosts
     ]
     assert hang.entered.wait(60)
     getattr(stack.controller, end)()
@@ -217,9 +217,9 @@ def test_a_replicated_pool_has_one_writer(make_stack, kit, replicated, tp_rank, 
     ("host", "hashes", "message"),
     [
         (HybridIndices(torch.arange(2 * PAGE)), KEYS[:1], "one for each of 2 pages, got 1"),
-        (HybridIndices(torch.arange(2 * PAGE - 1)), KEYS[:2], "anchor"),
+        (HybridIndices(torch.arange(2 * PAGE - 1)), KEYS[:2], "whole pages"),
         (
-            HybridIndices(torch.arange(0), {MAMBA: torch.arange(1)}, {MAMBA: (0,)}),
+            HybridIndices(states=torch.arange(1), endpoints=(0,)),
             [],
             "prefix_hashes is empty",
         ),

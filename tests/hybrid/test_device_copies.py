@@ -25,12 +25,11 @@ def written(stack, pages, ends=(), node=1):
 
 def test_every_pool_comes_back_as_it_went(stack):
     device, host = written(stack, 5, ends=(2, 5))
-    assert host.endpoints == {MAMBA: (2, 5)}
+    assert host.endpoints == (2, 5)
     assert stack.holds("host", host, KEYS)
     loaded = stack.controller.load(host, [1])
-    assert not set(loaded.anchor.tolist()) & set(device.anchor.tolist())
-    consumer = stack.controller.start_loading()
-    stack.controller.layer_counter(consumer).synchronize()
+    assert not set(loaded.kv.tolist()) & set(device.kv.tolist())
+    stack.controller.start_loading().synchronize()
     assert stack.holds("device", loaded, KEYS)
     assert eventually(stack.controller.completed_loads) == [1]
     assert (
@@ -42,18 +41,18 @@ def test_every_pool_comes_back_as_it_went(stack):
 
 def test_operations_of_a_step_are_one_and_told_once(stack):
     spans = [stack.take("device", pages, ends) for pages, ends in ((2, (2,)), (1, ()), (3, (1, 3)))]
-    hosts = [stack.controller.write(span, node, priority=-node) for node, span in enumerate(spans)]
+    hosts = [stack.controller.write(span, node) for node, span in enumerate(spans)]
     assert stack.controller.completed_writes() == []
     assert stack.controller.start_writing() == 6 * PAGE
     assert stack.controller.start_writing() == 0
-    assert eventually(stack.controller.completed_writes) == [2, 1, 0]
+    assert eventually(stack.controller.completed_writes) == [0, 1, 2]
     assert stack.controller.completed_writes() == []
     for node, host in enumerate(hosts):
         assert stack.controller.load(host, [node, node + 10]) is not None
-    assert stack.controller.start_loading() > 0
+    assert stack.controller.start_loading().events
     assert eventually(stack.controller.completed_loads) == [0, 10, 1, 11, 2, 12]
-    assert stack.controller.start_loading() == -1
-    stack.controller.layer_counter(-1).wait(0, stack.compute)
+    stack.controller.start_loading().wait(0, stack.compute)
+    assert stack.controller.start_loading().done()
 
 
 def test_a_layer_is_waited_for_in_the_pools_that_have_it(stack):
@@ -61,7 +60,7 @@ def test_a_layer_is_waited_for_in_the_pools_that_have_it(stack):
     _, host = written(stack, 2, ends=(2,))
     stack.controller.load(host, [1])
     stack.simulator.is_held = True
-    counter = stack.controller.layer_counter(stack.controller.start_loading())
+    counter = stack.controller.start_loading()
     for layer in (0, 1):
         stream = stack.simulator.stream(f"model {layer}")
         counter.wait(layer, stream)
@@ -87,29 +86,28 @@ def test_a_step_waits_for_earlier_loads_too(stack):
     stack.simulator.is_held = True
     first = stack.controller.start_loading()
     assert stack.controller.completed_loads() == []
-    assert stack.controller.start_loading() == first
-    more = HybridIndices(host.anchor[PAGE:], host.side, {MAMBA: (1,)})
+    assert stack.controller.start_loading() is first
+    more = HybridIndices(host.kv[PAGE:], host.states, (1,))
     stack.controller.load(more, [2])
     second = stack.controller.start_loading()
-    assert second > first
-    counter = stack.controller.layer_counter(second)
-    assert not counter.done()
-    counter.synchronize()
-    assert counter.done()
+    first.synchronize()
+    assert not second.done(), "a step waits for no load of a later one"
+    second.synchronize()
+    assert second.done()
     assert stack.holds("device", device, KEYS)
     assert eventually(stack.controller.completed_loads) == [1, 2]
-    assert stack.controller.start_loading() == -1
+    assert stack.controller.start_loading().done()
 
 
 def test_a_state_is_loaded_into_the_slot_of_a_request(stack):
     """Once into the node's slot with its KV, and alone into one that the caller has."""
     _, host = written(stack, 3, ends=(3,))
-    own = stack.take("device", 0, ends=(1,)).side[MAMBA]
-    alone = HybridIndices(torch.empty(0, dtype=torch.int64), host.side, {MAMBA: (0,)})
+    own = stack.take("device", 0, ends=(1,)).states
+    alone = HybridIndices(states=host.states, endpoints=(0,))
     node = stack.controller.load(host, [1])
-    request = stack.controller.load(alone, [], into={MAMBA: own})
-    assert request.side[MAMBA].tolist() == own.tolist() != node.side[MAMBA].tolist()
-    counter = stack.controller.layer_counter(stack.controller.start_loading())
+    request = stack.controller.load(alone, [], into=own)
+    assert request.states.tolist() == own.tolist() != node.states.tolist()
+    counter = stack.controller.start_loading()
     counter.synchronize()
     assert stack.holds("device", node, KEYS)
     assert stack.holds("device", request, KEYS, KEYS[:3])
@@ -137,7 +135,7 @@ def test_a_host_that_is_short_evicts_once(stack):
 
     def evict(slots):
         asked.append(slots)
-        stack.group.host.free({KV: held.anchor[:slots]})
+        stack.group.host.free({KV: held.kv[:slots]})
 
     stack.group.host.on_shortage(KV, evict)
     assert stack.controller.write(stack.take("device", 3, ends=(3,)), 1) is not None
@@ -154,7 +152,7 @@ def test_without_room_nothing_is_taken(make_stack):
     assert stack.controller.load(host, [1]) is None
     assert stack.free("device") == before
     assert stack.controller.start_writing() == 0
-    assert stack.controller.start_loading() == -1
+    assert stack.controller.start_loading().done()
     assert (
         stack.controller.stats().writes_without_room,
         stack.controller.stats().loads_without_room,
@@ -165,14 +163,12 @@ def test_refused_spans_take_nothing(stack):
     device = stack.take("device", 2, ends=(2,))
     host = stack.take("host", 2, ends=(2,))
     free = stack.free(), stack.free("device")
-    with pytest.raises(InvalidTransferError, match="anchor"):
-        stack.controller.write(HybridIndices(device.anchor[1:]), 1)
-    with pytest.raises(InvalidTransferError, match="into: 'mamba' must have 1 slots"):
-        stack.controller.load(host, [1], into={MAMBA: torch.arange(2)})
-    with pytest.raises(InvalidTransferError, match="into: 'kv' must have 0 slots"):
-        stack.controller.load(host, [1], into={KV: torch.arange(2 * PAGE)})
+    with pytest.raises(InvalidTransferError, match="whole pages"):
+        stack.controller.write(HybridIndices(device.kv[1:]), 1)
+    with pytest.raises(InvalidTransferError, match="into must have 1 slots"):
+        stack.controller.load(host, [1], into=torch.arange(2))
     with pytest.raises(InvalidTransferError, match="leave it out"):
-        stack.controller.load(host, [1], into={KV: torch.arange(0)})
+        stack.controller.load(HybridIndices(host.kv), [1], into=torch.arange(1))
     assert (stack.free(), stack.free("device")) == free
 
 
@@ -211,15 +207,15 @@ def test_overwriting_waits_for_the_copies_of_every_pool(stack):
 def test_two_loads_of_a_step_into_one_slot_are_refused_before_anything_is_copied(stack):
     """Found out by `start_loading`, it would undo every load of the step."""
     _, host = written(stack, 2, ends=(2,))
-    own = stack.take("device", 0, ends=(1,)).side[MAMBA]
-    assert stack.controller.load(host, [1], into={MAMBA: own}) is not None
+    own = stack.take("device", 0, ends=(1,)).states
+    assert stack.controller.load(host, [1], into=own) is not None
     free = stack.free("device")
     with pytest.raises(InvalidTransferError, match="a slot that another load of this step goes to"):
-        stack.controller.load(host, [2], into={MAMBA: own})
+        stack.controller.load(host, [2], into=own)
     assert stack.free("device") == free
-    stack.controller.layer_counter(stack.controller.start_loading()).synchronize()
+    stack.controller.start_loading().synchronize()
     assert eventually(stack.controller.completed_loads) == [1]
-    assert stack.controller.load(host, [2], into={MAMBA: own}) is not None
+    assert stack.controller.load(host, [2], into=own) is not None
 
 
 def test_slots_are_given_back_once(stack):

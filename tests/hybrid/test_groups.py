@@ -14,7 +14,6 @@ from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import (
     InvalidPoolError,
     InvalidTransferError,
-    PoolHitPolicy,
     PoolName,
     SlotError,
 )
@@ -142,7 +141,7 @@ def test_an_eviction_that_fails_leaves_what_is_free(tier, caplog):
 def test_derived_pools_use_their_sources_slots(stack):
     span = stack.take("host", 3, ends=(1, 3))
     group = stack.group
-    assert group.slots(span, INDEXER) is span.anchor
+    assert group.slots(span, INDEXER) is span.kv
     assert group.endpoints(span, INDEXER) == group.endpoints(span, KV) == (1, 2, 3)
     assert group.endpoints(span, MAMBA) == (1, 3)
     assert list(group.owned(span)) == [KV, MAMBA]
@@ -151,24 +150,23 @@ def test_derived_pools_use_their_sources_slots(stack):
     assert stack.free() == stack.total()
 
 
-def side(slots, ends, name=MAMBA):
-    return HybridIndices(torch.arange(2 * PAGE), {name: torch.tensor(slots)}, {name: ends})
-
-
 @pytest.mark.parametrize(
     ("span", "message"),
     [
-        (HybridIndices(torch.arange(PAGE + 1)), "anchor: indices must be whole pages"),
-        (HybridIndices(torch.arange(1, PAGE + 1)), "anchor: indices must be whole pages"),
-        (HybridIndices(torch.tensor([0, 1, 3, 2])), "anchor: indices must be whole pages"),
-        (side([0, 1, 2, 3], (1,), INDEXER), "'indexer' is no pool with slots of its own"),
-        (side([0, 1], (1,)), "'mamba' must have 1 slots for each of 1 endpoints"),
-        (side([0], (3,)), "'mamba' has an endpoint at page 3 of 2"),
+        (HybridIndices(torch.arange(PAGE + 1)), "indices must be whole pages"),
+        (HybridIndices(torch.arange(1, PAGE + 1)), "indices must be whole pages"),
+        (HybridIndices(torch.tensor([0, 1, 3, 2])), "indices must be whole pages"),
+        (HybridIndices(torch.arange(2 * PAGE), torch.arange(1), (3,)), "endpoint at page 3 of 2"),
     ],
 )
 def test_spans_that_do_not_fit_are_refused(stack, span, message):
     with pytest.raises(InvalidTransferError, match=message):
         stack.group.check(span)
+
+
+def test_states_of_a_model_without_them_are_refused(make_stack):
+    with pytest.raises(InvalidTransferError, match="no pool of them"):
+        make_stack(states=0).group.check(HybridIndices(states=torch.arange(1), endpoints=(0,)))
 
 
 # Spans
@@ -181,43 +179,31 @@ def test_joined_spans_are_one(lengths, data):
     parts, first, states, ends, before = [], 0, 0, [], 0
     for pages in lengths:
         own = sorted(data.draw(st.sets(st.integers(0, pages))))
-        side = ({MAMBA: torch.arange(states, states + len(own))}, {MAMBA: tuple(own)})
-        parts.append(
-            HybridIndices(torch.arange(first, first + pages * PAGE), *(side if own else ({}, {})))
-        )
+        kv = torch.arange(first, first + pages * PAGE)
+        parts.append(HybridIndices(kv, torch.arange(states, states + len(own)), tuple(own)))
         ends += [before + end for end in own]
         first, states, before = first + pages * PAGE, states + len(own), before + pages
     whole = HybridIndices.concat(parts, PAGE)
-    assert whole.anchor.tolist() == list(range(first))
-    assert whole.side.get(MAMBA, whole.anchor[:0]).tolist() == list(range(states))
-    assert whole.endpoints.get(MAMBA, ()) == tuple(ends)
+    assert whole.kv.tolist() == list(range(first))
+    assert whole.states.tolist() == list(range(states))
+    assert whole.endpoints == tuple(ends)
     assert len(parts) > 1 or whole is parts[0]
 
 
-def test_nothing_is_false():
-    rows = torch.arange(PAGE)
-    assert not HybridIndices.empty()
-    assert HybridIndices(rows)
-    assert HybridIndices(rows[:0], {MAMBA: rows[:1]}, {MAMBA: (0,)})
-
-
 @pytest.mark.parametrize(
-    ("anchor", "states", "ends", "message"),
+    ("kv", "states", "ends", "message"),
     [
-        (torch.arange(4, dtype=torch.int32), None, None, "anchor: slots must be one row of int64"),
-        (torch.zeros(2, 2).long(), None, None, "anchor: slots must be one row of int64"),
-        (torch.arange(4), 1, None, "give both"),
-        (torch.arange(4), None, (1,), "give both"),
-        (torch.arange(4), 3, (1, 2), "3 slots do not fit"),
+        (torch.arange(4, dtype=torch.int32), 0, (), "kv: slots must be one row of int64"),
+        (torch.zeros(2, 2).long(), 0, (), "kv: slots must be one row of int64"),
+        (torch.arange(4), 1, (), "1 states do not fit the endpoints"),
+        (torch.arange(4), 0, (1,), "0 states do not fit the endpoints"),
         (torch.arange(4), 2, (2, 1), "do not fit the endpoints"),
         (torch.arange(4), 1, (-1,), "do not fit the endpoints"),
-        (torch.arange(4), 1, (), "do not fit the endpoints"),
     ],
 )
-def test_spans_that_contradict_themselves_are_refused(anchor, states, ends, message):
-    side = {} if states is None else {MAMBA: torch.arange(states)}
+def test_spans_that_contradict_themselves_are_refused(kv, states, ends, message):
     with pytest.raises(InvalidTransferError, match=message):
-        HybridIndices(anchor, side, {} if ends is None else {MAMBA: ends})
+        HybridIndices(kv, torch.arange(states), ends)
 
 
 # Entries
@@ -229,77 +215,31 @@ class Pool:
         self.size, self.page_size = size, page_size
 
 
-def entry(name, pool=None, **fields):
-    pool = pool or Pool()
-    fields.setdefault(
-        "device_pool", None if "indices_from_pool" in fields else SlotAllocator(64, pool.page_size)
+def entry(name, pool=None, device=None):
+    pool = pool or Pool(page_size=1 if name == "mamba" else 4)
+    owns = name in ("kv", "mamba") if device is None else device
+    return PoolEntry(
+        name=name,
+        host_pool=pool,
+        host_slots=HostSlots(SlotAllocator(pool.size, pool.page_size)),
+        device_pool=SlotAllocator(64, pool.page_size) if owns else None,
     )
-    slots = HostSlots(SlotAllocator(pool.size, pool.page_size))
-    return PoolEntry(name=name, host_pool=pool, host_slots=slots, **fields)
-
-
-KV_ENTRY = {"name": "kv"}
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
         ([], "one of the pools must be 'kv'"),
-        ([{"name": "swa"}], "one of the pools must be 'kv'"),
-        ([KV_ENTRY, {"name": "kv"}], "names must differ"),
-        ([KV_ENTRY, {"name": "swa", "device_pool": None}], "'swa': device_pool is missing"),
-        ([KV_ENTRY, {"name": "swa", "hit_policy": "block_groups"}], "'swa': hit_policy must be"),
-        (
-            [KV_ENTRY, {"name": "swa", "hit_policy": "trailing_pages", "window_pages": 0}],
-            "'swa': hit_policy must be",
-        ),
-        ([{**KV_ENTRY, "hit_policy": "trailing_pages"}], "'kv' must have slots of its own"),
-        (
-            [KV_ENTRY, {"name": "indexer", "indices_from_pool": "swa"}],
-            "'indexer': indices_from_pool names 'swa'",
-        ),
-        (
-            [
-                KV_ENTRY,
-                {"name": "a", "indices_from_pool": "kv"},
-                {"name": "b", "indices_from_pool": "a"},
-            ],
-            "'b': indices_from_pool names 'a'",
-        ),
-        (
-            [
-                KV_ENTRY,
-                {"name": "indexer", "indices_from_pool": "kv", "hit_policy": "trailing_pages"},
-            ],
-            "'indexer': hit_policy and window_pages must be those of 'kv'",
-        ),
-        (
-            [KV_ENTRY, {"name": "indexer", "indices_from_pool": "kv", "pool": Pool(page_size=2)}],
-            "'indexer': host_pool must have",
-        ),
-        (
-            [KV_ENTRY, {"name": "indexer", "indices_from_pool": "kv", "pool": Pool(size=28)}],
-            "'indexer': host_pool must have",
-        ),
+        ([entry("indexer")], "one of the pools must be 'kv'"),
+        ([entry("kv"), entry("kv")], "names must differ"),
+        ([entry("kv", device=False)], "'kv': device_pool is missing"),
+        ([entry("kv"), entry("mamba", device=False)], "'mamba': device_pool is missing"),
+        ([entry("kv"), entry("swa", device=True)], "'swa': device_pool must be None"),
+        ([entry("kv"), entry("mamba", Pool())], "'mamba': page_size must be 1, got 4"),
+        ([entry("kv"), entry("indexer", Pool(page_size=2))], "'indexer': host_pool must have"),
+        ([entry("kv"), entry("indexer", Pool(size=28))], "'indexer': host_pool must have"),
     ],
 )
 def test_entries_that_do_not_fit_are_refused(entries, message):
     with pytest.raises(InvalidPoolError, match=message):
-        HostPoolGroup([entry(**fields) for fields in entries])
-
-
-@pytest.mark.parametrize(
-    ("policy", "window", "endpoint", "ends"),
-    [
-        ("all_pages", 1, 3, (1, 2, 3)),
-        ("all_pages", 1, 0, ()),
-        ("trailing_pages", 1, 3, (3,)),
-        ("trailing_pages", 2, 3, (2, 3)),
-        ("trailing_pages", 2, 1, (1,)),
-        ("trailing_pages", 2, 0, ()),
-    ],
-)
-def test_the_pages_that_a_prefix_needs(policy, window, endpoint, ends):
-    assert (
-        entry("swa", hit_policy=PoolHitPolicy(policy), window_pages=window).window(endpoint) == ends
-    )
+        HostPoolGroup(entries)

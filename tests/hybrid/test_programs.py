@@ -114,9 +114,7 @@ class Programs(RuleBasedStateMachine):
         self.nodes += 1
         free = self.stack.free()
         host = self.controller.write(device, self.nodes)
-        assert (host is None) <= (
-            free[KV] < pages * PAGE or free[MAMBA] < len(device.side.get(MAMBA, ()))
-        )
+        assert (host is None) <= (free[KV] < pages * PAGE or free[MAMBA] < len(device.endpoints))
         if host is not None:
             self.controller.start_writing()
             assert eventually(self.controller.completed_writes) == [self.nodes]
@@ -130,7 +128,7 @@ class Programs(RuleBasedStateMachine):
         host, keys = self.owned[pick % len(self.owned)]
         device = self.controller.load(host, [0])
         assert device is not None
-        self.controller.layer_counter(self.controller.start_loading()).synchronize()
+        self.controller.start_loading().synchronize()
         assert eventually(self.controller.completed_loads) == [0]
         assert self.stack.holds("device", device, keys)
         self.stack.give("device", device)
@@ -146,7 +144,7 @@ class Programs(RuleBasedStateMachine):
         if not self.owned:
             return
         host, keys = self.owned[pick % len(self.owned)]
-        pages = host.anchor.numel() // PAGE
+        pages = host.kv.numel() // PAGE
         self.backups[self.controller.backups.begin(host, keys[:pages])] = pages
 
     @rule()
@@ -175,11 +173,9 @@ class Programs(RuleBasedStateMachine):
         if waits:
             eventually(lambda: operation.poll() and operation.done)
         result = self.controller.prefetcher.terminate(operation)
-        assert result.hashes == tuple(keys[: result.tokens // PAGE])
-        assert result.host.anchor.numel() == result.tokens
         if result.tokens:
-            assert result.host.endpoints == {MAMBA: (result.tokens // PAGE,)}
-            self.owned.append((result.host, keys))
+            assert result.endpoints == (result.tokens // PAGE,)
+            self.owned.append((result, keys))
 
     # What always holds
     # -------------------------------------------------------------------------------------------
@@ -190,7 +186,7 @@ class Programs(RuleBasedStateMachine):
             slots = [
                 slot
                 for host, _ in self.owned
-                for slot in self.stack.group.owned(host).get(name, host.anchor[:0]).tolist()
+                for slot in self.stack.group.owned(host).get(name, host.kv[:0]).tolist()
             ]
             assert len(slots) == len(set(slots))
             assert len(slots) + self.stack.free()[name] <= self.stack.total()[name]

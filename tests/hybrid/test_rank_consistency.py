@@ -22,7 +22,7 @@ from hicache_storage.hybrid.ranks import (
     check_consistent,
     make_on_all_ranks,
 )
-from hicache_storage.hybrid.stack.builders import RANK_INVARIANT_FIELDS
+from hicache_storage.hybrid.stack.stack import RANK_INVARIANT_FIELDS
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 from tests.hybrid.stack import PAGE, build, dsa_config, mamba_config
@@ -135,7 +135,7 @@ def configs(rank, kind=mamba_config, **changes):
 
 @pytest.fixture
 def nothing_is_made():
-    with mock.patch("hicache_storage.hybrid.stack.builders.build_pools") as build_pools:
+    with mock.patch("hicache_storage.hybrid.stack.stack.build_pools") as build_pools:
         yield
         assert not build_pools.called
 

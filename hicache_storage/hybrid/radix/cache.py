@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.controller import HybridCacheController
     from hicache_storage.hybrid.radix.prefixes import LoadResult, PrefixLock
     from hicache_storage.hybrid.radix.tree import Node, Units
+    from hicache_storage.transfer import LayerCounter
 
 
 def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> int:
@@ -123,7 +124,7 @@ class HiMambaRadixCache:
         """Tokens between the positions from which a request can continue."""
         self.has_states = checkpoint_grid is not None
         """Whether the model has recurrent states."""
-        if self.has_states is not (PoolName.MAMBA in controller.group.side):
+        if self.has_states is not controller.group.has_states:
             raise ConfigError(
                 "checkpoint_grid must be given for a controller with a pool of states, and only "
                 f"for one, got {checkpoint_grid}"
@@ -237,13 +238,11 @@ class HiMambaRadixCache:
             )
         return self._locks.load(lock, state_slot)
 
-    def start_loading(self) -> int:
-        """Launch the loads of this step.
+    def start_loading(self) -> LayerCounter:
+        """Launch the loads of this step; returns the layer counter of its kernels.
 
-        Returns the id of the layer counter of its kernels.
-
-        -1 if no load is running. Requests that loaded nothing wait as well: their prefix may be
-        part of another request's load.
+        Requests that loaded nothing wait as well: their prefix may be part of another request's
+        load.
         """
         return self._controller.start_loading()
 

@@ -10,10 +10,11 @@ from hicache_storage.hybrid.radix.tree import SlotKind
 
 if TYPE_CHECKING:
     from hicache_storage.hybrid.controller import HybridCacheController
+    from hicache_storage.hybrid.pools import HybridIndices
     from hicache_storage.hybrid.radix.slots import SlotOwnership
     from hicache_storage.hybrid.radix.tree import Node, RadixTree, Units
     from hicache_storage.hybrid.radix.write_back import NodeWriteBack
-    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation, PrefetchResult
+    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +101,20 @@ class RequestPrefetches:
         running = self.running.pop(request_id, None)
         if running is None:
             return 0
-        result = self._controller.prefetcher.terminate(running.operation)
+        fetched = self._controller.prefetcher.terminate(running.operation)
         # Pages can be on the host only if the prefix before them is.
         wanted = (
-            bool(result.tokens)
+            bool(fetched.tokens)
             and running.is_wanted()
             and self._write_back.back_up_kv(running.node.upward())
         )
         if wanted:
-            self._insert_fetched(running.node, running.tokens, result)
+            self._insert_fetched(running.node, running.tokens, fetched)
         else:
-            self._controller.free_host(result.host)
-            self.dropped_tokens += result.tokens
+            self._controller.free_host(fetched)
+            self.dropped_tokens += fetched.tokens
         running.kept.release()
-        return result.tokens if wanted else 0
+        return fetched.tokens if wanted else 0
 
     def end_all(self) -> None:
         """End all prefetches, in the order in which they were started."""
@@ -122,25 +123,17 @@ class RequestPrefetches:
         for request_id in list(self.running):
             self.end(request_id)
 
-    def _insert_fetched(self, anchor: Node, tokens: Units, result: PrefetchResult) -> None:
-        """Insert fetched pages below the anchor.
+    def _insert_fetched(self, above: Node, tokens: Units, fetched: HybridIndices) -> None:
+        """Insert fetched pages below a node.
 
         Slots of pages that are there already are freed.
         """
-        host, size = self._ownership.host, self._tree.page_size
-        states = self._ownership.state_slots(result.host)
-        node, done = anchor, 0
-        for pages in sorted({*states, result.tokens // size}):
-            end = pages * size
-            node = self._ownership.insert(
-                host, node, tokens[done:end], result.host.anchor[done:end]
-            )
-            done = end
-            if pages in states:
-                self._ownership.insert_state(host, node, states[pages])
-        for each in node.upward(anchor.end):
+        host = self._ownership.host
+        node = self._ownership.insert(host, above, tokens[: fetched.tokens], fetched.kv)
+        for each in node.upward(above.end):
             # They came from the storage: the next hit must not write them there again.
             each.stored.add(SlotKind.KV)
-        self._write_back.record_fetched(result.tokens)
-        if result.tokens // size in states:
+        if fetched.endpoints:
+            self._ownership.insert_state(host, node, fetched.states)
             node.stored.add(SlotKind.STATE)
+        self._write_back.record_fetched(fetched.tokens)

@@ -234,9 +234,7 @@ class PrefixLocks:
             taken = self._take_device_slots(held, state_slot)
             if taken is None:
                 return None
-            loaded_slot = next(
-                (int(slot) for slot in self._ownership.state_slots(taken).values()), None
-            )
+            loaded_slot = int(taken.states[0]) if taken.endpoints else None
             # The new lock comes first, so that nothing of the prefix is unlocked in between.
             before, state = held.slots, device[SlotKind.STATE]
             held.slots = SlotLocks({device[SlotKind.KV]: held.node, state: before.nodes.get(state)})
@@ -273,14 +271,13 @@ class PrefixLocks:
         if not nodes and state is None:
             return source  # loaded or inserted by another request
         load_id = next(self._load_ids)
-        into = (
-            {} if state_slot is None else {name: torch.tensor([state_slot]) for name in source.side}
-        )
+        given = state_slot is not None and state is not None
+        into = torch.tensor([state_slot]) if given else None
         taken = self._controller.load(source, [load_id], into=into)
         if taken is None:
             return None
         for node, part in zip(
-            nodes, torch.split(taken.anchor, [len(node.tokens) for node in nodes]), strict=True
+            nodes, torch.split(taken.kv, [len(node.tokens) for node in nodes]), strict=True
         ):
             # A copy: a view of one node's rows would keep those of all nodes alive.
             device[SlotKind.KV].add(node, part.clone())

@@ -11,7 +11,6 @@ import torch
 
 from hicache_storage.hybrid.pools import NO_SLOTS, HybridIndices
 from hicache_storage.hybrid.radix.tree import SlotKind
-from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -224,22 +223,11 @@ class SlotOwnership:
         """Return the span of KV rows, and of a state after the last of them."""
         if state is None:
             return HybridIndices(rows)
-        ends = (rows.numel() // self._tree.page_size,)
-        return HybridIndices(rows, {PoolName.MAMBA: state}, {PoolName.MAMBA: ends})
+        return HybridIndices(rows, state, (rows.numel() // self._tree.page_size,))
 
     def states(self, slots: torch.Tensor) -> HybridIndices:
         """Return a span of state slots without rows."""
-        return HybridIndices(
-            NO_SLOTS, {PoolName.MAMBA: slots}, {PoolName.MAMBA: tuple(range(slots.numel()))}
-        )
-
-    def state_slots(self, indices: HybridIndices) -> dict[int, torch.Tensor]:
-        """Return the state slots of a span, by their endpoints in pages."""
-        ends = indices.endpoints.get(PoolName.MAMBA, ())
-        return {
-            end: slot.view(1)
-            for end, slot in zip(ends, indices.side.get(PoolName.MAMBA, NO_SLOTS), strict=True)
-        }
+        return HybridIndices(states=slots, endpoints=(0,) * slots.numel())
 
     def split(self, node: Node, end: int) -> Node:
         """Split a node before token `end`; returns the upper part."""

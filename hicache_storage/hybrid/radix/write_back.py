@@ -149,9 +149,9 @@ class NodeWriteBack:
             self.declined += 1
             return False
         if SlotKind.KV in kinds:
-            host[SlotKind.KV].add(node, taken.anchor)
-        for slot in self._ownership.state_slots(taken).values():
-            host[SlotKind.STATE].add(node, slot)
+            host[SlotKind.KV].add(node, taken.kv)
+        if SlotKind.STATE in kinds:
+            host[SlotKind.STATE].add(node, taken.states)
             node.state_saved = True
         node.writing += 1
         self.writes[ticket] = _Copy(node, node.start, kinds, self._locks(node, kinds))

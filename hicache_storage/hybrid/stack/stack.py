@@ -1,33 +1,64 @@
-"""Assembled cache: pools, controller, radix cache, and a replaceable storage."""
+"""Assembled cache of a hybrid model, built from one config: on every rank, or on none."""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
-from hicache_storage.hybrid.ranks import make_on_all_ranks
-from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS
-from hicache_storage.hybrid.storage_io.workers import StorageAttachedError
+import torch
+import torch.distributed as dist
+
+from hicache_storage.hybrid.controller import STOP_SECONDS, HybridCacheController
+from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
+from hicache_storage.hybrid.radix import HiMambaRadixCache
+from hicache_storage.hybrid.ranks import (
+    SingleRank,
+    TorchRankGroup,
+    check_consistent,
+    make_on_all_ranks,
+)
+from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS, StackConfig
+from hicache_storage.hybrid.storage_io.calls import StatsCounter
+from hicache_storage.hybrid.storage_io.workers import StorageAttachedError, close_quietly
 from hicache_storage.plugins import create_storage
+from hicache_storage.pools import DevicePool, PagedHostPool
 from hicache_storage.spec import ConfigError, HiCacheStorage, PoolName
+from hicache_storage.transfer import (
+    CudaDevice,
+    CudaStream,
+    PageTransfers,
+    PoolPair,
+    StreamSimulator,
+)
+from hicache_storage.transfer.cuda.device import cuda_device
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Callable, Mapping
 
-    from hicache_storage.hybrid.controller import HybridCacheController
-    from hicache_storage.hybrid.pools import HostPoolGroup
-    from hicache_storage.hybrid.radix import HiMambaRadixCache
-    from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
-    from hicache_storage.pools import (
-        DevicePool,
-        PagedHostPool,
-    )
-    from hicache_storage.transfer import PageTransfers, Stream
+    from hicache_storage.hybrid.ranks import RankGroup
+    from hicache_storage.hybrid.stack.config import StorageConfig
+    from hicache_storage.transfer import Device, Stream
 
-POLL_SECONDS = 0.0005
+POLL_SECONDS: Final = 0.0005
 """Time between two polls of `drain`."""
+RANK_INVARIANT_FIELDS: Final[tuple[str, ...]] = (
+    "pools",
+    "page_size",
+    "checkpoint_grid",
+    "device_tokens",
+    "device_states",
+    "host_tokens",
+    "host_states",
+    "layout",
+    "write_policy",
+    "prefetch",
+    "bigram",
+    "kv_replicated",
+    "storage",
+)
+"""Values that must be equal on all ranks, as messages name them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +116,7 @@ class HybridStack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def own(self, closing: ExitStack) -> None:
@@ -156,6 +182,249 @@ class HybridStack:
             StreamFailedError: a copy has failed; everything is closed all the same.
         """
         self._closing.close()
+
+
+def build_hybrid_stack(
+    config: StackConfig | Callable[[], StackConfig],
+    *,
+    storage: HiCacheStorage | None = None,
+    rank_group: RankGroup | None = None,
+    streams: tuple[Device, Stream] | None = None,
+) -> HybridStack:
+    """Build the cache of a model. A collective.
+
+    A config that one rank refuses, or that differs between ranks where it must not, is refused on
+    all of them before memory is allocated.
+
+    Args:
+        config: or, with `rank_group`, a function that makes it: then the other ranks do not wait
+            for a rank whose config is refused.
+        storage: made by the caller with `config.identity()`, instead of `config.storage`. The stack
+            owns it; a build that fails closes it.
+        rank_group: the ranks of the replica; None makes a group over torch.distributed if there are
+            several.
+        streams: the device that makes the streams of the copies, and the model's stream, both owned
+            by the caller. None means the current CUDA stream of `config.device`, or on the CPU a
+            simulator that the stack closes.
+
+    Raises:
+        ConfigError: the device does not exist, ranks are not those of torch.distributed or have
+            different configs, there are two storages, or the storage is for other bytes; the
+            message names the field. Nothing is open then.
+        OtherRankError: another rank refuses its config, or fails.
+        HiCacheError: as pools, `create_storage` and `HybridCacheController.attach` raise them;
+            nothing is open then.
+    """
+    # `closing` becomes the stack's own; `failing` holds what only a failed build has to undo.
+    with ExitStack() as closing, ExitStack() as failing:
+        # First: a storage of the caller's is closed whatever fails below.
+        if storage is not None:
+            seconds = config.stop_seconds if isinstance(config, StackConfig) else STOP_SECONDS
+            failing.callback(close_quietly, storage, seconds, StatsCounter())
+        # Without a group there is no way to report a refused config to the other ranks: `parallel`
+        # in the config is needed to make the group.
+        if rank_group is None:
+            config = _make_config(config)
+            rank_group = _make_rank_group(config, closing)
+        agreed = _agreed_config(config, storage, rank_group, streams)
+        host_slots = _host_slots(agreed, rank_group)
+        pools = make_on_all_ranks(
+            rank_group, "pools", lambda: _make_pools(agreed, host_slots, streams, closing)
+        )
+        stack = HybridStack(agreed, pools, *_make_caches(agreed, pools, rank_group, closing))
+        wanted = agreed.storage if storage is None else storage
+        if wanted is not None:
+            stack.attach(wanted)
+        failing.pop_all()
+        stack.own(closing.pop_all())
+    return stack
+
+
+def _make_config(given: StackConfig | Callable[[], StackConfig]) -> StackConfig:
+    config: object = given() if callable(given) else given
+    if not isinstance(config, StackConfig):
+        raise ConfigError(f"config must be a StackConfig, got {type(config).__name__}")
+    return config
+
+
+def _agreed_config(
+    given: StackConfig | Callable[[], StackConfig],
+    storage: HiCacheStorage | None,
+    rank_group: RankGroup,
+    streams: tuple[Device, Stream] | None,
+) -> StackConfig:
+    """Return the config, once all ranks have accepted theirs and agree. A collective."""
+    # A rank that refuses takes part in the comparison all the same, with a vector of equal length.
+    config, refusal = None, None
+    values: Mapping[str, object] = dict.fromkeys(RANK_INVARIANT_FIELDS)
+    try:
+        config = _make_config(given)
+        _check(config, storage, streams)
+        values = rank_invariant_values(config, storage)
+    except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks know
+        refusal = error
+    check_consistent(rank_group, values, refusal)
+    assert config is not None
+    return config
+
+
+def _check(
+    config: StackConfig, storage: HiCacheStorage | None, streams: tuple[Device, Stream] | None
+) -> None:
+    if storage is not None and config.storage is not None:
+        raise ConfigError("storage: config.storage names one, too; give one of them")
+    place = torch.device(config.device)
+    if place.type == "cuda" and streams is None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device is {config.device!r}, and CUDA is not available here; pass 'cpu'"
+            )
+        cuda_device(place)
+
+
+def _make_rank_group(config: StackConfig, closing: ExitStack) -> RankGroup:
+    if config.parallel.replica_size == 1:
+        return SingleRank()
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"parallel has {config.parallel.replica_size} ranks that serve together, and "
+            "torch.distributed is not initialized; call init_process_group before, or pass "
+            "rank_group"
+        )
+    rank_group = TorchRankGroup.of(config.parallel)
+    closing.callback(rank_group.close)
+    return rank_group
+
+
+def _host_slots(config: StackConfig, rank_group: RankGroup) -> dict[PoolName, int]:
+    """Return the slots of each host pool. A collective.
+
+    A size given as memory becomes the slots that fit on every rank.
+    """
+    mine = {name: config.slots_of(name)[1] for name in config.pools}
+    fewest = dict(zip(mine, rank_group.all_reduce_min(list(mine.values())), strict=True))
+    return {
+        name: fewest[name] if config.is_sized_by_memory(name) else count
+        for name, count in mine.items()
+    }
+
+
+def _make_pools(
+    config: StackConfig,
+    host_slots: Mapping[PoolName, int],
+    streams: tuple[Device, Stream] | None,
+    closing: ExitStack,
+) -> StackPools:
+    place = torch.device(config.device)
+    # CUDA locks host memory in the context of the current device.
+    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        pools = build_pools(config, host_slots, *(streams or _own_streams(config, closing)))
+    # `ExitStack` closes in reverse: first the controller, then running copies are waited for, then
+    # the simulator that runs them is closed.
+    closing.callback(pools.transfers.synchronize)
+    return pools
+
+
+def _own_streams(config: StackConfig, closing: ExitStack) -> tuple[Device, Stream]:
+    place = torch.device(config.device)
+    if place.type == "cuda":
+        return CudaDevice(place), CudaStream(torch.cuda.current_stream(place))
+    simulator = closing.enter_context(StreamSimulator())
+    return simulator, simulator.stream("compute")
+
+
+def _make_caches(
+    config: StackConfig, pools: StackPools, rank_group: RankGroup, closing: ExitStack
+) -> tuple[HybridCacheController, HiMambaRadixCache]:
+    controller = HybridCacheController(
+        pools.group,
+        transfers=pools.transfers,
+        parallel=config.parallel,
+        rank_group=rank_group,
+        rules=config.prefetch,
+        bigram=config.bigram,
+        storage_call_seconds=config.storage_call_seconds,
+        attach_seconds=config.attach_seconds,
+        stop_seconds=config.stop_seconds,
+    )
+    closing.callback(controller.close)
+    cache = HiMambaRadixCache(
+        controller, checkpoint_grid=config.checkpoint_grid, write_policy=config.write_policy
+    )
+    return controller, cache
+
+
+def rank_invariant_values(config: StackConfig, storage: HiCacheStorage | None) -> dict[str, object]:
+    """Return the values that are compared between ranks, by `RANK_INVARIANT_FIELDS`.
+
+    Host pools whose size is given as memory get as many slots as fit on every rank. All other
+    numbers of slots are those of an engine's tables, so they are compared and never reduced.
+    """
+    named = config.storage if storage is None else storage.identity
+    derived: dict[str, object] = {
+        # Not their geometries: stages of a pipeline have different layers.
+        "pools": sorted(config.pools),
+        "kv_replicated": config.attention.replicated,
+        # None for none, since attaching is a collective.
+        "storage": named and (named.model, *(getattr(named, name) for name in OPERATOR_FIELDS)),
+    }
+    derived |= {
+        name: "memory"
+        for name in ("host_tokens", "host_states")
+        if isinstance(getattr(config, name), str)
+    }
+    return {
+        name: derived[name] if name in derived else getattr(config, name)
+        for name in RANK_INVARIANT_FIELDS
+    }
+
+
+def build_pools(
+    config: StackConfig, host_slots: Mapping[PoolName, int], device: Device, compute: Stream
+) -> StackPools:
+    """Allocate all pools, and make the engine that copies between them.
+
+    Args:
+        host_slots: number of slots of each host pool.
+        device: makes the streams of the copies.
+        compute: the model's stream.
+
+    Raises:
+        InvalidPoolError: there is not enough memory, or the device cannot access it.
+    """
+    device_pools: dict[PoolName, DevicePool] = {}
+    host_pools: dict[PoolName, PagedHostPool] = {}
+    pairs: dict[str, PoolPair] = {}
+    for name, geometry in config.pools.items():
+        on_device, _, page_size = config.slots_of(name)
+        device_pools[name] = DevicePool(
+            geometry, size=on_device, page_size=page_size, device=config.device
+        )
+        host_pools[name] = PagedHostPool(
+            geometry,
+            size=host_slots[name],
+            page_size=page_size,
+            layout=config.layout_of(name),
+            pin_memory=config.pin_memory,
+        )
+        pairs[name] = PoolPair(device_pools[name], host_pools[name])
+    transfers = PageTransfers(device, compute, pairs)
+    group = HostPoolGroup(
+        _make_entry(name, device_pools[name], host_pools[name], transfers) for name in config.pools
+    )
+    return StackPools(device_pools, host_pools, compute, transfers, group)
+
+
+def _make_entry(
+    name: PoolName, device_pool: DevicePool, host_pool: PagedHostPool, transfers: PageTransfers
+) -> PoolEntry:
+    # An indexer has one key for each row of KV, so it needs no slots of its own.
+    return PoolEntry(
+        name=name,
+        host_pool=host_pool,
+        host_slots=transfers.host_slots[name],
+        device_pool=None if name is PoolName.INDEXER else device_pool,
+    )
 
 
 def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) -> HiCacheStorage:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.storage_io.calls import StatsCounter, StorageCalls
     from hicache_storage.hybrid.storage_io.workers import StorageLink
-    from hicache_storage.spec import PoolName, PoolTransfer
+    from hicache_storage.spec import PoolTransfer
 
 MAX_ATTEMPTS = 3
 """Attempts to store the pages of a backup, the first included."""
@@ -38,10 +38,7 @@ class BackupResult:
 
     operation_id: int
     stored_pages: int
-    """Leading pages of the span that every pool of every rank has stored.
-
-    All side pages that end in them are stored as well.
-    """
+    """Leading pages of the span that every pool of every rank has stored, with their states."""
     complete: bool
     """Whether that is all of them."""
     lost_from: int | None = None
@@ -93,7 +90,7 @@ class BackupJob(Job):
 
     def perform(self) -> None:
         backup = self._backup
-        # At least one round: a span may be a state alone, without pages of the anchor.
+        # At least one round: a span may be a state alone, without pages of KV.
         for start in range(0, max(1, backup.pages), BATCH_PAGES):
             # Read without the lock: as long as the job runs, only this thread changes `stored`.
             parts = [(pool, pool.missing(start, start + BATCH_PAGES)) for pool in backup.pools]
@@ -116,8 +113,7 @@ class BackupJob(Job):
         if found is None or (found < pages and not self._leading_pages(own, before)):
             return
         with self.lock:
-            if not self.abandoned:
-                self._backup.found = found
+            self._backup.found = found
 
     def _leading_pages(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int | None:
         with self.lock:
@@ -131,9 +127,6 @@ class BackupJob(Job):
         transfers = [pool.transfer(numbers) for pool, numbers in parts]
         answer = self._calls.write(transfers, prefix_keys)
         with self.lock:
-            # The scheduler has already reported an abandoned attempt: its pages must not change.
-            if self.abandoned:
-                return
             for pool, numbers in parts:
                 for number, stored in zip(numbers, answer[pool.entry.name], strict=True):
                     pool.stored[number] = stored
@@ -180,10 +173,7 @@ class BackupOperation:
         return all(all(pool.stored) for pool in self.pools)
 
     def votes(self) -> tuple[int, ...]:
-        """Return this rank's votes: ended, leading pages stored, all stored, prefix pages found.
-
-        Leading pages are stored in all pools, with their side pages.
-        """
+        """Return this rank's votes: ended, leading pages stored, all stored, prefix pages found."""
         if not self.ended:
             return 0, 0, 0, 0
         stored = self.pages
@@ -234,26 +224,26 @@ class StorageBackups:
 
         Args:
             host: all pools; must not be written to before `completed` has returned the id.
-            hashes: one for each page of the anchor.
+            hashes: one for each page of KV.
             prefix_hashes: keys of all pages before them.
 
         Raises:
             InvalidTransferError: the span does not fit the pools or the hashes.
         """
         self._group.check(host)
-        pages = host.anchor.numel() // self._group.page_size
+        pages = host.tokens // self._group.page_size
         if pages != len(hashes):
             raise InvalidTransferError(
                 f"hashes must be one for each of {pages} pages, got {len(hashes)}"
             )
-        if not prefix_hashes and any(0 in ends for ends in host.endpoints.values()):
+        if not prefix_hashes and 0 in host.endpoints:
             raise InvalidTransferError(
                 "prefix_hashes is empty: a state at the start of a sequence has no key"
             )
         self._last_id += 1
         keys, prefix_pages = (*prefix_hashes, *hashes), len(prefix_hashes)
-        found = (self._pool_pages(host, name, keys, prefix_pages) for name in self._group.entries)
-        pools = [pool for pool in found if pool]
+        entries = self._group.entries.values()
+        pools = [self._pool_pages(host, entry, keys, prefix_pages) for entry in entries]
         operation = BackupOperation(self._last_id, pools, keys, prefix_pages)
         self._live.append(operation)
         # The cache may evict the span before it is stored; its slots must not be reused by then.
@@ -285,18 +275,15 @@ class StorageBackups:
         return results
 
     def _pool_pages(
-        self, host: HybridIndices, name: PoolName, keys: Sequence[str], prefix_pages: int
-    ) -> PoolPages | None:
-        slots, ends = self._group.slots(host, name), self._group.endpoints(host, name)
-        if slots is None or not ends:
-            return None
-        entry = self._group.entries[name]
+        self, host: HybridIndices, entry: PoolEntry, keys: Sequence[str], prefix_pages: int
+    ) -> PoolPages:
+        ends = self._group.endpoints(host, entry.name)
         binding = self._link.binding
         # Pages that another rank writes count as stored here; that rank reports them.
-        elsewhere = binding is not None and not binding.identity.is_writer(name)
-        stored = [elsewhere] * len(ends)
+        elsewhere = binding is not None and not binding.identity.is_writer(entry.name)
         pool_keys = [keys[prefix_pages + end - 1] for end in ends]
-        return PoolPages(entry, pool_keys, slots.view(len(ends), -1), ends, stored)
+        rows = self._group.slots(host, entry.name).view(-1, entry.host_pool.page_size)
+        return PoolPages(entry, pool_keys, rows, ends, [elsewhere] * len(ends))
 
     def _submit(self, operation: BackupOperation) -> None:
         binding = self._link.binding

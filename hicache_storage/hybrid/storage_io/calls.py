@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer
+from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
-    from hicache_storage.spec import HiCacheStorage, PoolName
+    from hicache_storage.spec import HiCacheStorage
 
 logger = logging.getLogger(__name__)
 
 # As many as SGLang moves in one call (its STORAGE_BATCH_SIZE).
 BATCH_PAGES = 128
-"""Pages of the anchor that one call moves."""
+"""Pages of KV that one call moves."""
 
 _RAISED = object()
 """Result of a call that raised."""
@@ -113,8 +113,8 @@ class StorageCalls:
         return self._exists(keys, self._group.entries.values(), prefix_keys, request_id)
 
     def leading_pages(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int:
-        """Count the leading pages of `keys` that exist in all pools without windows."""
-        entries = [entry for entry in self._group.entries.values() if not entry.is_trailing]
+        """Count the leading pages of `keys` that exist in all pools, whatever their states."""
+        entries = [entry for entry in self._group.entries.values() if not entry.has_states]
         return max(self._exists(keys, entries, prefix_keys), default=0)
 
     def read(
@@ -145,13 +145,13 @@ class StorageCalls:
         transfers = [
             PoolTransfer(
                 entry.name,
-                # Of these keys only the number counts: it is the window.
-                keys=list(keys[-entry.window_pages :]) if entry.is_trailing else list(keys),
+                # A prefix needs one state: of these keys only the number counts.
+                keys=list(keys[-1:] if entry.has_states else keys),
                 hit_policy=entry.hit_policy,
             )
             for entry in entries
-            # The anchor is asked about through the chain itself.
-            if entry is not self._group.anchor
+            # KV is asked about through the chain itself.
+            if entry.name != PoolName.KV
         ]
         answer = self._call(lambda: self._storage.batch_exists_v2(list(keys), transfers, info))
         if answer is _RAISED:

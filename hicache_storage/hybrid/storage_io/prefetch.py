@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
 
 from hicache_storage.hybrid.hashing import page_hashes
-from hicache_storage.hybrid.pools import HybridIndices
+from hicache_storage.hybrid.pools import NO_SLOTS, HybridIndices
 from hicache_storage.hybrid.ranks import reduce_each
 from hicache_storage.hybrid.storage_io.prefetch_jobs import (
     PrefetchBuffers,
@@ -26,6 +25,7 @@ from hicache_storage.hybrid.storage_io.prefetch_jobs import (
     ReadStep,
     plan_reads,
 )
+from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,43 +35,11 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.storage_io.calls import StatsCounter
     from hicache_storage.hybrid.storage_io.workers import Job, StorageLink
-    from hicache_storage.spec import PoolName
 
 logger = logging.getLogger(__name__)
 
-MAX_WINDOW_READS = 3
+MAX_STATE_READS = 3
 """Shorter endpoints that are tried when a prefix turns out to be incomplete on some rank."""
-
-
-class PrefetchOutcome(StrEnum):
-    """Reason for the length of a prefetch."""
-
-    COMPLETE = "complete"
-    """Everything that the ranks agreed on."""
-    BELOW_THRESHOLD = "below_threshold"
-    """The longest prefix that every rank can restore is below the threshold."""
-    HOST_CAPACITY = "host_capacity"
-    """Cut to the longest prefix that fits into host memory, or dropped where none fits."""
-    STORAGE_TRANSFER = "storage_transfer"
-    """Cut because pages that existed were not delivered on some rank."""
-    STOPPED = "stopped"
-    """Cut because it was terminated early: by policy, by the caller, by `detach` or `reset`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefetchResult:
-    """Prefix that a prefetch restored, of the same length on every rank.
-
-    The caller owns the host slots.
-    """
-
-    tokens: int
-    """Tokens restored, a multiple of the page size, counted from the first token asked for."""
-    hashes: tuple[str, ...]
-    """Their page hashes."""
-    host: HybridIndices
-    """Their host slots; the side pools have the pages of the window that ends at `tokens`."""
-    outcome: PrefetchOutcome
 
 
 class PrefetchPhase(Enum):
@@ -94,13 +62,12 @@ class PrefetchOperation:
         self.request = request
         self.started_at = time.monotonic()
         self.phase = PrefetchPhase.QUERY
-        self.outcome = PrefetchOutcome.STOPPED
         self.waits = True
         """Whether the policy, on every rank, lets the request wait on."""
         self.ends: list[int] = []
         """Endpoints that every rank could restore, up to the one that is read."""
         self.tried: set[int] = set()
-        """Those of `ends` whose windows were read again."""
+        """Those of `ends` whose states were read again."""
         self.delivered = 0
         """Pages that every rank has, once the prefetch is done."""
         self.job: Job | None = job
@@ -116,11 +83,6 @@ class PrefetchOperation:
     def ready(self) -> bool:
         """True if the request may go on, as of the last step of this prefetch."""
         return self.done or not self.waits
-
-    @property
-    def wanted(self) -> int:
-        """Pages that are read."""
-        return self.ends[-1] if self.ends else 0
 
     def poll(self) -> bool:
         """Advance the prefetch; returns whether the request may go on.
@@ -159,7 +121,6 @@ class Prefetcher:
         self._stats = stats
         self._link = link
         self._live: list[PrefetchOperation] = []
-        self._has_windows = any(entry.is_trailing for entry in group.side.values())
 
     def begin(
         self,
@@ -205,24 +166,25 @@ class Prefetcher:
         self._stats.count(prefetches=1)
         return operation
 
-    def terminate(self, operation: PrefetchOperation) -> PrefetchResult:
+    def terminate(self, operation: PrefetchOperation) -> HybridIndices:
         """End a prefetch; returns the longest prefix that every rank has in all pools.
+
+        The caller owns its host slots: KV from the first token asked for on, and the state at its
+        end.
 
         A collective while pages are read. Does not wait for running calls: pages that they may
         still write to stay reserved until they return. A second call returns an empty prefix.
         """
         if operation not in self._live:
-            return PrefetchResult(0, (), HybridIndices.empty(), operation.outcome)
+            return HybridIndices()
         if not operation.done:
             self._stop(operation)
         self._live.remove(operation)
-        host = self._delivered(operation)
         # The slots belong to the caller now: neither `abort` nor a second call frees them.
-        operation.buffers = None
-        tokens = operation.delivered * self._group.page_size
-        self._stats.count(tokens_prefetched=tokens)
-        hashes = operation.request.keys[: operation.delivered]
-        return PrefetchResult(tokens, hashes, host, operation.outcome)
+        buffers, operation.buffers = operation.buffers, None
+        host = buffers.delivered(operation.delivered) if buffers else HybridIndices()
+        self._stats.count(tokens_prefetched=host.tokens)
+        return host
 
     def abort(self) -> None:
         """End all prefetches; they deliver nothing."""
@@ -230,7 +192,7 @@ class Prefetcher:
             # Without a collective: nothing is delivered, on any rank.
             if operation.job is not None:
                 operation.job.cancel()
-            self._finish(operation, 0, PrefetchOutcome.STOPPED)
+            self._finish(operation, 0)
         self._live = []
 
     # One step ------------------------------------------------------------------------------------
@@ -279,51 +241,41 @@ class Prefetcher:
             hit = (restorable[-1] if restorable else 0) * self._group.page_size
             self._stats.count(tokens_hit=hit)
             if not self._rules.is_worth(hit, self._group.page_size):
-                self._finish(operation, 0, PrefetchOutcome.BELOW_THRESHOLD)
+                self._finish(operation, 0)
             else:
                 self._start_reading(operation, restorable)
 
     def _start_reading(self, operation: PrefetchOperation, restorable: list[int]) -> None:
         """Read the longest prefix that fits on every rank and is not below the threshold."""
-        group, page_size, hit = self._group, self._group.page_size, restorable[-1]
-        fits, available = group.host.make_room(group.needs(hit), self._rank_group)
+        group, page_size, end = self._group, self._group.page_size, restorable[-1]
+        fits, available = group.host.make_room(group.needs(end), self._rank_group)
         worth = [end for end in restorable if self._rules.is_worth(end * page_size, page_size)]
-        end = hit
         if not fits:
             # Cut to an endpoint, not to the number of free pages: a prefix that ends between two
             # checkpoints has no state and restores nothing.
             end = next((end for end in reversed(worth) if _fits(group.needs(end), available)), 0)
-        complete = end == hit
-        operation.outcome = PrefetchOutcome.COMPLETE if complete else PrefetchOutcome.HOST_CAPACITY
-        self._stats.count(tokens_without_room=(hit - end) * page_size)
+        self._stats.count(tokens_without_room=(restorable[-1] - end) * page_size)
         if not end:
-            self._finish(operation, 0, PrefetchOutcome.HOST_CAPACITY)
+            self._finish(operation, 0)
             return
         operation.ends = [found for found in restorable if found <= end]
-        plan = plan_reads(end, operation.ends, with_windows=False)
-        set_count = 1
-        # A second window set keeps the last complete window while the next one is read, so that a
-        # prefetch that is cut has an endpoint to continue from.
-        if self._has_windows and len(plan) > 1 and _fits(self._needs(end, 2), available):
-            plan = plan_reads(end, operation.ends, with_windows=True)
-            set_count = 2
+        plan = plan_reads(end, operation.ends, with_states=False)
+        needs = group.needs(end)
+        # A second slot keeps the last state while the next one is read, so that a prefetch that is
+        # cut has an endpoint to continue from.
+        two = group.needs(end, states=2)
+        if group.has_states and len(plan) > 1 and _fits(two, available):
+            plan = plan_reads(end, operation.ends, with_states=True)
+            needs = two
         operation.phase = PrefetchPhase.READ
         # Memory may fail on one rank only. That rank takes part with zeros from here on; it must
         # not leave, as the others wait in the next collective.
-        operation.buffers = self._allocate(end, set_count)
+        operation.buffers = self._allocate(needs)
         operation.job = None
         self._read(operation, plan)
 
-    def _needs(self, end: int, set_count: int) -> dict[PoolName, int]:
-        needs = self._group.needs(end)
-        return {
-            name: count * (set_count if self._is_trailing(name) else 1)
-            for name, count in needs.items()
-        }
-
-    def _allocate(self, end: int, set_count: int) -> PrefetchBuffers | None:
+    def _allocate(self, needs: Mapping[PoolName, int]) -> PrefetchBuffers | None:
         """Take the memory that every rank has free for a prefix; None if this rank fails."""
-        needs = self._needs(end, set_count)
         try:
             taken = self._group.host.alloc(needs)
         except Exception:
@@ -331,11 +283,8 @@ class Prefetcher:
             return None
         if taken is None:
             return None
-        whole = {name: slots for name, slots in taken.items() if not self._is_trailing(name)}
-        sides = {name: slots.chunk(set_count) for name, slots in taken.items() if name not in whole}
-        numbers = range(set_count if sides else 0)
-        windows = [{name: slots[number] for name, slots in sides.items()} for number in numbers]
-        return PrefetchBuffers(self._group, whole, windows)
+        states = taken.get(PoolName.MAMBA, NO_SLOTS)
+        return PrefetchBuffers(self._group, taken[PoolName.KV], states)
 
     def _read(self, operation: PrefetchOperation, plan: Sequence[ReadStep]) -> None:
         binding, buffers = self._link.binding, operation.buffers
@@ -343,37 +292,32 @@ class Prefetcher:
             operation.job = ReadJob(binding.calls, operation.request, buffers, plan)
             binding.read.submit(operation.job)
 
-    def _is_trailing(self, name: PoolName) -> bool:
-        return self._group.entries[name].is_trailing
-
     # Delivery ------------------------------------------------------------------------------------
 
     def _agree_on_delivery(self, operations: Sequence[PrefetchOperation]) -> None:
-        """Deliver the longest prefix that all ranks have, or read windows to extend it."""
+        """Deliver the longest prefix that all ranks have, or read a state to extend it."""
         agreed = reduce_each(self._rank_group, map(_arrival_flags, operations))
         for operation, (pages, *flags) in zip(operations, agreed, strict=True):
             have = _last_flagged(operation.ends, flags)
-            # Pages may have arrived up to an endpoint whose windows were not read, as only those of
-            # the longest were planned.
+            # Pages may have arrived up to an endpoint whose state was not read, as only that of the
+            # longest was planned.
             untried = [end for end in operation.ends if end not in operation.tried]
             could = max((end for end in untried if end <= pages), default=0)
-            if could > have and len(operation.tried) < MAX_WINDOW_READS:
-                self._read_windows(operation, could)
+            if could > have and len(operation.tried) < MAX_STATE_READS:
+                self._read_state(operation, could)
             else:
-                complete = have == operation.wanted
-                outcome = operation.outcome if complete else PrefetchOutcome.STORAGE_TRANSFER
-                self._finish(operation, have, outcome)
+                self._finish(operation, have)
 
-    def _read_windows(self, operation: PrefetchOperation, end: int) -> None:
-        """Read the windows of another endpoint, if this rank does not have them."""
+    def _read_state(self, operation: PrefetchOperation, end: int) -> None:
+        """Read the state of another endpoint, if this rank does not have it."""
         # Before any return: the number of collectives depends on `tried`, so it is the same on
         # ranks that have nothing to read.
         operation.tried.add(end)
         buffers, job = operation.buffers, operation.job
-        # An abandoned call may still write into a window set.
+        # An abandoned call may still write into a slot.
         usable = job is not None and not job.abandoned
         if usable and buffers is not None and not buffers.is_complete(end):
-            self._read(operation, [ReadStep(end, end, with_windows=True)])
+            self._read(operation, [ReadStep(end, end, with_state=True)])
 
     def _stop(self, operation: PrefetchOperation) -> None:
         if operation.job is not None:
@@ -382,10 +326,9 @@ class Prefetcher:
         if operation.phase is PrefetchPhase.READ:
             flags = self._rank_group.all_reduce_min(_arrival_flags(operation))[1:]
             have = _last_flagged(operation.ends, flags)
-        complete = operation.phase is PrefetchPhase.READ and have == operation.wanted
-        self._finish(operation, have, operation.outcome if complete else PrefetchOutcome.STOPPED)
+        self._finish(operation, have)
 
-    def _finish(self, operation: PrefetchOperation, pages: int, outcome: PrefetchOutcome) -> None:
+    def _finish(self, operation: PrefetchOperation, pages: int) -> None:
         """Keep so many pages and free all others.
 
         Pages that a running call may still write to stay reserved until it returns.
@@ -393,35 +336,18 @@ class Prefetcher:
         job = operation.job
         operation.phase = PrefetchPhase.DONE
         operation.delivered = pages
-        operation.outcome = outcome
         operation.job = None
-        if operation.buffers is None:
+        buffers = operation.buffers
+        if buffers is None:
             return
-        kept = self._group.owned(self._delivered(operation))
+        kept = self._group.owned(buffers.delivered(pages))
         # Pages that are kept need no reservation: they have arrived, and no call writes to them
         # again.
-        surplus = _without(operation.buffers.all_slots(), kept)
+        surplus = _without(buffers.all_slots(), kept)
         if job is not None and not job.query():
             # Before `free`, which would make them available at once.
             self._group.hold(surplus, job)
         self._group.host.free(surplus)
-
-    def _delivered(self, operation: PrefetchOperation) -> HybridIndices:
-        """Return the slots of the delivered pages."""
-        buffers, pages = operation.buffers, operation.delivered
-        if buffers is None or not pages:
-            return HybridIndices.empty()
-        owned: dict[PoolName, torch.Tensor] = {}
-        ends: dict[PoolName, tuple[int, ...]] = {}
-        source = dict(buffers.slots)
-        if buffers.window_sets:
-            source |= buffers.window_sets[buffers.windows[pages]]
-        for name, slots in source.items():
-            entry = self._group.entries[name]
-            ends[name] = entry.window(pages)
-            owned[name] = slots[: len(ends[name]) * entry.host_pool.page_size]
-        del ends[self._group.anchor.name]
-        return self._group.span(owned, ends)
 
 
 def _restorable_flags(operation: PrefetchOperation) -> list[int]:
@@ -436,7 +362,7 @@ def _arrival_flags(operation: PrefetchOperation) -> list[int]:
     buffers, job = operation.buffers, operation.job
     if buffers is None:
         return [0] * (1 + len(operation.ends))
-    # The job publishes pages and windows under its lock; both must be of one moment.
+    # The job publishes pages and states under its lock; both must be of one moment.
     with nullcontext() if job is None else job.lock:
         return [buffers.pages, *(int(buffers.is_complete(end)) for end in operation.ends)]
 

@@ -29,10 +29,7 @@ MAX_STUCK_THREADS = 2
 
 
 class Job(ABC):
-    """A sequence of storage calls in a worker's thread.
-
-    A job publishes its results under `lock`, and only while it is not `abandoned`.
-    """
+    """A sequence of storage calls in a worker's thread. Publishes its results under `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -60,7 +57,7 @@ class Job(ABC):
             self._cancelled = True
 
     def finished(self) -> bool:
-        """Return whether the job will publish no further result."""
+        """Return whether the job is not waited for any more."""
         return self.abandoned or self.query()
 
     def query(self) -> bool:
@@ -98,8 +95,6 @@ class Job(ABC):
 
         Returns whether it is abandoned.
         """
-        # Results are published under the lock, so that a job is either abandoned or has published
-        # all of them, never a part.
         with self.lock:
             self.abandoned = not self.query()
         return self.abandoned

@@ -142,11 +142,11 @@ class WorldController:
 
     def load(self, host, node_ids, *, into=None):
         taken = self.controller.load(host, node_ids, into=into)
-        self._arriving |= set(taken.anchor.tolist()) if taken else set()
+        self._arriving |= set(taken.kv.tolist()) if taken else set()
         return taken
 
-    def wait_for_loads(self, consumer):
-        self.controller.layer_counter(consumer).synchronize()
+    def wait_for_loads(self, counter):
+        counter.synchronize()
         self._arriving.clear()
 
     def before_overwrite(self, device):
@@ -162,7 +162,8 @@ class WorldController:
         """Host slots of prefetches that have not been handed over."""
         prefetcher = self.controller.prefetcher
         for operation in prefetcher._live:
-            if operation.done:
-                yield from self.group.owned(prefetcher._delivered(operation)).items()
-            elif operation.buffers:
-                yield from operation.buffers.all_slots().items()
+            buffers = operation.buffers
+            if operation.done and buffers:
+                yield from self.group.owned(buffers.delivered(operation.delivered)).items()
+            elif buffers:
+                yield from buffers.all_slots().items()

@@ -130,9 +130,7 @@ def test_kv_and_state_come_back_from_the_host(world):
     slot = world.cache.alloc_state()
     lock = world.cache.lock(match)
     loaded = world.cache.load(lock, int(slot))
-    consumer = world.cache.start_loading()
-    assert consumer > 0
-    world.controller.wait_for_loads(consumer)
+    world.controller.wait_for_loads(world.cache.start_loading())
     assert loaded.state_slot == int(slot)
     world.check_hit(LONG[:16], loaded.device_indices, slot)
     # The slot is the request's: the cache's own copy of the state is still the one on the host.
@@ -178,10 +176,9 @@ def test_a_prefix_that_is_being_loaded_for_another_request_is_waited_for(make_wo
     world.load_and_leave(LONG)
     match = world.cache.match(LONG)
     assert not match.needs_load
-    consumer = world.cache.start_loading()
-    assert consumer > 0
-    assert not world.controller.layer_counter(consumer).done()
-    world.controller.wait_for_loads(consumer)
+    counter = world.cache.start_loading()
+    assert not counter.done()
+    world.controller.wait_for_loads(counter)
     world.check_rows(LONG[:16], match.device_indices)
 
 

@@ -74,9 +74,9 @@ def end_without_freeing(prefetching, request_id):
     return END(prefetching, request_id)
 
 
-def finish_without_freeing(prefetcher, operation, pages, outcome):
+def finish_without_freeing(prefetcher, operation, pages):
     if pages:
-        FINISH(prefetcher, operation, pages, outcome)
+        FINISH(prefetcher, operation, pages)
     operation.phase, operation.delivered = PrefetchPhase.DONE, pages
     operation.buffers = operation.buffers if pages else None
 
