@@ -94,7 +94,6 @@ class Lane:
             pages = min(self._max_pages, group.host[0].shape[0])
             size = max(1, min(staging_bytes // page_bytes, pages)) * page_bytes
             self.memory = [device.scratch(size, (self.filler, stream)) for _ in range(2)]
-            self._drained = [stream.record() for _ in self.memory]
             self._turn = 0
         self.runs = [self._run(layers) for layers in runs]
         views = group.device[0], group.host[0]
@@ -131,14 +130,13 @@ class Lane:
         for start in range(0, self._sent, run.room):
             pages = range(start, min(start + run.room, self._sent))
             self._turn ^= 1
-            self.before_fill()
             try:
                 fill(self.filler, on_host, pages, run)
+                self.before_refill()
             finally:
                 # Also behind a copy that was refused half-way: what was enqueued uses the pages.
                 self.hand_over()
             drain(self._stream, on_host, pages, run)
-            self._drained[self._turn] = self._stream.record()
 
     def _move_staged(self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run) -> None:
         # The kernels of a staging buffer know the parts of its run alone.
@@ -154,9 +152,10 @@ class Lane:
         """Let staging wait for what the direction's stream holds."""
         self.filler.follow(self._stream)
 
-    def before_fill(self) -> None:
-        """Let filling wait until the buffer has been drained."""
-        self.filler.wait_event(self._drained[self._turn])
+    def before_refill(self) -> None:
+        """Let the next filling wait until the other buffer has been drained."""
+        # What drains this buffer is not enqueued yet.
+        self.filler.follow(self._stream)
 
     def hand_over(self) -> None:
         """Let draining wait for filling."""

@@ -351,9 +351,9 @@ STAGING_MUTANTS = {
     for name, direction, step, program in [
         ("gathering does not wait for kernels", OUT, "before_staging", write_back_behind_kernels),
         ("staging does not wait for host pages", IN, "before_staging", load_in_write_back),
-        ("gathering overruns a buffer", OUT, "before_fill", STAGED_OUT[1]),
+        ("gathering overruns a buffer", OUT, "before_refill", STAGED_OUT[1]),
         ("copies leave before they are gathered", OUT, "hand_over", STAGED_OUT[0]),
-        ("staging overruns a buffer", IN, "before_fill", STAGED_IN[1]),
+        ("staging overruns a buffer", IN, "before_refill", STAGED_IN[1]),
         ("scattering begins before pages have come", IN, "hand_over", STAGED_IN[0]),
     ]
 }
