@@ -64,8 +64,6 @@ class HybridCacheController:
         parallel: position of this rank.
         rank_group: the ranks of the replica; may be left out for a single one.
         rules: rules of prefetches.
-        bigram: page keys are of pairs of tokens, as for EAGLE; a `HiMambaRadixCache` above has the
-            same in its config.
         storage_call_seconds: time after which a call of the storage is abandoned; more than the
             storage's own deadline.
         attach_seconds: time limit for opening a storage and registering the pools.
@@ -86,7 +84,6 @@ class HybridCacheController:
         parallel: ParallelConfig | None = None,
         rank_group: RankGroup | None = None,
         rules: PrefetchRules | None = None,
-        bigram: bool = False,
         storage_call_seconds: float = STORAGE_CALL_SECONDS,
         attach_seconds: float = ATTACH_SECONDS,
         stop_seconds: float = STOP_SECONDS,
@@ -94,10 +91,8 @@ class HybridCacheController:
         rank_group = rank_group or SingleRank()
         self.group = group
         self.parallel = parallel or ParallelConfig()
-        self.bigram = bigram
-        """Whether page keys are of pairs of tokens."""
         rules = rules or PrefetchRules()
-        invariants = _rank_invariants(group, rules, bigram)
+        invariants = _rank_invariants(group, rules)
         # A wrong size is passed on, not raised: the other ranks wait in this collective.
         check_consistent(rank_group, invariants, _size_error(rank_group, self.parallel))
         self.rank_group = rank_group
@@ -109,10 +104,8 @@ class HybridCacheController:
         self._writes = CopyQueue(group, rank_group, transfers.write_back)
         self._loads = CopyQueue(group, rank_group, transfers.load)
         self._link = StorageLink()
-        self.prefetcher = Prefetcher(
-            group, rank_group, rules, self._counter, self._link, bigram=bigram
-        )
-        """Reads spans of tokens from the storage to the host."""
+        self.prefetcher = Prefetcher(group, rank_group, rules, self._counter, self._link)
+        """Reads spans of pages from the storage to the host."""
         self.backups = StorageBackups(group, rank_group, self._counter, self._link)
         """Writes spans of host pages to the storage."""
 
@@ -371,7 +364,7 @@ def _size_error(rank_group: RankGroup, parallel: ParallelConfig) -> ConfigError 
     )
 
 
-def _rank_invariants(group: HostPoolGroup, rules: PrefetchRules, bigram: bool) -> dict[str, object]:
+def _rank_invariants(group: HostPoolGroup, rules: PrefetchRules) -> dict[str, object]:
     """Return the values on which decisions, and the lengths of collectives, depend."""
     entries = group.entries.values()
     return {
@@ -380,5 +373,4 @@ def _rank_invariants(group: HostPoolGroup, rules: PrefetchRules, bigram: bool) -
         "slots of host pools": [entry.host_pool.size for entry in entries],
         "slots of device pools": [getattr(entry.device_pool, "size", None) for entry in entries],
         "prefetch rules": rules,
-        "kind of page keys": bigram,
     }

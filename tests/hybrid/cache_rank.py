@@ -9,13 +9,12 @@ from dataclasses import astuple
 from unittest import mock
 
 from hicache_storage import create_storage
-from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.storage_io.workers import Job
 from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import World
 from tests.hybrid.rank import Rank
-from tests.hybrid.stack import PAGE, identity, tokens
+from tests.hybrid.stack import PAGE, hashes, identity, tokens
 from tests.support.waiting import eventually
 
 GRID = 2 * PAGE
@@ -139,7 +138,7 @@ class CacheRank(Rank):
         self._forget()
         self.weather.lose(0.02)
         # The weather's random calls would meet this question, too.
-        keys = page_hashes(tokens(pages, chain), PAGE)
+        keys = hashes(pages, chain)
         common_ends = [] if self.weather.bad else self.world.controller.restorable(keys)
         self.own[len(self.told)] = list(common_ends)
         self.tell("fetched", self.weather.bad, len(self.told), self._fetch(chain, pages))

@@ -26,11 +26,19 @@ from hicache_storage.hybrid import (
     RankGroupError,
     StorageConfig,
     TorchRankGroup,
-    page_hashes,
 )
 from hicache_storage.spec import HiCacheError, PoolTransfer
 from hicache_storage.testing import FaultLayer, FaultOptions, MemoryStorage
-from tests.hybrid.stack import MAMBA, PAGE, Session, Stack, build, identity, mamba_config, tokens
+from tests.hybrid.stack import (
+    MAMBA,
+    PAGE,
+    Session,
+    Stack,
+    build,
+    hashes,
+    identity,
+    mamba_config,
+)
 from tests.support.waiting import eventually
 
 SECONDS = 200
@@ -146,7 +154,7 @@ class Rank:
         """MLA under CP, in a shared store: each CP shard is written once and hit by every rank."""
         own = identity(self.parallel, kv_replicated=True)
         storage = create_storage("file", own, {"path": self.settings["path"]})
-        keys = page_hashes(tokens(PAGES), PAGE)
+        keys = hashes(PAGES)
         # Every CP rank holds other bytes under the same keys.
         labels = [f"{key}/{self.parallel.cp_rank}/{self.parallel.pp_rank}" for key in keys]
         self.controller.attach(storage)
@@ -166,7 +174,7 @@ class Rank:
         """A rank that goes leaves the others with an error, not waiting."""
         _, storage = self.filled(0, [True] * PAGES, [True] * PAGES)
         self.controller.attach(storage)
-        operation = self.controller.prefetcher.begin("r", tokens(PAGES))
+        operation = self.controller.prefetcher.begin("r", hashes(PAGES))
         if self.parallel.rank == 0:
             os._exit(0)
         for _ in range(2):
@@ -215,7 +223,7 @@ class Rank:
 
     def filled(self, seed, kv, states):
         """A store of this rank with some pages of a chain."""
-        keys = page_hashes(tokens(PAGES, seed), PAGE)
+        keys = hashes(PAGES, seed)
         storage = MemoryStorage(identity(self.parallel))
         for name, entry in self.stack.group.entries.items():
             storage.register_mem_host_pool_v2(entry.host_pool, name)
@@ -242,7 +250,7 @@ class Rank:
     def fetched(self, seed, keys, polls=None, labels=None):
         """Prefetch a chain, to its end or for so many polls; what came is what belongs to the
         labels, by default the keys."""
-        operation = self.controller.prefetcher.begin("r", tokens(PAGES, seed))
+        operation = self.controller.prefetcher.begin("r", hashes(PAGES, seed))
         if polls is None:
             eventually(lambda: operation.poll() and operation.done)
         else:

@@ -19,6 +19,7 @@ from hicache_storage.hybrid import (
     PrefetchRules,
     StackConfig,
     build_hybrid_stack,
+    page_hashes,
 )
 from hicache_storage.spec import PoolName, StorageIdentity
 from hicache_storage.transfer import StreamSimulator
@@ -193,6 +194,11 @@ class Stack:
 def tokens(pages, seed=0):
     drawn = random.Random(seed)
     return [drawn.randrange(150_000) for _ in range(pages * PAGE)]
+
+
+def hashes(pages, seed=0):
+    """Keys of the pages of `tokens`."""
+    return page_hashes(tokens(pages, seed), PAGE)
 
 
 class Session:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from itertools import takewhile
 
-from hicache_storage.hybrid import page_hashes
 from hicache_storage.spec import PoolTransfer, PoolTransferResult, StorageClosedError
-from tests.hybrid.stack import PAGE, Stack, identity, tokens
+from tests.hybrid.stack import Stack, hashes, identity
 from tests.support.waiting import eventually
 
 
@@ -48,10 +47,10 @@ class Store:
 
     def fill(self, pages, ends=(), *, seed=0, stack=None):
         """Store a chain of pages with states at some endpoints, through a stack of its own; its
-        tokens and keys."""
+        keys."""
         own = stack is None
         stack = stack or Stack(pages=pages, states=max(1, len(ends)))
-        keys = page_hashes(tokens(pages, seed), PAGE)
+        keys = hashes(pages, seed)
         host = stack.take("host", pages, ends)
         stack.fill("host", host, keys)
         stack.controller.attach(self.open())
@@ -64,7 +63,7 @@ class Store:
             stack.close()
         else:
             stack.controller.free_host(host)
-        return tokens(pages, seed), keys
+        return keys
 
 
 class Faulty:
@@ -134,7 +133,7 @@ def finished(stack, operation):
 
 def fetched(stack, pages, **options):
     """The result of a prefetch of so many pages."""
-    return finished(stack, stack.controller.prefetcher.begin("r", tokens(pages), **options))
+    return finished(stack, stack.controller.prefetcher.begin("r", hashes(pages), **options))
 
 
 def is_closed(storage):

@@ -13,7 +13,7 @@ from hicache_storage.spec import (
     StorageTimeoutError,
     StorageUnavailableError,
 )
-from tests.hybrid.stack import PAGE, identity, tokens
+from tests.hybrid.stack import PAGE, hashes, identity
 from tests.hybrid.storages import Faulty, fetched, is_closed
 from tests.support.waiting import eventually
 
@@ -53,7 +53,7 @@ def test_an_attach_that_fails_leaves_nothing(stack, store, call, error, raised):
     assert not stack.controller.attached
     assert threads() == []
     assert is_closed(inner)
-    assert stack.controller.prefetcher.begin("r", tokens(4)) is None
+    assert stack.controller.prefetcher.begin("r", hashes(4)) is None
     stack.controller.attach(store.open())
     assert fetched(stack, 4).tokens == 4 * PAGE
 
@@ -65,7 +65,7 @@ def test_an_attach_that_hangs_is_left_behind(make_stack, store, gate):
     with pytest.raises(StorageTimeoutError):
         stack.controller.attach(storage)
     assert not stack.controller.attached
-    assert stack.controller.prefetcher.begin("r", tokens(4)) is None
+    assert stack.controller.prefetcher.begin("r", hashes(4)) is None
     hang.open()
     eventually(lambda: "hicache-attach" not in threads())
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hicache_storage.hybrid import BackupResult, HybridIndices, ParallelConfig, page_hashes
+from hicache_storage.hybrid import BackupResult, HybridIndices, ParallelConfig
 from hicache_storage.spec import InvalidTransferError
-from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, identity, tokens
+from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, hashes, identity
 from tests.hybrid.storages import Faulty, fetched, keeping, of, without
 from tests.support.waiting import eventually
 
-KEYS = page_hashes(tokens(12), PAGE)
+KEYS = hashes(12)
 
 
 def backed_up(stack, host, keys=KEYS, prefix=()):

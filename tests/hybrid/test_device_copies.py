@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hicache_storage.hybrid import HybridIndices, page_hashes
+from hicache_storage.hybrid import HybridIndices
 from hicache_storage.spec import InvalidTransferError, SlotError
-from tests.hybrid.stack import KV, MAMBA, PAGE, tokens
+from tests.hybrid.stack import KV, MAMBA, PAGE, hashes
 from tests.support.waiting import eventually
 
-KEYS = page_hashes(tokens(16), PAGE)
+KEYS = hashes(16)
 
 
 def written(stack, pages, ends=(), node=1):

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from hicache_storage.hybrid import PrefetchRules, PrefetchTimeout, page_hashes
+from hicache_storage.hybrid import PrefetchRules, PrefetchTimeout
 from hicache_storage.hybrid.storage_io.prefetch_jobs import ReadStep, plan_reads
 from hicache_storage.spec import PoolTransferResult, seconds_since_asked
-from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, tokens
+from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, hashes
 from tests.hybrid.storages import Faulty, fetched, finished, of
 from tests.support.waiting import eventually
 
@@ -32,7 +32,7 @@ def check(stack, result, keys, pages, ends):
 
 
 def test_a_prefix_is_delivered_in_all_pools(stack, store):
-    _, keys = store.fill(8, ends=(4, 8))
+    keys = store.fill(8, ends=(4, 8))
     stack.controller.attach(store.open())
     result = fetched(stack, 12)
     check(stack, result, keys, 8, (8,))
@@ -41,9 +41,9 @@ def test_a_prefix_is_delivered_in_all_pools(stack, store):
 
 
 def test_a_part_of_a_chain_goes_on_from_its_prefix(stack, store):
-    _, keys = store.fill(8, ends=(4, 8))
+    keys = store.fill(8, ends=(4, 8))
     stack.controller.attach(store.open())
-    operation = stack.controller.prefetcher.begin("r", tokens(8)[3 * PAGE :], keys[2], keys[:3])
+    operation = stack.controller.prefetcher.begin("r", keys[3:], keys[:3])
     result = finished(stack, operation)
     check(stack, result, keys[3:], 5, (5,))
 
@@ -53,7 +53,7 @@ def test_memory_is_taken_after_the_hit_is_known(stack, store, gate):
     storage, hang = store.open(), gate("exist")
     stack.controller.attach(storage)
     storage.before = hang
-    operation = stack.controller.prefetcher.begin("r", tokens(8))
+    operation = stack.controller.prefetcher.begin("r", hashes(8))
     assert hang.entered.wait(60)
     assert not operation.poll()
     assert stack.free() == stack.total()
@@ -66,7 +66,7 @@ def test_a_short_host_gets_the_max_restorable_prefix_that_fits(
     make_stack, store, free_pages, pages
 ):
     """D1: checkpoints {2, 8} of 8 pages; with 5 free pages the peer reads 5 and restores none."""
-    _, keys = store.fill(8, ends=(2, 8))
+    keys = store.fill(8, ends=(2, 8))
     stack = make_stack(pages=16)
     stack.controller.attach(store.open())
     others = stack.take("host", 16 - free_pages) if free_pages < 16 else None
@@ -97,16 +97,16 @@ def test_the_hit_ends_where_every_pool_can_go_on(stack, store, pages, ends, hit)
 
 def test_what_is_not_begun(make_stack, store):
     stack = make_stack(prefetch=PrefetchRules(threshold_tokens=3 * PAGE, policy="wait_complete"))
-    assert stack.controller.prefetcher.begin("r", tokens(8)) is None, "no storage"
+    assert stack.controller.prefetcher.begin("r", hashes(8)) is None, "no storage"
     stack.controller.attach(store.open())
-    assert stack.controller.prefetcher.begin("r", tokens(2)) is None, "too short"
-    first = stack.controller.prefetcher.begin("r", tokens(8))
+    assert stack.controller.prefetcher.begin("r", hashes(2)) is None, "too short"
+    first = stack.controller.prefetcher.begin("r", hashes(8))
     assert first is not None
-    assert stack.controller.prefetcher.begin("r", tokens(3)) is None, (
+    assert stack.controller.prefetcher.begin("r", hashes(3)) is None, (
         "half of the host's 16 pages are asked for"
     )
     stack.controller.prefetcher.terminate(first)
-    assert stack.controller.prefetcher.begin("r", tokens(3)) is not None
+    assert stack.controller.prefetcher.begin("r", hashes(3)) is not None
     stats = stack.controller.stats()
     assert (stats.prefetches, stats.prefetches_below_threshold, stats.prefetches_rate_limited) == (
         2,
@@ -133,7 +133,7 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
     )
     stack = make_stack(prefetch=rules)
     stack.controller.attach(storage)
-    operation = stack.controller.prefetcher.begin("r", tokens(8))
+    operation = stack.controller.prefetcher.begin("r", hashes(8))
     storage.before = hang
     eventually(lambda: operation.poll() is goes_on and hang.hanging)
     assert not operation.done
@@ -150,7 +150,7 @@ def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
     """Calls of 4 pages end at checkpoints: a prefix that was saved is handed over, what is on its
     way is not."""
     monkeypatch.setattr("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 4)
-    _, keys = store.fill(12, ends=(3, 7, 12))
+    keys = store.fill(12, ends=(3, 7, 12))
     storage, hang = store.open(), gate("read")
     stack = make_stack(pages=16, states=4)
     stack.controller.attach(storage)
@@ -162,7 +162,7 @@ def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
             hang(operation)
 
     storage.before = third_hangs
-    operation = stack.controller.prefetcher.begin("r", tokens(12))
+    operation = stack.controller.prefetcher.begin("r", hashes(12))
     eventually(lambda: operation.poll() or hang.hanging)
     result = stack.controller.prefetcher.terminate(operation)
     assert result.tokens == 7 * PAGE
@@ -176,7 +176,7 @@ def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
 def test_a_second_termination_hands_over_nothing(stack, store):
     store.fill(4, ends=(4,))
     stack.controller.attach(store.open())
-    operation = stack.controller.prefetcher.begin("r", tokens(4))
+    operation = stack.controller.prefetcher.begin("r", hashes(4))
     result = finished(stack, operation)
     again = stack.controller.prefetcher.terminate(operation)
     assert (result.tokens, again.tokens, again.endpoints) == (4 * PAGE, 0, ())
@@ -206,7 +206,7 @@ def test_calls_end_at_checkpoints_that_are_not_too_early(monkeypatch, with_state
 )
 def test_a_page_that_has_gone_cuts_to_the_checkpoint_before(stack, store, pool, pages, end):
     """Evicted between the lookup and the read."""
-    _, keys = store.fill(8, ends=(2, 5, 8))
+    keys = store.fill(8, ends=(2, 5, 8))
     storage = store.open()
     stack.controller.attach(storage)
     names = [storage.pools[pool].namespace.object_name(keys[page]) for page in pages]
@@ -256,7 +256,7 @@ def test_what_is_no_answer_is_a_miss(stack, store, name, answer):
 
 def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
     """Its pages rest until the call comes back, and come back then."""
-    _, keys = store.fill(8, ends=(4, 8))
+    keys = store.fill(8, ends=(4, 8))
     storage, hang = store.open(), gate("read")
     impatient(hang)
     stack.controller.attach(storage)
@@ -267,10 +267,10 @@ def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
     stats = stack.controller.stats()
     assert (stats.abandoned_calls, stats.stuck_calls) == (1, 1)
     others = stack.take("host", 8)
-    stack.fill("host", others, page_hashes(tokens(8, seed=1), PAGE))
+    stack.fill("host", others, hashes(8, seed=1))
     hang.open()
     eventually(lambda: stack.free() == {KV: 8 * PAGE, MAMBA: 8})
-    assert stack.holds("host", others, page_hashes(tokens(8, seed=1), PAGE))
+    assert stack.holds("host", others, hashes(8, seed=1))
     assert stack.controller.stats().stuck_calls == 0
     stack.give("host", others)
     check(stack, fetched(stack, 8), keys, 8, (8,))
@@ -298,7 +298,7 @@ def test_a_hanging_storage_holds_up_nobody(make_stack, store, gate, operation, e
     stack = make_stack(stop_seconds=0.05)
     stack.controller.attach(storage)
     storage.before = hang
-    prefetches = [stack.controller.prefetcher.begin("r", tokens(8)) for _ in range(2)]
+    prefetches = [stack.controller.prefetcher.begin("r", hashes(8)) for _ in range(2)]
     eventually(lambda: prefetches[0].poll() or hang.hanging)
     getattr(stack.controller, end)()
     assert all(prefetch.poll() for prefetch in prefetches)
@@ -320,7 +320,7 @@ def test_the_deadline_of_a_lookup_begins_when_it_is_submitted(stack, store, gate
     storage.before = lambda operation: (
         hang(operation) or (operation == "exist" and waited.append(seconds_since_asked()))
     )
-    first, second = (stack.controller.prefetcher.begin("r", tokens(8)) for _ in range(2))
+    first, second = (stack.controller.prefetcher.begin("r", hashes(8)) for _ in range(2))
     assert hang.entered.wait(60)
     submitted = time.monotonic()
     while (released := time.monotonic()) <= submitted:

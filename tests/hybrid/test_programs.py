@@ -9,15 +9,14 @@ from unittest import mock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.storage_io.workers import Job
 from hicache_storage.spec import StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 from tests.hybrid.programs import PICKS, machine
-from tests.hybrid.stack import KV, MAMBA, PAGE, Stack, identity, tokens
+from tests.hybrid.stack import KV, MAMBA, PAGE, Stack, hashes, identity
 from tests.support.waiting import eventually
 
-CHAINS = {seed: page_hashes(tokens(8, seed), PAGE) for seed in range(3)}
+CHAINS = {seed: hashes(8, seed) for seed in range(3)}
 SPANS = st.tuples(st.sampled_from(sorted(CHAINS)), st.integers(1, 8), st.sets(st.integers(1, 8)))
 
 
@@ -156,7 +155,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(seed=st.sampled_from(sorted(CHAINS)), pages=st.integers(1, 8))
     def prefetch(self, seed, pages):
-        operation = self.controller.prefetcher.begin("r", tokens(pages, seed))
+        operation = self.controller.prefetcher.begin("r", hashes(pages, seed))
         assert operation is None or self.controller.attached
         if operation is not None:
             self.prefetches.append((operation, CHAINS[seed]))

@@ -104,6 +104,7 @@ class HiMambaRadixCache:
             `alloc_state`, and freed directly.
         checkpoint_grid: tokens between checkpoints, where the model's recurrent state is kept; see
             `checkpoint_grid()`. None for a model without such states.
+        bigram: page keys are of pairs of tokens, as for EAGLE.
         write_policy: time at which nodes are written to the host and the storage.
 
     Raises:
@@ -116,6 +117,7 @@ class HiMambaRadixCache:
         controller: HybridCacheController,
         *,
         checkpoint_grid: int | None = None,
+        bigram: bool = False,
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     ) -> None:
         self.page_size = controller.group.page_size
@@ -143,7 +145,7 @@ class HiMambaRadixCache:
             for kind, name in pools.items()
             if name in entries and (pool := entries[name].device_pool) is not None
         }
-        self._tree = RadixTree(self.page_size, bigram=controller.bigram)
+        self._tree = RadixTree(self.page_size, bigram=bigram)
         self._ownership = SlotOwnership(self._tree, self._device_pools, controller.free_host)
         self._locks = PrefixLocks(self._ownership, controller)
         self._matcher = PrefixMatcher(self._tree, self._ownership)

@@ -66,13 +66,8 @@ class RequestPrefetches:
         """
         if not tokens or not self._controller.attached:
             return False
-        last = self._tree.hashes(node)
-        operation = self._controller.prefetcher.begin(
-            request_id,
-            self._tree.tokens_of(tokens),
-            last[-1] if last else None,
-            self._tree.prefix_hashes(node),
-        )
+        hashes, before = self._tree.hashes_below(node, tokens), self._tree.prefix_hashes(node)
+        operation = self._controller.prefetcher.begin(request_id, hashes, before)
         if operation is None:
             return False
         # After `prefetch`, which may decline. Fetched pages follow this path, and are worth nothing

@@ -146,13 +146,6 @@ class RadixTree:
         units = tuple(pairwise(tokens)) if self.bigram else tuple(tokens)
         return units[: len(units) // self.page_size * self.page_size]
 
-    def tokens_of(self, units: Units) -> tuple[int, ...]:
-        """Return the tokens of units."""
-        if not self.bigram or not units:
-            return cast("tuple[int, ...]", units)
-        pairs = cast("tuple[Bigram, ...]", units)
-        return (*(first for first, _ in pairs), pairs[-1][1])
-
     def hashes(self, node: Node) -> tuple[str, ...]:
         """Return the page keys of a node.
 
@@ -167,15 +160,21 @@ class RadixTree:
             missing.append(known)
             assert known.parent is not None
             known = known.parent
-        prior = known.hashes[-1] if known.hashes else None
         for each in reversed(missing):
-            tokens = self.tokens_of(each.tokens)
-            each.hashes = tuple(
-                page_hashes(tokens, self.page_size, prior=prior, bigram=self.bigram)
-            )
-            prior = each.hashes[-1]
+            assert each.parent is not None
+            each.hashes = tuple(self.hashes_below(each.parent, each.tokens))
         assert node.hashes is not None
         return node.hashes
+
+    def hashes_below(self, node: Node, tokens: Units) -> list[str]:
+        """Return the page keys of whole pages that follow a node."""
+        above = self.hashes(node)
+        prior = above[-1] if above else None
+        flat = cast("tuple[int, ...]", tokens)
+        if self.bigram:
+            pairs = cast("tuple[Bigram, ...]", tokens)
+            flat = (*(first for first, _ in pairs), *(last for _, last in pairs[-1:]))
+        return page_hashes(flat, self.page_size, prior=prior, bigram=self.bigram)
 
     def prefix_hashes(self, node: Node) -> list[str]:
         """Return the page keys of the whole sequence up to the end of a node."""

@@ -342,14 +342,16 @@ def _make_caches(
         parallel=config.parallel,
         rank_group=rank_group,
         rules=config.prefetch,
-        bigram=config.bigram,
         storage_call_seconds=config.storage_call_seconds,
         attach_seconds=config.attach_seconds,
         stop_seconds=config.stop_seconds,
     )
     closing.callback(controller.close)
     cache = HiMambaRadixCache(
-        controller, checkpoint_grid=config.checkpoint_grid, write_policy=config.write_policy
+        controller,
+        checkpoint_grid=config.checkpoint_grid,
+        bigram=config.bigram,
+        write_policy=config.write_policy,
     )
     return controller, cache
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.hybrid.pools import NO_SLOTS, HybridIndices
 from hicache_storage.hybrid.ranks import reduce_each
 from hicache_storage.hybrid.storage_io.prefetch_jobs import (
@@ -111,10 +110,7 @@ class Prefetcher:
         rules: PrefetchRules,
         stats: StatsCounter,
         link: StorageLink,
-        *,
-        bigram: bool,
     ) -> None:
-        self._bigram = bigram
         self._group = group
         self._rank_group = rank_group
         self._rules = rules
@@ -125,28 +121,23 @@ class Prefetcher:
     def begin(
         self,
         request_id: str,
-        tokens: Sequence[int],
-        last_hash: str | None = None,
+        hashes: Sequence[str],
         prefix_hashes: Sequence[str] = (),
     ) -> PrefetchOperation | None:
-        """Start to fetch the tokens of a request that the storage has.
+        """Start to fetch the pages of a request that the storage has.
 
         Memory is taken once every rank has agreed on the hit.
 
         Args:
             request_id: for logs.
-            tokens: those after the prefix that is on the device or the host; a partial page at the
-                end is left out. With `bigram` one more than there are rows.
-            last_hash: key of the page before them; at the start of a sequence the seed of its
-                namespace, or None.
+            hashes: keys of the pages after the prefix that is on the device or the host.
             prefix_hashes: keys of all pages before them.
 
         Returns:
             None if there is no storage, the span is too short, or too many tokens are in flight.
         """
         page_size, binding = self._group.page_size, self._link.binding
-        keys = page_hashes(tokens, page_size, prior=last_hash, bigram=self._bigram)
-        length = len(keys) * page_size
+        length = len(hashes) * page_size
         if binding is None or not self._rules.is_worth(length, page_size):
             self._stats.count(prefetches_below_threshold=binding is not None)
             return None
@@ -156,7 +147,7 @@ class Prefetcher:
         if not self._rules.admits(occupied, self._group.size):
             self._stats.count(prefetches_rate_limited=1)
             return None
-        request = PrefetchRequest(tuple(keys), tuple(prefix_hashes), request_id)
+        request = PrefetchRequest(tuple(hashes), tuple(prefix_hashes), request_id)
         job = QueryJob(binding.calls, request)
         operation = PrefetchOperation(self, request, length, job)
         # Before `submit`: a thread that hangs is given up, so that the job gets one that serves.
