@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
     from hicache_storage.spec import HiCacheStorage
+    from hicache_storage.transfer.host_slots import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class StatsCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = ControllerStats()
+        self._stuck: list[Completion] = []
 
     def count(self, **amounts: int) -> None:
         """Add amounts to counters, by their names."""
@@ -77,10 +79,19 @@ class StatsCounter:
             for name, amount in amounts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + amount)
 
+    def abandoned(self, job: Completion) -> None:
+        """Count an abandoned call, which is stuck until the job has ended."""
+        self.count(abandoned_calls=1)
+        with self._lock:
+            self._stuck = [*self._still_stuck(), job]
+
     def snapshot(self) -> ControllerStats:
         """Return a copy of the counters."""
         with self._lock:
-            return replace(self._stats)
+            return replace(self._stats, stuck_calls=len(self._still_stuck()))
+
+    def _still_stuck(self) -> list[Completion]:
+        return [job for job in self._stuck if not job.query()]
 
 
 class StorageCalls:

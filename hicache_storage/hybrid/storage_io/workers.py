@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_storage.hybrid.storage_io.calls import StorageCalls
@@ -33,15 +32,19 @@ class Job(ABC):
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.abandoned = False
-        """True once the running call is not waited for; guarded by `lock`, as is `_cancelled`."""
+        self.task: Task[None] | None = None
+        """Its run in a thread; None before it is submitted, and if no thread could run it."""
         self._cancelled = False
-        self._ended = threading.Event()
         self._called_at = math.inf
 
     @abstractmethod
     def perform(self) -> None:
         """Make the calls, each after `begin_call`."""
+
+    @property
+    def abandoned(self) -> bool:
+        """True once the running call is not waited for."""
+        return self.task is not None and self.task.abandoned
 
     def begin_call(self) -> bool:
         """Return whether to make another call, and start its time limit.
@@ -65,11 +68,7 @@ class Job(ABC):
 
         The storage does not use its pages any more then.
         """
-        return self._ended.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        """Block until the thread has left the job; returns whether it has."""
-        return self._ended.wait(seconds)
+        return self.task is None or self.task.ended
 
     def run(self) -> None:
         """Perform the job. No error of a driver ends the thread, not even `SystemExit`."""
@@ -77,27 +76,10 @@ class Job(ABC):
             self.perform()
         except BaseException:
             logger.exception("a job of the storage worker failed")
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        """Mark the job as ended."""
-        # Under the lock, so that either the thread or `abandon` sees what the other has done.
-        with self.lock:
-            self._ended.set()
 
     def overdue(self, seconds: float) -> bool:
         """Return whether the running call has taken longer than that."""
         return not self.query() and time.monotonic() - self._called_at > seconds
-
-    def abandon(self) -> bool:
-        """Stop waiting for the job, unless it has just ended.
-
-        Returns whether it is abandoned.
-        """
-        with self.lock:
-            self.abandoned = not self.query()
-        return self.abandoned
 
 
 class StorageWorker:
@@ -121,14 +103,12 @@ class StorageWorker:
         """Jobs in the order of submission; those that have ended are removed by `expire`."""
 
     def submit(self, job: Job) -> None:
-        """Queue a job. If no thread can run it, it ends at once, without a call."""
+        """Queue a job. If no thread can run it, it has ended, without a call."""
         # A storage whose calls hang would take one thread after the other. Beyond the limit jobs
         # miss at once, until a hanging call returns.
-        task = self._thread_pool.submit(partial(self._run, job))
-        if task is None:
-            job.end()
-        else:
-            self._tasks[job] = task
+        job.task = self._thread_pool.submit(job.run)
+        if job.task is not None:
+            self._tasks[job] = job.task
 
     def expire(self) -> None:
         """Abandon the running call if it takes too long.
@@ -145,18 +125,17 @@ class StorageWorker:
     def stop(self, seconds: float) -> None:
         """End all queued jobs; abandon the running one if it does not end in time."""
         self._end_queued()
-        for job in list(self._tasks):
+        for job, task in list(self._tasks.items()):
             job.cancel()
-            if not job.wait(seconds):
+            if not task.wait(seconds):
                 self._abandon(job)
         self._thread_pool.close(seconds)
 
     def _abandon(self, job: Job) -> None:
-        if not job.abandon():
+        if not self._thread_pool.abandon(self._tasks.pop(job)):
             return
-        self._stats.count(abandoned_calls=1, stuck_calls=1)
+        self._stats.abandoned(job)
         logger.warning("%s: a call of the storage has not returned; it is abandoned", self._name)
-        self._thread_pool.abandon(self._tasks.pop(job))
         if not self._thread_pool.has_threads:
             self._end_queued()
 
@@ -164,13 +143,7 @@ class StorageWorker:
         for job, task in list(self._tasks.items()):
             if self._thread_pool.withdraw(task):
                 del self._tasks[job]
-                job.end()
-
-    def _run(self, job: Job) -> None:
-        job.run()
-        if job.abandoned:
-            self._stats.count(stuck_calls=-1)
-            logger.warning("%s: an abandoned call of the storage has returned", self._name)
+                job.task = None
 
 
 class StorageAttachedError(HiCacheError, RuntimeError):
@@ -246,28 +219,25 @@ def call_with_timeout(what: str, call: Callable[[], None], seconds: float) -> No
 
     Raises:
         StorageTimeoutError: the call did not return in time.
-        StorageUnavailableError: it raised an error that would end the caller, such as `SystemExit`.
+        StorageUnavailableError: it raised an error that would end the caller, such as `SystemExit`,
+            or no thread could be started.
         Exception: the error of the call.
     """
-    errors = list[Exception]()
-
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - raised in the caller's thread
-            errors.append(error)
-        except BaseException as error:  # noqa: BLE001 - a driver must not end the engine
-            message = f"{what} raised {type(error).__name__}: {error}"
-            errors.append(StorageUnavailableError(message))
-
-    # A daemon: a call that hangs for ever must not keep the process from exiting.
-    thread = threading.Thread(target=run, name=f"hicache-{what}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    thread_pool = ThreadPool(f"hicache-{what}", 1)
+    task = thread_pool.submit(call)
+    in_time = task is not None and task.wait(seconds)
+    thread_pool.close(seconds if in_time else 0)
+    if task is None:
+        raise StorageUnavailableError(f"{what}: no thread could be started")
+    if not in_time:
         raise StorageTimeoutError(f"{what} did not return within {seconds} s")
-    if errors:
-        raise errors[0]
+    try:
+        task.result()
+    except Exception:
+        raise
+    except BaseException as error:
+        # A driver must not end the engine.
+        raise StorageUnavailableError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def close_quietly(storage: HiCacheStorage, seconds: float, stats: StatsCounter) -> None:
