@@ -200,9 +200,7 @@ class Rank:
     """A controller over host pools; `HybridCacheController` where there are side pools, or where
     asked for."""
 
-    def __init__(
-        self, pools: Pools, *, metrics: bool = False, hybrid: bool = False, **parallel: int
-    ) -> None:
+    def __init__(self, pools: Pools, *, hybrid: bool = False, **parallel: int) -> None:
         self.pools = pools
         self.parallel = {
             "tp_rank": 0,
@@ -226,7 +224,6 @@ class Rank:
             threading.Event(),
             write_policy="write_through",
             io_backend="kernel",
-            enable_storage_metrics=metrics,
         )
 
     @property

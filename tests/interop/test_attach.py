@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host.group import PoolEntry
 from sglang.srt.mem_cache.unified_cache.storage_attachment import StorageAttachment
 
@@ -25,7 +25,7 @@ from hicache_storage.spec import (
     UnsupportedOperationError,
 )
 from tests.interop.drivers import raise_os_error
-from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens, with_mamba
+from tests.interop.engine import PAGE_SIZE, mha_pools, tokens, with_mamba
 
 pytestmark = pytest.mark.interop
 
@@ -59,46 +59,29 @@ def created(monkeypatch):
     return storages
 
 
-@pytest.mark.parametrize(
-    ("extra", "error", "match"),
-    [
-        ({"interface_v1": None}, ConfigError, r'set "interface_v1": 1'),
-        ({"tennant": "x"}, ConfigError, r"unknown key 'tennant'.*did you mean 'tenant'"),
-        ({"driver": "flie"}, DriverNotFoundError, r"no driver named 'flie'"),
-        ({"driver": None}, ConfigError, r"driver"),
-        (
-            {"driver_config": {"stor": "x"}},
-            ConfigError,
-            r"unknown option 'stor'; did you mean 'store'",
-        ),
-        ({"model": None}, ConfigError, r"no model name"),
-        (
-            {"kv_dtype": "float16"},
-            ConfigError,
-            r"kv_dtype is 'float16', and the KV host pool holds 'bfloat16'",
-        ),
-    ],
-    ids=lambda value: "" if isinstance(value, (type, str)) else next(iter(value)),
-)
-def test_a_configuration_that_cannot_be(ranks, trouble, created, extra, error, match):
-    refused(ranks(mha_pools("page_first")), created, error, match, **extra)
-
-
-@pytest.mark.parametrize(
-    ("make_pools", "match"),
-    [
-        (
-            lambda: mha_pools("page_first", dtype=torch.float8_e5m2),
-            r"does not tell fp8_e4m3 from fp8_e5m2",
-        ),
-        (lambda: mha_pools("page_unified"), r"can neither lend its pages nor copy them"),
-        (lambda: mla_pools("page_unified"), r"can neither lend its pages nor copy them"),
-        (lambda: without_memory(mha_pools("page_first")), r"no memory of its own"),
-    ],
-    ids=["fp8", "layout-mha", "layout-mla", "gone"],
-)
-def test_a_kv_pool_that_cannot_be_served(ranks, trouble, created, make_pools, match):
-    refused(ranks(make_pools()), created, InvalidPoolError, match, again=False)
+PLAIN = partial(mha_pools, "page_first")
+REFUSED = {
+    "interface": (PLAIN, {"interface_v1": None}, ConfigError, r'set "interface_v1": 1'),
+    "key": (PLAIN, {"tennant": "x"}, ConfigError, r"key 'tennant'.*did you mean 'tenant'"),
+    "driver": (PLAIN, {"driver": "flie"}, DriverNotFoundError, r"no driver named 'flie'"),
+    "option": (PLAIN, {"driver_config": {"stor": "x"}}, ConfigError, r"did you mean 'store'"),
+    "model": (PLAIN, {"model": None}, ConfigError, r"no model name"),
+    "dtype": (PLAIN, {"kv_dtype": "float16"}, ConfigError, r"the KV host pool holds 'bfloat16'"),
+    "fp8": (
+        partial(PLAIN, dtype=torch.float8_e5m2),
+        {},
+        InvalidPoolError,
+        r"does not tell fp8_e4m3 from fp8_e5m2",
+    ),
+    "layout": (
+        partial(mha_pools, "page_unified"),
+        {},
+        InvalidPoolError,
+        r"can neither lend its pages nor copy them",
+    ),
+    "memory": (lambda: without_memory(PLAIN()), {}, InvalidPoolError, r"no memory of its own"),
+}
+"""Pools, options, and the error that an attach ends with."""
 
 
 def without_memory(pools):
@@ -106,46 +89,23 @@ def without_memory(pools):
     return pools
 
 
-def refused(rank, created, error, match, *, again=True, driver="sample", **extra):
-    """Attach where it must fail; nothing is left of it, and a right attach still works."""
-    before = threads()
+@pytest.mark.parametrize(("make_pools", "extra", "error", "match"), REFUSED.values(), ids=REFUSED)
+def test_of_an_attach_that_must_fail_nothing_is_left(
+    ranks, trouble, created, make_pools, extra, error, match
+):
+    """And a right one still works."""
+    rank, before = ranks(make_pools()), threads()
     with pytest.raises(error, match=match):
-        rank.attach(driver, **extra)
+        rank.attach(**{"driver": "sample", **extra})
     until_only(before)
     assert not rank.controller.enable_storage
     assert rank.controller.storage_backend is None
     for storage in created:
         with pytest.raises(StorageClosedError):
             storage.batch_exists_v2(["a"])
-    if again:
+    if error is not InvalidPoolError:
         rank.attach("sample")
         assert rank.backup(tokens(2)).completed_tokens == 2 * PAGE_SIZE
-    elif "fp8" not in match:
-        assert created
-
-
-def test_the_engines_own_keys_are_accepted(ranks, storage):
-    """What SGLang's parser knows, whether it takes it out or leaves it in."""
-    name, driver_config = storage
-    text = (
-        '{"backend_name": "hicache", "module_path": "hicache_storage.engines.sglang", '
-        '"class_name": "SGLangBridge",'
-        ' "interface_v1": 1, "prefetch_threshold": 64, "prefetch_timeout_base": 2, '
-        '"prefetch_timeout_per_ki_token": 0.5,'
-        ' "hicache_storage_pass_prefix_keys": true, "tenant": "t", "revision": "r", "salt": "s", '
-        '"deadline_seconds": 5}'
-    )
-    parsed, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    unparsed = {
-        "prefetch_threshold": 64,
-        "hicache_storage_pass_prefix_keys": True,
-        "prefetch_timeout_base": 2,
-    }
-    for config in (parsed, {**parsed, **unparsed}):
-        rank = ranks(mha_pools("page_first"))
-        rank.attach_config({**config, "driver": name, "driver_config": driver_config})
-        identity = rank.bridge.storage.identity
-        assert (identity.tenant, identity.revision, identity.salt) == ("t", "r", "s")
 
 
 def test_detach_and_attach_again_leave_no_thread_behind(ranks, storage):
@@ -238,13 +198,6 @@ def test_sglangs_own_failure_injector_can_stand_between(ranks, storage):
         assert type(rank.bridge).__name__ == "HiCacheStorageFailureInjector"
         assert rank.restores(rank.backup(tokens(3)))
         rank.detach()
-
-
-def test_a_controller_reset_keeps_the_storage(plain):
-    backup = plain.backup(tokens(3))
-    plain.wipe()
-    plain.controller.reset()
-    assert plain.restores(backup)
 
 
 def test_side_pools_may_come_later(hybrid):

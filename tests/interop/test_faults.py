@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransferResult
-from tests.interop.drivers import STORES, raise_os_error
+from tests.interop.drivers import raise_os_error
 from tests.interop.engine import PAGE_SIZE, mha_pools, tokens, with_mamba
 
 pytestmark = pytest.mark.interop
@@ -150,31 +150,6 @@ def test_a_failed_question_has_a_verdict_for_every_pool(ranks, trouble):
     )
     assert (answer.kv_hit_pages, answer.restorable_prefix_pages) == (0, [])
     assert answer.extra_pool_hit_pages == {"kv": 0, "mamba": 0}
-
-
-def test_damaged_pages_are_misses_and_are_repaired(sample):
-    sample.backup(tokens(6))
-    memory_store = STORES["default"]
-    third = list(memory_store)[2]
-    memory_store[third] = bytes(len(memory_store[third]))
-    sample.wipe()
-    result = sample.prefetch(tokens(6))
-    assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 2 * PAGE_SIZE)
-    sample.wipe()
-    assert sample.prefetch(tokens(6)).hit_tokens == 2 * PAGE_SIZE
-    sample.wipe()
-    assert sample.restores(sample.backup(tokens(6)))
-
-
-def test_a_store_that_is_away_at_first_is_found_later(ranks, trouble, caplog):
-    trouble.at("connect", answer=raise_os_error)
-    rank = ranks(mha_pools("page_first"))
-    rank.attach("sample")
-    assert "cannot be opened yet" in caplog.text
-    assert rank.backup(tokens(3)).completed_tokens == 0
-    trouble.clear()
-    time.sleep(1.1)
-    assert still_works(rank, trouble)
 
 
 PAGE = torch.arange(PAGE_SIZE)

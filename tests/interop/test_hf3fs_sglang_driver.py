@@ -84,92 +84,67 @@ def same(found, expected):
     )
 
 
-def test_it_is_sglangs_own(attached):
-    _, driver = attached(mha_pools("page_first"))
+@pytest.mark.parametrize(
+    ("make_pools", "layout", "slots", "states"),
+    [
+        pytest.param(mha_pools, "page_first", 2, 1, id="mha, K and V in slots of their own"),
+        pytest.param(mha_pools, "layer_first", 1, 0, id="mha, staged"),
+        pytest.param(mla_pools, "page_first_direct", 1, 0, id="mla"),
+    ],
+)
+def test_pages_of_the_controller_come_back(attached, server, make_pools, layout, slots, states):
+    """Also from a server that was killed; states of Mamba have a scope beside that of KV."""
+    pools, windows = make_pools(layout), {"mamba": 1} if states else {}
+    rank, driver = attached(with_mamba(pools) if states else pools)
     assert importlib.metadata.version("sglang") == "0.5.23"
     assert type(driver) is HiCacheHF3FS
     assert type(driver.metadata_client) is Hf3fsGlobalMetadataClient
     assert {type(client) for client in driver.clients} == {Hf3fsMockClient}
-
-
-@pytest.mark.parametrize(
-    ("make_pools", "layout", "slots"),
-    [
-        pytest.param(mha_pools, "page_first", 2, id="mha, K and V in slots of their own"),
-        pytest.param(mha_pools, "layer_first", 1, id="mha, staged"),
-        pytest.param(mla_pools, "page_first_direct", 1, id="mla"),
-    ],
-)
-def test_pages_of_the_controller_come_back(attached, server, make_pools, layout, slots):
-    rank, _ = attached(make_pools(layout))
-    backup = rank.backup(tokens(PAGES))
+    backup = rank.backup(tokens(PAGES), checkpoints=windows)
     assert backup.completed_tokens == PAGES * PAGE_SIZE
-    assert live(server.url) == {"0:kv": PAGES * slots}
-    rank.wipe()
-    result = rank.prefetch(tokens(PAGES + 2))
-    assert (result.hit_tokens, result.completed_tokens) == (PAGES * PAGE_SIZE, PAGES * PAGE_SIZE)
-    assert rank.delivered(result, backup)
+    assert backup.pool_hits == windows
+    scopes = {"0:kv": PAGES * slots, **({"0:mamba": 1} if states else {})}
+    assert live(server.url) == scopes
+    assert rank.restores(backup, **windows)
+    server.kill()
+    server.start()
+    assert rank.restores(backup, **windows)
+    if states:
+        # A hit needs both.
+        driver.metadata_client.clear(0, namespace="mamba")
+        rank.wipe()
+        assert rank.prefetch(tokens(PAGES), windows=windows).hit_tokens == 0
+        rank.backup(tokens(PAGES), checkpoints=windows)
+        assert live(server.url) == scopes
+    driver.clear()
+    assert set(live(server.url).values()) == {0}
 
 
 @pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
-def test_set_exists_get_clear(attached, make_pools):
+def test_set_exists_get_delete_clear(attached, make_pools):
     rank, driver = attached(make_pools("page_first"))
     names = keys(PAGES)
-    assert driver.batch_exists(names) == 0
-    assert fetch(rank, driver, names) == [None] * PAGES
-    contents = store(rank, driver, names)
-    assert driver.batch_exists([*names, "another"]) == PAGES
-    assert driver.batch_exists(["another", *names]) == 0
-    assert same(fetch(rank, driver, names), contents)
-    found = fetch(rank, driver, [*names, "another"])
-    assert found.pop() is None
-    assert same(found, contents)
-    driver.clear()
-    assert driver.batch_exists(names) == 0
-    assert fetch(rank, driver, names) == [None] * PAGES
-    contents = store(rank, driver, names, seed=2)
-    assert same(fetch(rank, driver, names), contents)
-
-
-def test_what_is_there_is_not_written_again(attached):
-    rank, driver = attached(mla_pools("page_first"))
-    contents = store(rank, driver, keys(PAGES), seed=1)
-    store(rank, driver, keys(PAGES), seed=2)
-    assert same(fetch(rank, driver, keys(PAGES)), contents)
-
-
-def test_delete(attached, server):
-    """Its `delete` knows the keys of pools with one part a page only; those of MHA, K and V, it
-    never finds."""
-    rank, driver = attached(mla_pools("page_first"))
-    names = keys(PAGES)
-    contents = store(rank, driver, names)
-    assert driver.exists(names[2])
-    driver.delete(names[2])
-    driver.delete("nobody's")
-    assert not driver.exists(names[2])
-    assert driver.batch_exists(names) == 2
-    assert fetch(rank, driver, [names[2]]) == [None]
-    assert same(fetch(rank, driver, names[:2] + names[3:]), contents[:2] + contents[3:])
-    assert live(server.url) == {"0:kv": PAGES - 1}
-    again = store(rank, driver, names, seed=3)
-    assert same(fetch(rank, driver, names), [*contents[:2], again[2], *contents[3:]])
-
-
-def test_two_namespaces(attached, server):
-    """States of Mamba have a scope beside that of KV, and the hit needs both."""
-    rank, driver = attached(with_mamba(mha_pools("page_first")))
-    backup = rank.backup(tokens(PAGES), checkpoints={"mamba": 1})
-    assert backup.pool_hits == {"mamba": 1}
-    assert live(server.url) == {"0:kv": 2 * PAGES, "0:mamba": 1}
-    assert rank.restores(backup, mamba=1)
-    driver.metadata_client.clear(0, namespace="mamba")
-    assert live(server.url) == {"0:kv": 2 * PAGES, "0:mamba": 0}
-    rank.wipe()
-    assert rank.prefetch(tokens(PAGES), windows={"mamba": 1}).hit_tokens == 0
-    rank.backup(tokens(PAGES), checkpoints={"mamba": 1})
-    driver.clear()
-    assert live(server.url) == {"0:kv": 0, "0:mamba": 0}
+    for seed in (1, 2):
+        assert driver.batch_exists(names) == 0
+        assert fetch(rank, driver, names) == [None] * PAGES
+        contents = store(rank, driver, names, seed=seed)
+        # It is there, and not written again.
+        store(rank, driver, names, seed=seed + 10)
+        assert driver.batch_exists([*names, "another"]) == PAGES
+        assert driver.batch_exists(["another", *names]) == 0
+        found = fetch(rank, driver, [*names, "another"])
+        assert found.pop() is None
+        assert same(found, contents)
+        # Its `delete` knows the keys of pools with one part a page only; those of MHA, K and V, it
+        # never finds.
+        if make_pools is mla_pools:
+            driver.delete(names[2])
+            driver.delete("nobody's")
+            assert not driver.exists(names[2])
+            assert driver.batch_exists(names) == 2
+            assert fetch(rank, driver, [names[2]]) == [None]
+            assert same(fetch(rank, driver, names[3:]), contents[3:])
+        driver.clear()
 
 
 def test_two_ranks(attached, server):
@@ -204,14 +179,6 @@ def test_ranks_of_replicated_kv_share_one_scope(attached, server):
     contents = store(*writer, keys(PAGES))
     assert live(server.url) == {"0:kv": PAGES}
     assert same(fetch(*reader, keys(PAGES)), contents)
-
-
-def test_pages_survive_a_kill_of_the_server(attached, server):
-    rank, _ = attached(with_mamba(mha_pools("page_first")))
-    backup = rank.backup(tokens(PAGES), checkpoints={"mamba": 1})
-    server.kill()
-    server.start()
-    assert rank.restores(backup, mamba=1)
 
 
 def test_more_pages_than_the_file_has(attached, server):

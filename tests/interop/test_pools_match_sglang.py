@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -35,6 +36,9 @@ from hicache_storage.pools import (
 from hicache_storage.pools.addressed import AddressedPages
 from hicache_storage.pools.staged import StagedPages
 from hicache_storage.spec import InvalidPoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.interop
 
@@ -209,16 +213,6 @@ COPYING = {
 }
 
 
-@pytest.fixture(params=LENDING.values(), ids=LENDING.keys())
-def lending(request: pytest.FixtureRequest) -> Twins:
-    return request.param()
-
-
-@pytest.fixture(params=COPYING.values(), ids=COPYING.keys())
-def copying(request: pytest.FixtureRequest) -> Twins:
-    return request.param()
-
-
 def raw(tensor: torch.Tensor) -> bytes:
     return bytes(byte_view(tensor.contiguous()))
 
@@ -236,93 +230,82 @@ def new_page(length: int) -> bytes:
     return bytes((at * 7 + 1) % 256 for at in range(length))
 
 
-class TestPoolsThatLend:
-    def test_they_have_the_same_tensors_sizes_and_geometry(self, lending: Twins) -> None:
-        for theirs, ours in lending.tensors:
-            assert (theirs.shape, theirs.dtype) == (ours.shape, ours.dtype)
-        slot_bytes = lending.ours.geometry.page_bytes // lending.ours.page_size
-        assert slot_bytes == lending.theirs.size_per_token
-        assert lending.ours.size == lending.theirs.size
-        access = page_access(lending.theirs)
-        assert isinstance(access, AddressedPages)
-        assert access.geometry == lending.ours.geometry
-
-    def test_components_are_the_same_bytes_in_the_same_order(self, lending: Twins) -> None:
-        slots = lending.pages()
-        for slot, ours in zip(slots, lending.ours.page_buffers(slots), strict=True):
-            assert [bytes(buffer) for buffer in ours] == told(
-                lending.theirs, slot, lending.ours.page_size
-            )
-
-    def test_a_page_goes_in_and_out(self, lending: Twins) -> None:
-        access = page_access(lending.theirs)
-        pages = lending.pages()
-        target = pages[2]
-        before = {slot: told(lending.theirs, slot, lending.ours.page_size) for slot in pages}
-        page = new_page(access.geometry.page_bytes)
-        targets, start = access.targets([target]), 0
-        for buffer in targets[0]:
-            buffer[:] = page[start : start + len(buffer)]
-            start += len(buffer)
-        access.deliver([target], targets, [True])
-        assert b"".join(access.sources([target])[0]) == page
-        after = {slot: told(lending.theirs, slot, lending.ours.page_size) for slot in pages}
-        assert b"".join(after.pop(target)) == page
-        assert after == {slot: before[slot] for slot in pages if slot != target}
-
-    def test_what_one_stores_the_other_loads(self, lending: Twins) -> None:
-        source, target = lending.pages()[1], lending.pages()[3]
-        targets = page_access(lending.theirs).targets([target])[0]
-        for ours, theirs in zip(lending.ours.page_buffers([source])[0], targets, strict=True):
-            theirs[:] = ours
-        read, written = lending.ours.page_buffers([source, target])
-        for origin, to in zip(read, written, strict=True):
-            to[:] = origin
-        for theirs, ours in lending.tensors:
-            assert raw(theirs) == raw(ours)
+@pytest.mark.parametrize("make", LENDING.values(), ids=LENDING)
+def test_pages_of_pools_that_lend_are_ours(make: Callable[[], Twins]) -> None:
+    """Tensors and sizes; components, in the same order; a page that goes in, and out."""
+    twins = make()
+    theirs, ours, pages = twins.theirs, twins.ours, twins.pages()
+    for one, other in twins.tensors:
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert ours.geometry.page_bytes // ours.page_size == theirs.size_per_token
+    assert ours.size == theirs.size
+    access = page_access(theirs)
+    assert isinstance(access, AddressedPages)
+    assert access.geometry == ours.geometry
+    before = {slot: told(theirs, slot, ours.page_size) for slot in pages}
+    assert [[bytes(part) for part in page] for page in ours.page_buffers(pages)] == [
+        *before.values()
+    ]
+    target = pages[2]
+    page = new_page(access.geometry.page_bytes)
+    targets, start = access.targets([target]), 0
+    for buffer in targets[0]:
+        buffer[:] = page[start : start + len(buffer)]
+        start += len(buffer)
+    access.deliver([target], targets, [True])
+    assert b"".join(access.sources([target])[0]) == page
+    after = {slot: told(theirs, slot, ours.page_size) for slot in pages}
+    assert b"".join(after.pop(target)) == page
+    assert after == {slot: before[slot] for slot in pages if slot != target}
 
 
-class TestPoolsThatCopy:
-    def test_a_page_goes_in_and_out(self, copying: Twins) -> None:
-        access = page_access(copying.theirs)
-        assert isinstance(access, StagedPages)
-        slots = copying.pages()[1:4]
-        before = [bytes(buffer) for (buffer,) in access.sources(slots)]
-        page = new_page(access.geometry.page_bytes)
-        targets = access.targets(slots)
-        for (buffer,) in targets:
-            buffer[:] = page
-        access.deliver(slots, targets, [True, False, True])
-        assert [bytes(buffer) for (buffer,) in access.sources(slots)] == [page, before[1], page]
-        assert raw(copying.theirs.get_data_page(slots[0], flat=True)) == page
-
-    def test_pages_of_the_indexer_have_our_bytes(self) -> None:
-        twins = indexer("layer_first")
-        sources = page_access(twins.theirs).sources(twins.pages())
-        ours = [b"".join(page) for page in twins.ours.page_buffers(twins.pages())]
-        assert [bytes(buffer) for (buffer,) in sources] == ours
+@pytest.mark.parametrize("make", COPYING.values(), ids=COPYING)
+def test_pages_of_pools_that_copy(make: Callable[[], Twins]) -> None:
+    twins = make()
+    access = page_access(twins.theirs)
+    assert isinstance(access, StagedPages)
+    slots = twins.pages()[1:4]
+    before = [bytes(buffer) for (buffer,) in access.sources(slots)]
+    if len(twins.tensors) == 1:
+        ours = [b"".join(page) for page in twins.ours.page_buffers(slots)]
+        assert before == ours
+    page = new_page(access.geometry.page_bytes)
+    targets = access.targets(slots)
+    for (buffer,) in targets:
+        buffer[:] = page
+    access.deliver(slots, targets, [True, False, True])
+    assert [bytes(buffer) for (buffer,) in access.sources(slots)] == [page, before[1], page]
+    assert raw(twins.theirs.get_data_page(slots[0], flat=True)) == page
 
 
-class TestPoolsThatCannotBeServed:
-    def test_logical_anchor(self) -> None:
-        with pytest.raises(InvalidPoolError, match="LogicalHostPool has no memory of its own"):
-            page_access(LogicalHostPool(size=S, page_size=P))
+def without_memory() -> MLATokenToKVPoolHost:
+    allocation = MLAHostAllocation(
+        dtype=torch.bfloat16,
+        kv_lora_rank=D - 2,
+        qk_rope_head_dim=2,
+        kv_cache_dim=D,
+        size_per_token=L * D * 2,
+    )
+    return MLATokenToKVPoolHost(allocation, 1.0, 0, P, "page_first", target_layer_num=L, **HOST)
 
-    def test_pool_without_memory(self) -> None:
-        allocation = MLAHostAllocation(
-            dtype=torch.bfloat16,
-            kv_lora_rank=D - 2,
-            qk_rope_head_dim=2,
-            kv_cache_dim=D,
-            size_per_token=L * D * 2,
-        )
-        pool = MLATokenToKVPoolHost(allocation, 1.0, 0, P, "page_first", target_layer_num=L, **HOST)
-        with pytest.raises(InvalidPoolError, match="has no memory of its own"):
-            page_access(pool)
 
-    @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-    def test_indexer_without_memory(self, layout: str) -> None:
-        twins = indexer(layout)
-        twins.theirs.index_k_with_scale_buffer = None
-        with pytest.raises(InvalidPoolError, match="DSAIndexerPoolHost"):
-            page_access(twins.theirs)
+def indexer_without_memory(layout: str) -> DSAIndexerPoolHost:
+    pool = indexer(layout).theirs
+    pool.index_k_with_scale_buffer = None
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: LogicalHostPool(size=S, page_size=P), "LogicalHostPool has no memory of its own"),
+        (without_memory, "has no memory of its own"),
+        (lambda: indexer_without_memory("layer_first"), "DSAIndexerPoolHost"),
+        (lambda: indexer_without_memory("page_first"), "DSAIndexerPoolHost"),
+    ],
+    ids=["logical", "mla", "indexer-layer_first", "indexer-page_first"],
+)
+def test_pools_that_cannot_be_served(make: Callable[[], object], match: str) -> None:
+    pool = make()
+    with pytest.raises(InvalidPoolError, match=match):
+        page_access(pool)

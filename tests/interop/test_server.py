@@ -4,7 +4,7 @@ drivers as its last tier."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError
 
@@ -15,6 +15,7 @@ from tests.interop.engine_server import (
     REUSED,
     Answer,
     EngineServer,
+    check_restored,
     prompt,
     quick_start_command,
     write_configuration,
@@ -24,8 +25,8 @@ from tests.interop.tiny_model import write_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Three starts of a server, two of them at a time; minutes where nothing else leaves it a processor.
-pytestmark = [pytest.mark.slow(seconds=200), pytest.mark.interop, pytest.mark.timeout(900)]
+# Two starts of a server; minutes where nothing else leaves it a processor.
+pytestmark = [pytest.mark.slow(seconds=150), pytest.mark.interop, pytest.mark.timeout(900)]
 
 RANKS = 2
 RESTARTED, DAMAGED, OTHER = prompt(10), prompt(20), prompt(30)
@@ -33,30 +34,24 @@ RESTARTED, DAMAGED, OTHER = prompt(10), prompt(20), prompt(30)
 
 @dataclass
 class Past:
-    """What servers answered that had nothing to reuse, and what the one with a store left
-    behind."""
+    """What a server answered that had nothing to reuse, and what it left behind."""
 
     place: Path
     command: list[str]
     configuration: dict[str, object]
-    without_hicache: Answer
-    first: dict[int, Answer]
-    bundles: dict[int, list[Path]]
+    first: dict[int, Answer] = field(default_factory=dict)
+    bundles: dict[int, list[Path]] = field(default_factory=dict)
     """Files that appeared with each prompt."""
 
 
 @pytest.fixture(scope="module")
 def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
-    """A server whose storage was filled and that has ended, beside one without a hierarchical
-    cache."""
+    """A server whose storage was filled and that has ended."""
     place = tmp_path_factory.mktemp("engine")
     write_model(place / "model", seed=1)
     configuration = write_configuration(place, ranks=RANKS)
-    command = quick_start_command(place / "model")
-    found = Past(place, command, configuration, Answer((), (), 0, 0), {}, {})
-    with EngineServer(place, command, ranks=RANKS) as server:
-        with EngineServer(place, command[:4], ranks=1) as without:
-            found.without_hicache = without.wait_until_up().ask(RESTARTED)
+    found = Past(place, quick_start_command(place / "model"), configuration)
+    with EngineServer(place, found.command, ranks=RANKS) as server:
         server.wait_until_up()
         for asked in (RESTARTED, DAMAGED):
             before = bundles(place)
@@ -98,16 +93,9 @@ def wait_until_stored(server: EngineServer, pages: int) -> None:
     )
 
 
-def test_the_hierarchical_cache_changes_no_answer(past):
-    first = past.first[RESTARTED[0]]
-    assert first.cached == past.without_hicache.cached == 0
-    assert first.says(past.without_hicache)
-
-
 def test_a_restarted_server_has_the_prompt_from_storage(past, again):
     server, answer = again
-    assert (answer.cached, answer.from_storage) == (REUSED, REUSED)
-    assert answer.says(past.first[RESTARTED[0]])
+    check_restored(answer, past.first[RESTARTED[0]])
     namespaces = [path.parent.name for path in (past.place / "cache").rglob("namespace.json")]
     assert len(namespaces) == RANKS
     for name in namespaces:

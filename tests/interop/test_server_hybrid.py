@@ -14,6 +14,7 @@ from tests.interop.engine_server import (
     REUSED,
     Answer,
     EngineServer,
+    check_restored,
     prompt,
     quick_start_command,
     write_configuration,
@@ -21,10 +22,11 @@ from tests.interop.engine_server import (
 from tests.interop.tiny_hybrid_model import write_hybrid_model
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
-# Two starts of a server; minutes where nothing else leaves it a processor.
-pytestmark = [pytest.mark.slow(seconds=150), pytest.mark.interop, pytest.mark.timeout(900)]
+# One start of a server; minutes where nothing else leaves it a processor.
+pytestmark = [pytest.mark.slow(seconds=80), pytest.mark.interop, pytest.mark.timeout(900)]
 
 RANKS = 2
 PAGE_SIZE, CHUNK = 1, 128
@@ -35,26 +37,24 @@ OPTIONS = (
     f"no_buffer --disable-overlap-schedule "
     "--max-mamba-cache-size 32"
 )
-RESTARTED, DAMAGED = prompt(10), prompt(20)[::-1]
+FIRST, DAMAGED = prompt(10), prompt(20)[::-1]
 
 
 @dataclass
 class Past:
-    """What a server answered that had nothing in storage, and what it left behind."""
+    """What a server answered that had nothing in storage, and what was stored."""
 
     place: Path
+    server: EngineServer
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
 
-    def server(self) -> EngineServer:
-        return EngineServer(
-            self.place, quick_start_command(self.place / "model"), ranks=RANKS, options=OPTIONS
-        )
-
-    def ask(self, server: EngineServer, name: str, prompt: list[int]) -> None:
+    def ask(self, name: str, prompt: list[int]) -> None:
         """Keep the answer, and wait until every rank has stored all that it knows of it."""
-        self.answers[name] = answer = server.ask(prompt)
+        self.answers[name] = answer = self.server.ask(prompt)
         known = prompt + list(answer.tokens[:-1])
-        server.wait_for(lambda: self.are_stored(known), f"of prompt {name!r} not all is written")
+        self.server.wait_for(
+            lambda: self.are_stored(known), f"of prompt {name!r} not all is written"
+        )
 
     def are_stored(self, tokens: list[int]) -> bool:
         places = [place for pool in ("kv", "mamba") for place in self.namespaces(pool)]
@@ -67,7 +67,7 @@ class Past:
 
     def second_turn(self) -> list[int]:
         """The first prompt, the answer, and what is asked then."""
-        return [*RESTARTED, *self.answers["restarted"].tokens, *DAMAGED[:20]]
+        return [*FIRST, *self.answers["first"].tokens, *DAMAGED[:20]]
 
 
 def files_of(namespace: Path, tokens: list[int]) -> list[Path]:
@@ -76,59 +76,58 @@ def files_of(namespace: Path, tokens: list[int]) -> list[Path]:
     return [path for path in namespace.rglob("*.bundle") if key in path.read_bytes()]
 
 
-@pytest.fixture(scope="module")
-def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
-    """A server whose storage was filled and that has ended."""
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["flushed", "restarted"],
+)
+def past(request, tmp_path_factory: pytest.TempPathFactory) -> Generator[Past]:
+    """A server whose storage was filled, or one that was started again over it."""
     place = tmp_path_factory.mktemp("hybrid")
     write_hybrid_model(place / "model", seed=1)
     write_configuration(place, ranks=RANKS)
-    found = Past(place)
-    with found.server() as server:
-        server.wait_until_up()
-        found.ask(server, "restarted", RESTARTED)
-        found.ask(server, "damaged", DAMAGED)
-        found.ask(server, "second turn", found.second_turn())
-    return found
-
-
-@pytest.fixture(scope="module")
-def again(past: Past):
-    """The server, started again over what the first left; the first that it answered, and what was
-    read for that."""
-    with past.server() as server:
-        answer = server.wait_until_up().ask(RESTARTED)
-        yield server, answer, {pool: server.counted("read", pool=pool) for pool in ("kv", "mamba")}
+    command = quick_start_command(place / "model")
+    with EngineServer(place, command, ranks=RANKS, options=OPTIONS) as server:
+        found = Past(place, server.wait_until_up())
+        found.ask("first", FIRST)
+        found.ask("damaged", DAMAGED)
+        found.ask("second turn", found.second_turn())
+        if not request.param:
+            yield found
+            return
+    with EngineServer(place, command, ranks=RANKS, options=OPTIONS) as server:
+        found.server = server.wait_until_up()
+        yield found
 
 
 @pytest.fixture
-def server(again: tuple[EngineServer, Answer, object]) -> EngineServer:
-    """The second server, with nothing on the device and in host memory."""
-    server, *_ = again
-    server.flush()
-    return server
+def server(past: Past) -> EngineServer:
+    """The server, with nothing on the device and in host memory."""
+    past.server.flush()
+    return past.server
 
 
-def test_a_restarted_server_has_kv_and_states_from_storage(past, again):
+def test_kv_and_states_come_from_storage(past, server):
     """It goes on from the last state before the prompt's end."""
-    _, answer, read = again
-    assert past.answers["restarted"].cached == 0
-    assert (answer.cached, answer.from_storage) == (REUSED, REUSED)
-    assert answer.says(past.answers["restarted"])
-    assert read == {"kv": [REUSED] * RANKS, "mamba": [1] * RANKS}
+
+    def read() -> list[list[int]]:
+        return [server.counted("read", pool=pool) for pool in ("kv", "mamba")]
+
+    before = read()
+    check_restored(server.ask(FIRST), past.answers["first"])
+    moved = [
+        [now - then for now, then in zip(*pool, strict=True)]
+        for pool in zip(read(), before, strict=True)
+    ]
+    assert moved == [[REUSED] * RANKS, [1] * RANKS]
 
 
 def test_the_second_turn_goes_on_from_the_state_at_the_end_of_the_answer(past, server):
     answer, on_device = server.ask(past.second_turn()), past.answers["second turn"]
-    known = len(RESTARTED) + len(past.answers["restarted"].tokens) - 1
+    known = len(FIRST) + len(past.answers["first"].tokens) - 1
     assert (on_device.cached, on_device.from_storage) == (known, 0)
     assert (answer.cached, answer.from_storage) == (known, known)
     assert answer.says(on_device)
-
-
-def test_another_prompt_is_answered_with_none_of_it(past, server):
-    answer = server.ask([RESTARTED[0] + 1, *RESTARTED[1:]])
-    assert answer.cached == 0
-    assert not answer.says(past.answers["restarted"])
 
 
 def test_a_damaged_state_of_one_rank_costs_hits_and_changes_no_answer(past, server):

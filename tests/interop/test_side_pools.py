@@ -66,6 +66,10 @@ def test_the_hit_ends_at_the_last_checkpoint(hybrid):
     hybrid.wipe()
     hybrid.backup(tokens(8))
     hybrid.wipe()
+    hybrid.backup(tokens(4, start=500))
+    without = hybrid.prefetch(tokens(4, start=500), windows={"mamba": 1})
+    assert (without.hit_tokens, without.verdicts) == (0, {"kv": 4, "mamba": 0})
+    hybrid.wipe()
     result = hybrid.prefetch(tokens(8), windows={"mamba": 1})
     assert result.hit_tokens == 5 * PAGE_SIZE
     assert result.verdicts == {"kv": 8, "mamba": 5}
@@ -77,28 +81,8 @@ def test_the_hit_ends_at_the_last_checkpoint(hybrid):
     assert answer.restorable_prefix_pages == [2, 5]
 
 
-def test_without_a_checkpoint_there_is_no_hit_and_every_pool_has_a_verdict(hybrid):
-    hybrid.backup(tokens(4))
-    result = hybrid.prefetch(tokens(4), windows={"mamba": 1})
-    assert result.hit_tokens == 0
-    assert result.verdicts == {"kv": 4, "mamba": 0}
-
-
 def test_a_window_of_several_pages_comes_back(hybrid):
     assert hybrid.restores(hybrid.backup(tokens(6), checkpoints={"mamba": 3}), mamba=3)
-
-
-def test_block_groups_report_and_do_not_decide(hybrid):
-    """Rule EX-4. SGLang 0.5.23 declares the policy and uses it nowhere."""
-    hybrid.backup(tokens(4), checkpoints={"mamba": 4})
-    hybrid.wipe()
-    hybrid.backup(tokens(6))
-    question = PoolTransfer(
-        PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=2, group_pages=1
-    )
-    answer = hybrid.bridge.batch_exists_v2(hybrid.hashes(tokens(6)), [question])
-    assert answer.kv_hit_pages == 6
-    assert answer.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.MAMBA: 4}
 
 
 def test_every_rank_has_states_of_its_own_beside_replicated_kv(ranks, storage):

@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from hicache_storage.spec import InvalidPoolError
 from tests.interop.engine import PAGE_SIZE, PAGES, mha_pools, pages, scribble, tokens
 
 pytestmark = pytest.mark.interop
@@ -76,24 +75,6 @@ def test_every_tp_size_restores_what_every_other_has_stored(engine, layout):
         write(engines[writers], kv, layout, prompt)
         assert restores(engines[readers], kv, layout, prompt), (writers, readers)
     assert all(member.bridge.refused_calls == 0 for each in engines.values() for member in each)
-
-
-def test_without_it_a_tp_size_finds_its_own_pages_alone(engine):
-    kv, prompt = model_kv("page_head"), tokens(5)
-    two = engine(2, tp_lcm_size=None)
-    write(two, kv, "page_head", prompt)
-    assert restores(two, kv, "page_head", prompt)
-    [one] = engine(1, tp_lcm_size=None)
-    assert one.prefetch(prompt).hit_tokens == 0
-    [sharing] = engine(1)
-    assert sharing.prefetch(prompt).hit_tokens == 0
-
-
-def test_heads_that_the_shards_cannot_share_are_refused(ranks, storage):
-    rank = ranks(mha_pools("page_head", heads=3))
-    with pytest.raises(InvalidPoolError, match="store_tp_size must divide the number of KV heads"):
-        rank.attach(*storage, tp_lcm_size=4)
-    assert not rank.controller.enable_storage
 
 
 def test_the_heads_are_where_sglang_has_them():

@@ -39,7 +39,6 @@ def install() -> None:
     mla.transfer_kv_per_layer_mla_pf_lf = to_device
     mamba.transfer_kv_mamba_lf_pf = states_to_host
     mamba.transfer_kv_mamba_pf_lf = to_device
-    mha.transfer_kv_direct = copy
     mha.transfer_kv_all_layer_direct_lf_pf = to_pages
     mha.transfer_kv_per_layer_direct_pf_lf = from_pages
     flat_page = mha.MHATokenToKVPoolHost.get_dummy_flat_data_page
@@ -129,20 +128,6 @@ def from_heads(
 ) -> None:
     """Tokens of one layer from a buffer of layout `page_head` into the layer's buffer."""
     dst[dst_indices] = src[src_indices // page_size, :, src_indices % page_size, layer_id]
-
-
-def copy(
-    *,
-    src_layers: Sequence[torch.Tensor],
-    dst_layers: Sequence[torch.Tensor],
-    src_indices,
-    dst_indices,
-    page_size,
-) -> None:
-    """Tokens between buffers of one layer each, which is what a host pool of layout `layer_first`
-    has as well."""
-    for source, target in zip(src_layers, dst_layers, strict=True):
-        target[dst_indices] = source[src_indices]
 
 
 def to_pages(
