@@ -21,12 +21,9 @@ class CacheServer(ServerProcess):
         place: directory for its log.
         driver: of the pages.
         options: of the driver.
-        environment: further variables.
     """
 
-    def __init__(
-        self, place: Path, driver: str, options: dict[str, object], **environment: str
-    ) -> None:
+    def __init__(self, place: Path, driver: str, options: dict[str, object]) -> None:
         [self._rpc_port, self.port] = free_ports(2)
         self.log = place / f"lmcache-{len(list(place.glob('lmcache-*')))}.log"
         adapter = {
@@ -42,7 +39,7 @@ class CacheServer(ServerProcess):
             *("--max-workers", "2", "--supported-transfer-mode", "engine_driven"),
             *("--l2-adapter", json.dumps(adapter)),
         ]
-        self.environment = {**os.environ, "PYTHONHASHSEED": "0", **environment}
+        self.environment = {**os.environ, "PYTHONHASHSEED": "0"}
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -124,7 +124,7 @@ class EngineServer(ServerProcess):
         """The CPU tier."""
         return set(map(Path, re.findall(r"/dev/shm/vllm_offload_\S+\.mmap", self.text())))
 
-    def ask(self, tokens: list[int]) -> Answer:
+    def ask(self, tokens: list[int], **more: object) -> Answer:
         """Generate eight tokens, the most probable ones."""
         body = {
             "model": "tiny",
@@ -134,6 +134,7 @@ class EngineServer(ServerProcess):
             "ignore_eos": True,
             "return_token_ids": True,
             "detokenize": False,
+            **more,
         }
         answer = json.loads(self.call("POST", "/v1/completions", body))
         details = answer["usage"]["prompt_tokens_details"] or {}

@@ -1,8 +1,9 @@
-"""LMCache's own server with this project's adapter, and a vLLM server in front of it: both are
-started again, and the prompt comes from storage."""
+"""LMCache's own server with this project's adapter, and a vLLM server in front of it: the prompt comes
+from storage once both have forgotten it, or are started again."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,35 +23,41 @@ STORED_BYTES = REUSED * 4096
 """Of a prompt."""
 
 
-def ask(place: Path, model: Path, store: Store) -> Answer:
-    """Start both servers, ask once, wait until the prompt is stored, and kill both."""
-    with CacheServer(place, store.driver, store.options) as cache:
-        engine = EngineServer(place, model, None, arguments=cache.connector())
-        engine.environment["PYTHONHASHSEED"] = "0"
-        with engine as server:
-            server.wait_until_up()
-            answer = server.ask(prompt(5))
-            # Pages that were there already are not written again.
-            moved = "hicache_storage_written_bytes_total", "hicache_storage_read_bytes_total"
-            server.wait_for(
-                lambda: sum(map(cache.counted, moved)) >= STORED_BYTES, "the pages are not stored"
-            )
-            return answer
+def start(
+    stack: ExitStack, place: Path, model: Path, store: Store
+) -> tuple[EngineServer, CacheServer]:
+    """Start both servers, until the end of the stack."""
+    cache = stack.enter_context(CacheServer(place, store.driver, store.options))
+    engine = EngineServer(place, model, None, arguments=cache.connector())
+    engine.environment["PYTHONHASHSEED"] = "0"
+    return stack.enter_context(engine).wait_until_up(), cache
 
 
 @pytest.mark.parametrize(
-    "driver",
+    ("driver", "restarted"),
     [
-        "file",
-        pytest.param("hf3fs", marks=pytest.mark.long),
-        pytest.param("mooncake", marks=pytest.mark.long),
+        ("file", False),
+        *(
+            pytest.param(driver, True, marks=pytest.mark.long)
+            for driver in ("file", "hf3fs", "mooncake")
+        ),
     ],
 )
-def test_servers_that_are_started_again_have_the_prompt_from_storage(tmp_path, driver):
+def test_the_prompt_comes_from_storage(tmp_path, driver, restarted):
     model = write(tmp_path / "model")
-    with EngineServer(tmp_path, model, None) as alone:
-        right = alone.wait_until_up().ask(prompt(5))
-    with opened(driver, tmp_path) as store:
-        assert ask(tmp_path, model, store) == right
-        again = ask(tmp_path, model, store)
-    assert again == Answer(right.tokens, REUSED)
+    with opened(driver, tmp_path) as store, ExitStack() as stack:
+        engine, cache = start(stack, tmp_path, model, store)
+        first = engine.ask(prompt(5))
+        assert first.cached == 0
+        engine.wait_for(
+            lambda: cache.counted("hicache_storage_written_bytes_total") >= STORED_BYTES,
+            "the pages are not stored",
+        )
+        if restarted:
+            stack.close()
+            engine, cache = start(stack, tmp_path, model, store)
+        else:
+            # LMCache empties its L1, too.
+            engine.forget()
+        assert engine.ask(prompt(5)) == Answer(first.tokens, REUSED)
+        assert cache.counted("hicache_storage_read_bytes_total") >= STORED_BYTES
