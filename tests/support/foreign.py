@@ -37,6 +37,15 @@ class SuiteRun:
         output, _ = self.process.communicate(timeout=800)
         return Ran(self.process.returncode, output, self.report)
 
+    def broken_rules(self, *cases: str) -> dict[str, str]:
+        """By case the rule that it found broken; empty where it passed, or another outcome."""
+        outcomes = self.ran.outcomes
+        return {
+            case: rule or outcome.replace("pass", "")
+            for case, (outcome, rule) in outcomes.items()
+            if case in cases
+        }
+
     def end(self) -> None:
         """Kill it if it still runs."""
         self.process.kill()
