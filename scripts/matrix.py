@@ -140,7 +140,7 @@ def matrix(runs: Sequence[DriverRun]) -> str:
             parts += _findings(run)
     reasons = {name: setup.not_judged for name, setup in all_known().items() if setup.not_judged}
     if reasons and any(run.interface for run in runs):
-        rows = [(f"`{name}`", _plain(reason) + _shown(name)) for name, reason in reasons.items()]
+        rows = [(f"`{name}`", _plain(reason)) for name, reason in reasons.items()]
         parts += ["## Not judged", _table(("driver", "why"), rows)]
     return "\n\n".join(parts) + "\n"
 
@@ -204,19 +204,7 @@ def _findings(run: DriverRun) -> Iterable[str]:
         error = "error of the suite: " if rule.outcome is Outcome.ERROR else ""
         where = f" (`{again[1]}`)" if again else ""
         found.append(f"- **{rule.id}**: {error}{_sentence(case.reason, rule.id)}{where}")
-    if script := _script(run.driver.name):
-        yield f"With the driver alone: `{script} RULE`."
     yield "\n".join(found)
-
-
-def _script(driver: str) -> str:
-    """The command that shows what is said about a driver without the suite; empty if there is none."""
-    setup = all_known().get(driver)
-    return f"python {setup.reproductions}" if setup and setup.reproductions else ""
-
-
-def _shown(driver: str) -> str:
-    return f"; `{_script(driver)}` shows it" if _script(driver) else ""
 
 
 def _once(names: Iterable[str]) -> list[str]:

@@ -75,9 +75,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     length."""
     clients: tuple[str, ...] = ()
     """Distributions whose code it calls, and whose versions belong to what is judged."""
-    reproductions: str = ""
-    """Script that shows what the matrix says about it without the suite, with arguments of its own; rules
-    may follow."""
     not_judged: str = ""
     """Why there is nothing to judge; such a driver is refused."""
 
