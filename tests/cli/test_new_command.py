@@ -9,7 +9,7 @@ import pytest
 from hicache_storage.tools.scaffold import check_name, make_package, package_files
 from hicache_storage.tools.scaffold.package import MAX_NAME_CHARACTERS
 from tests.support.author import Author
-from tests.support.commands import SCRIPTS, run_hicache, run_program
+from tests.support.commands import SCRIPTS, run_here, run_hicache, run_program
 
 pytestmark = pytest.mark.slow(seconds=25)
 
@@ -68,38 +68,35 @@ def test_prints_what_it_made_and_what_to_do_next(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere"}
 
 
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """Runs `hicache new` in an empty directory, where it is refused; returns what it says."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        before = list(tmp_path.rglob("*"))
+        done = run_here("new", *arguments)
+        assert done.exit_code == 2
+        assert list(tmp_path.rglob("*")) == before
+        return done.stderr
+
+    return run
+
+
 @pytest.mark.parametrize(
     "name",
     ["", "Demo", "../demo", "demo/", "1demo", "demo--kv", "-demo", "de mo", "dämo", "d" * 33],
 )
-def test_an_unusable_name_is_refused(tmp_path, name):
-    done = run_hicache("new", "--", name, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "cannot be a driver's name" in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_an_unusable_name_is_refused(refused, name):
+    assert "cannot be a driver's name" in refused("--", name)
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path):
-    done = run_hicache("new", "file", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "hicache-storage:file registers a driver 'file' already" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_directory_that_exists_is_left_alone(tmp_path):
+def test_what_is_taken_or_missing_is_refused(refused, tmp_path):
+    assert "hicache-storage:file registers a driver 'file' already" in refused("file")
+    assert refused("demo", "--directory", "no/such")
+    assert "'kv' is not of the form OWNER/NAME" in refused("demo", "--repository", "kv")
     (tmp_path / "demo").mkdir()
-    done = run_hicache("new", "demo", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "demo exists; nothing has been written" in done.stderr
-    assert not list((tmp_path / "demo").iterdir())
-
-
-def test_a_missing_parent_and_a_bad_repository_are_refused(tmp_path):
-    assert run_hicache("new", "demo", "--directory", "no/such", cwd=tmp_path).returncode == 2
-    done = run_hicache("new", "demo", "--repository", "kv", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "'kv' is not of the form OWNER/NAME" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert "demo exists; nothing has been written" in refused("demo")
 
 
 def test_a_package_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Commands of `hicache` and programs, in this process or in a process of their own."""
+"""Commands of `hicache` and programs, in this process or in a process of their own, which takes a second."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ TIMEOUT_SECONDS = 280.0
 """Below what pytest allows a test, so that a hanging command is named."""
 
 
-def run_metadata(*arguments: object, **options: Any) -> Result:
-    """Run `hicache metadata ARGUMENTS` in this process.
+def run_here(*arguments: object, **options: Any) -> Result:
+    """Run `hicache ARGUMENTS` in this process.
 
     Asynchronous tests call it with `asyncio.to_thread`: commands run event loops.
     """
     from typer.testing import CliRunner
 
-    from hicache_metadata_server.cli.main import app
+    from hicache_storage.cli.main import app
 
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+    words = [str(argument) for argument in arguments]
+    return CliRunner().invoke(app(*words[:1]), words, **options)
+
+
+def run_metadata(*arguments: object, **options: Any) -> Result:
+    """Run `hicache metadata ARGUMENTS` in this process, as `run_here`."""
+    return run_here("metadata", *arguments, **options)
 
 
 def run_hicache(
