@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Bundle, BundleId
@@ -65,7 +64,7 @@ _Entry = tuple[int, int, str, str, int, "Bundle"]
 
 
 class EvictionQueue:
-    """Bundles of all namespaces in LRU order. Not thread-safe.
+    """Bundles of all namespaces in LRU order. Safe for many threads; no lock is held during I/O.
 
     The recency of a bundle only grows, by uses in this process and by mtimes that other processes
     have set. So an entry that has become stale is found when it is popped, and goes back to its new
@@ -80,65 +79,58 @@ class EvictionQueue:
 
     def __init__(self, clock: ServerClock) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
         self._heap: list[_Entry] = []
-        self._added: deque[Bundle] = deque()
         self._gone = 0
-        """How many have been removed since such were last looked for."""
+        """How many have been removed since such were last dropped."""
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self._added)
+        return len(self._heap)
 
     def bundles_added(self, bundles: Sequence[Bundle]) -> None:
-        """Called by bundle sets, from any thread."""
         latest = self._clock.now_ns()
         for bundle in bundles:
             bundle.modified = min(bundle.modified, latest)
-        self._added.extend(bundles)
+        with self._lock:
+            if len(bundles) > len(self._heap) // 8:
+                self._heap += map(_entry, bundles)
+                self._drop_removed()
+            else:
+                for bundle in bundles:
+                    heapq.heappush(self._heap, _entry(bundle))
 
     def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
-        """Called by bundle sets, from any thread; `pop` skips removed bundles."""
-        # Not atomic: a lost update only delays the clean-up.
-        self._gone += len(bundles)
-
-    def drop_removed(self) -> None:
-        """Drop the entries of removed bundles, if there are many: `pop` may never reach them."""
-        self._take_added()
-        if self._gone > max(MANY_GONE, len(self._heap) // 2):
-            self._gone = 0
-            self._heap = [entry for entry in self._heap if not entry[-1].gone]
-            heapq.heapify(self._heap)
+        with self._lock:
+            self._gone += len(bundles)
+            # In a process that only reads, `pop` would never reach their entries.
+            if self._gone > max(MANY_GONE, len(self._heap) // 2):
+                self._drop_removed()
 
     def pop(self) -> Bundle | None:
         """Take out the next victim; None if there is none left."""
-        self._take_added()
-        while self._heap:
-            recency, *_, bundle = self._heap[0]
+        while True:
+            with self._lock:
+                if not self._heap:
+                    return None
+                recency, *_, bundle = heapq.heappop(self._heap)
             if bundle.gone:
-                heapq.heappop(self._heap)
                 continue
             now = time.monotonic()
             if now - bundle.checked > STAT_SECONDS:
                 self._refresh_mtime(bundle, now)
-            if bundle.recency > recency:
-                heapq.heapreplace(self._heap, _entry(bundle))
-                continue
-            heapq.heappop(self._heap)
-            return bundle
-        return None
+            if bundle.recency <= recency:
+                return bundle
+            self.put_back(bundle)
 
     def put_back(self, bundle: Bundle) -> None:
-        """Return a victim that could not be removed."""
-        heapq.heappush(self._heap, _entry(bundle))
+        """Return a victim that could not be removed, or that has been used."""
+        with self._lock:
+            heapq.heappush(self._heap, _entry(bundle))
 
-    def _take_added(self) -> None:
-        fresh = [self._added.popleft() for _ in range(len(self._added))]
-        if len(fresh) > len(self._heap) // 8:
-            self._heap = [entry for entry in self._heap if not entry[-1].gone]
-            self._heap += map(_entry, fresh)
-            heapq.heapify(self._heap)
-        else:
-            for bundle in fresh:
-                heapq.heappush(self._heap, _entry(bundle))
+    def _drop_removed(self) -> None:
+        self._gone = 0
+        self._heap = [entry for entry in self._heap if not entry[-1].gone]
+        heapq.heapify(self._heap)
 
     def _refresh_mtime(self, bundle: Bundle, now: float) -> None:
         bundle.checked = now
@@ -264,15 +256,6 @@ class Capacity:
                     if not bundle.gone:
                         self.queue.put_back(bundle)
             return max(0, excess)
-
-    def drop_removed(self) -> None:
-        """Drop queue entries of removed bundles, in a process that never evicts."""
-        # `make_room` holds the lock during I/O. The next flush will try again.
-        if self._lock.acquire(blocking=False):
-            try:
-                self.queue.drop_removed()
-            finally:
-                self._lock.release()
 
     def _victims(self, excess: int, tried: list[Bundle]) -> list[Bundle]:
         """Take out as many bundles as free so many bytes; `tried` gets all that were looked at."""

@@ -231,8 +231,6 @@ class Store:
         """Publish this process's uses of bundles to other processes, as mtimes of the files."""
         if time.monotonic() >= self._adjust_at:
             self._adjust_clock()
-        if self.capacity is not None:
-            self.capacity.drop_removed()
         touched = [
             bundle
             for page_index in list(self._page_indexes.values())
