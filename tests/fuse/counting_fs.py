@@ -13,7 +13,6 @@ Requests that the kernel sends when nobody waits for them (`release`, `releasedi
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import errno
 import functools
@@ -79,6 +78,19 @@ def file_changes(journal: Path) -> list[FileChange]:
     return found
 
 
+class _Options(msgspec.Struct):
+    """Of the process that mounts the file system."""
+
+    backing: str
+    point: str
+    counts: str
+    delay_seconds: float
+    cache_seconds: float
+    max_name_bytes: int
+    subtype: str
+    journal: str
+
+
 class CountingMount:
     """The file system, mounted by a process of its own.
 
@@ -105,14 +117,17 @@ class CountingMount:
         journal: Path | None = None,
     ) -> None:
         self.backing, self.point = backing, point
-        self._options = [
-            f"--delay-us={delay_us}",
-            f"--cache-seconds={cache_seconds}",
-            f"--max-name-bytes={max_name_bytes}",
-            f"--subtype={subtype}",
-            *([f"--journal={journal}"] if journal else []),
-        ]
         descriptor, self._shared = tempfile.mkstemp(prefix="counting-fs-")
+        self._options = _Options(
+            os.path.abspath(backing),
+            str(point),
+            self._shared,
+            delay_us / 1e6,
+            cache_seconds,
+            max_name_bytes,
+            subtype,
+            str(journal or ""),
+        )
         os.truncate(descriptor, _COUNTS.size)
         self._map = mmap.mmap(descriptor, _COUNTS.size)
         os.close(descriptor)
@@ -135,14 +150,7 @@ class CountingMount:
         self.point.mkdir(parents=True, exist_ok=True)
         self.backing.mkdir(parents=True, exist_ok=True)
         outside = os.stat(self.point).st_dev
-        command = [
-            sys.executable,
-            __file__,
-            str(self.backing),
-            str(self.point),
-            self._shared,
-            *self._options,
-        ]
+        command = [sys.executable, __file__, msgspec.json.encode(self._options).decode()]
         process = subprocess.Popen(command)
         self._processes.append(process)
         until = time.monotonic() + 120
@@ -180,20 +188,12 @@ class CountingMount:
 class _Counting:
     """Counts and delays the requests of a pass-through file system, and records changes."""
 
-    def __init__(
-        self,
-        inner: Passthrough,
-        counts: mmap.mmap,
-        delay_seconds: float,
-        max_name_bytes: int,
-        journal: str,
-    ) -> None:
-        self._inner = inner
-        self._journal = os.open(journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if journal else -1
-        self._max_name_bytes = max_name_bytes
+    def __init__(self, inner: Passthrough, counts: mmap.mmap, options: _Options) -> None:
+        self._inner, self._options = inner, options
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._journal = os.open(options.journal, flags) if options.journal else -1
         self._counts = (ctypes.c_uint64 * len(OPERATIONS)).from_buffer(counts)
         self._lock = threading.Lock()
-        self._delay = delay_seconds
 
     def operation(self, name: str) -> Callable[..., Any]:
         """The operation that libfuse calls, as a method of the class that mfusepy wants."""
@@ -207,15 +207,15 @@ class _Counting:
                 os.write(self._journal, len(record).to_bytes(4, "little") + record)
             with self._lock:
                 self._counts[OPERATIONS.index(name)] += 1
-            if self._delay:
-                time.sleep(self._delay)
+            if self._options.delay_seconds:
+                time.sleep(self._options.delay_seconds)
             return getattr(self._inner, name)(path, *args)
 
         return counted
 
     def _check_names(self, name: str, path: str, *args: Any) -> None:
         made = {"create": path, "rename": args[0] if args else ""}.get(name, "")
-        if len(os.path.basename(str(made))) > self._max_name_bytes:
+        if len(os.path.basename(str(made))) > self._options.max_name_bytes:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
 
 
@@ -234,24 +234,13 @@ def _serve() -> None:
     from hicache_conformance.injectors.disk import Control, Passthrough, load_mfusepy
 
     mfusepy = load_mfusepy()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("backing")
-    parser.add_argument("point")
-    parser.add_argument("counts")
-    parser.add_argument("--delay-us", type=int, default=0)
-    parser.add_argument("--cache-seconds", type=float, default=3600.0)
-    parser.add_argument("--max-name-bytes", type=int, default=255)
-    parser.add_argument("--subtype", default="")
-    parser.add_argument("--journal", default="")
-    options = parser.parse_args()
+    options = msgspec.json.decode(sys.argv[1], type=_Options)
     # The default slack of 50 us would make a delay of 200 us one of 250 us; threads inherit it.
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     with open(options.counts, "r+b") as shared:
         counts = mmap.mmap(shared.fileno(), _COUNTS.size)
-    inner = Passthrough(os.path.abspath(options.backing), Control())
-    counting = _Counting(
-        inner, counts, options.delay_us / 1e6, options.max_name_bytes, options.journal
-    )
+    inner = Passthrough(options.backing, Control())
+    counting = _Counting(inner, counts, options)
     # No other operations: the kernel asks for none that the file system has not.
     methods: dict[str, Any] = {name: counting.operation(name) for name in OPERATIONS}
     methods |= {"use_ns": True, "release": lambda _, path, handle: inner.release(path, handle)}

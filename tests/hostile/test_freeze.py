@@ -14,10 +14,9 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from hicache_storage import HiCacheError, PoolTransfer, StorageOptions, create_storage
-from tests.backends.file.harness import ScratchPool, chain, content, identity
+from hicache_storage import HiCacheError, StorageOptions, create_storage
+from tests.backends.file.harness import Rig, chain, identity
 from tests.fuse.counting_fs import CountingMount
 
 if TYPE_CHECKING:
@@ -72,41 +71,16 @@ def stalled(stop: list[object], go_on: list[object]):
         watchdog.wait(10)
 
 
-class Engine:
-    """A storage as an engine gets it, and its host pool."""
-
-    def __init__(self, path: Path, **options: object):
-        self.pool = ScratchPool(2 * PAGES, COMPONENTS)
-        settings = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
-        self.storage = create_storage(
-            "file",
-            identity(),
-            {"path": str(path), "capacity": "100MiB", **options},
-            options=settings,
-        )
-        self.storage.register_mem_host_pool_v2(self.pool, "kv")
-        self.storage.open()
-
-    def _transfer(self, keys):
-        return [PoolTransfer("kv", torch.arange(len(keys) * 4), keys=keys)]
-
-    def put(self, keys):
-        for number, key in enumerate(keys):
-            self.pool.page(number)[:] = content(key, 0, sum(COMPONENTS))
-        return sum(self.storage.batch_set_v2(self._transfer(keys))["kv"])
-
-    def get(self, keys):
-        """Pages that were delivered, each of which has to be right."""
-        self.pool.memory[:] = bytes(len(self.pool.memory))
-        answer = self.storage.batch_get_v2(self._transfer(keys))["kv"]
-        for number, key in enumerate(keys):
-            assert not answer[number] or bytes(self.pool.page(number)) == content(
-                key, 0, sum(COMPONENTS)
-            )
-        return sum(answer)
-
-    def hit(self, keys):
-        return self.storage.batch_exists_v2(keys).kv_hit_pages
+def engine_on(path: Path, **options: object) -> Rig:
+    """A storage as an engine gets it."""
+    storage = create_storage(
+        "file",
+        identity(),
+        {"path": str(path), "capacity": "100MiB", **options},
+        options=StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0),
+    )
+    storage.open()
+    return Rig(path, storage=storage, pages=2 * PAGES, components=COMPONENTS)
 
 
 def timed(name, ask):
@@ -134,9 +108,9 @@ def forget_cached(path: Path) -> None:
 def make_all_calls(engine, known, cold):
     """Every call, on a disk that stalls."""
     assert timed("exists", lambda: engine.hit(known)) == PAGES
-    timed("get, in the page cache", lambda: engine.get(known))
-    timed("get, on the disk", lambda: engine.get(cold))
-    assert timed("set", lambda: engine.put(chain("new", PAGES))) == 0
+    timed("get, in the page cache", lambda: engine.versions(known).count(0))
+    timed("get, on the disk", lambda: engine.versions(cold).count(0))
+    assert timed("set", lambda: sum(engine.put(chain("new", PAGES)))) == 0
     timed("exists, after a set that hangs", lambda: engine.hit(known))
     timed("delete", lambda: engine.storage.delete(known[:1]))
     timed("clear", engine.storage.clear)
@@ -144,13 +118,20 @@ def make_all_calls(engine, known, cold):
     timed("close", engine.storage.close)
 
 
+def stored(path: Path, **options: object) -> tuple[Rig, list[str], list[str]]:
+    """An engine and two chains of pages that it has stored."""
+    engine, known, cold = engine_on(path, **options), chain("known", PAGES), chain("cold", PAGES)
+    assert engine.put(known) == engine.put(cold) == [True] * PAGES
+    return engine, known, cold
+
+
 def test_calls_end_in_time_while_ext4_is_frozen(tmp_path):
     with ext4(tmp_path / "image", tmp_path / "mount") as mount:
         path = mount / "store"
-        engine, known, cold = Engine(path), chain("known", PAGES), chain("cold", PAGES)
-        assert (engine.put(known), engine.put(cold)) == (PAGES, PAGES)
+        engine, known, cold = stored(path)
         forget_cached(path)
-        assert (engine.get(known), engine.hit(known)) == (PAGES, PAGES)
+        assert engine.holds(known)
+        assert engine.hit(known) == PAGES
         print(f"\next4 under fsfreeze, deadline {DEADLINE_SECONDS} s")
         with stalled(["fsfreeze", "-f", mount], ["fsfreeze", "-u", mount]):
             make_all_calls(engine, known, cold)
@@ -164,23 +145,20 @@ def test_calls_end_in_time_while_the_device_below_ext4_answers_nothing(tmp_path,
         ext4(fuse.point / "image", tmp_path / "mount") as mount,
     ):
         path = mount / "store"
-        engine, known, cold = (
-            Engine(path, hung_reads=hung_reads),
-            chain("known", PAGES),
-            chain("cold", PAGES),
-        )
-        assert (engine.put(known), engine.put(cold)) == (PAGES, PAGES)
+        engine, known, cold = stored(path, hung_reads=hung_reads)
         forget_cached(path)
         # What the loop device has read from its file is cached too.
         run("sh", "-c", "sync; echo 1 > /proc/sys/vm/drop_caches")
-        assert (engine.get(known), engine.get(known), engine.hit(known)) == (PAGES, PAGES, PAGES)
+        assert engine.holds(known)
+        assert engine.holds(known)
+        assert engine.hit(known) == PAGES
         server = fuse._processes[-1].pid
         print(
             f"\next4 on a device that answers nothing, deadline {DEADLINE_SECONDS} s, hung_reads "
             f"{hung_reads}"
         )
         with stalled(["kill", "-STOP", server], ["kill", "-CONT", server]):
-            assert timed("get, on the disk", lambda: engine.get(cold)) == 0
+            assert timed("get, on the disk", lambda: engine.versions(cold).count(0)) == 0
             make_all_calls(engine, known, cold)
             engine.pool.memory[:] = b"\x77" * len(engine.pool.memory)
         after_the_stall(path, cold)
@@ -189,13 +167,12 @@ def test_calls_end_in_time_while_the_device_below_ext4_answers_nothing(tmp_path,
 
 def after_the_stall(path, cold):
     """What was acknowledged is there, unless the `clear` that was given up has come through."""
-    engine = Engine(path)
+    engine = engine_on(path)
     until = time.monotonic() + 30
     # A clear that had been given up may be about to go on.
     while 0 < engine.hit(cold) < PAGES and time.monotonic() < until:
         time.sleep(0.1)
-    found = engine.get(cold)
-    print(f"  afterwards: {found} of {PAGES} pages")
-    assert engine.put(chain("after", PAGES)) == PAGES
-    assert engine.get(chain("after", PAGES)) == PAGES
+    print(f"  afterwards: {engine.versions(cold).count(0)} of {PAGES} pages")
+    assert engine.put(chain("after", PAGES)) == [True] * PAGES
+    assert engine.holds(chain("after", PAGES))
     engine.storage.close()

@@ -13,10 +13,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from hicache_storage import PoolTransfer, StorageOptions, create_storage
-from tests.backends.file.harness import ScratchPool, chain, content, identity
+from hicache_storage import StorageOptions, create_storage
+from tests.backends.file.harness import Rig, chain, identity
 from tests.backends.hf3fs.conftest import SERVE
 from tests.hostile.test_freeze import ext4, run
 from tests.metadata_server.full_disks import SmallDisk, small_disk
@@ -35,42 +34,21 @@ PAGES = 16
 DRIVERS = ("file", "hf3fs")
 
 
-class Engine:
+def engine_on(name: str, path: Path, server: Served) -> Rig:
     """A storage with every layer at its defaults, the circuit breakers among them.
 
     `file` has no capacity: with one, a full disk makes it evict what is there.
     """
-
-    def __init__(self, name: str, path: Path, server: Served) -> None:
-        self.pool = ScratchPool(PAGES, COMPONENTS)
-        driver = name.split()[0]
-        options = {"file_size": "128MiB", "metadata_url": server.url} if driver == "hf3fs" else {}
-        self.storage = create_storage(
-            driver,
-            identity(model=name),
-            {"path": str(path), **options},
-            options=StorageOptions(deadline_seconds=10.0),
-        )
-        self.storage.register_mem_host_pool_v2(self.pool, "kv")
-        self.storage.open()
-
-    def put(self, keys: list[str]) -> list[bool]:
-        for number, key in enumerate(keys):
-            self.pool.page(number)[:] = content(key, 0, sum(COMPONENTS))
-        return self.storage.batch_set_v2([self._transfer(keys)])["kv"]
-
-    def hit(self, keys: list[str]) -> bool:
-        """Whether all pages are found and delivered; their bytes have to be right."""
-        self.pool.memory[:] = bytes(len(self.pool.memory))
-        found = self.storage.batch_exists_v2(keys).kv_hit_pages
-        delivered = self.storage.batch_get_v2([self._transfer(keys)])["kv"]
-        for number, key in enumerate(keys):
-            expected = content(key, 0, sum(COMPONENTS))
-            assert not delivered[number] or bytes(self.pool.page(number)) == expected
-        return found == len(keys) and all(delivered)
-
-    def _transfer(self, keys: list[str]) -> PoolTransfer:
-        return PoolTransfer("kv", torch.arange(len(keys) * 4), keys=keys)
+    driver = name.split()[0]
+    options = {"file_size": "128MiB", "metadata_url": server.url} if driver == "hf3fs" else {}
+    storage = create_storage(
+        driver,
+        identity(model=name),
+        {"path": str(path), **options},
+        options=StorageOptions(deadline_seconds=10.0),
+    )
+    storage.open()
+    return Rig(path, storage=storage, pages=PAGES, components=COMPONENTS)
 
 
 def disks(stack: ExitStack, place: Path) -> Iterator[tuple[str, Path]]:
@@ -92,7 +70,7 @@ def test_a_disk_that_refuses_hides_no_page(tmp_path):
         server = stack.enter_context(Served(command=SERVE))
         engines = {}
         for name, point in disks(stack, tmp_path):
-            engine = Engine(name, point, server)
+            engine = engine_on(name, point, server)
             assert engine.put(chain("old", 8)) == [True] * 8
             if name.endswith("full"):
                 SmallDisk(point).fill()
@@ -100,16 +78,17 @@ def test_a_disk_that_refuses_hides_no_page(tmp_path):
                 # While a file is open for writing, no mount becomes read-only.
                 engine.storage.close()
                 run("mount", "-o", "remount,ro", point)
-                engine = Engine(name, point, server)
+                engine = engine_on(name, point, server)
             engines[name] = engine
             stack.callback(engine.storage.close)
 
-        def requests(engine: Engine) -> tuple[int, int, int]:
+        def requests(engine: Rig) -> tuple[int, int, int]:
             asked = hits = stored = 0
+            old = chain("old", 8)
             until = time.monotonic() + SECONDS
             while time.monotonic() < until:
                 asked += 1
-                hits += engine.hit(chain("old", 8))
+                hits += engine.hit(old) == len(old) and engine.holds(old)
                 stored += sum(engine.put(chain(f"new {asked}", 4)))
                 time.sleep(1 / REQUESTS_A_SECOND)
             return asked, hits, stored

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.page_index import PageIndex
     from hicache_backends.file.store import Store
     from hicache_storage.objects import Call, Namespace
+    from hicache_storage.spec import HiCacheStorage
 
 COMPONENTS = (1000, 3096)
 """Odd on purpose: no component is aligned to anything."""
@@ -188,7 +189,14 @@ class Hurried(DeadlineLayer):
 
 
 class Rig:
-    """A storage on a directory, driven by keys and versions instead of slots and buffers."""
+    """A storage on a directory, driven by keys and versions instead of slots and buffers.
+
+    Args:
+        storage: another one than a bare file driver on the path, such as one below the layers.
+    """
+
+    UNTOUCHED = 0
+    """What is in the host pool before a get."""
 
     def __init__(
         self,
@@ -197,11 +205,14 @@ class Rig:
         pages: int = 64,
         components: Sequence[int] = COMPONENTS,
         who: StorageIdentity | None = None,
+        storage: HiCacheStorage | None = None,
         **options: object,
     ):
         self.path = path
         self.pool = ScratchPool(pages, components)
-        self.storage = FileStorage(who or identity(), FileConfig(path=str(path), **options))
+        self.storage = storage or FileStorage(
+            who or identity(), FileConfig(path=str(path), **options)
+        )
         self.storage.register_mem_host_pool_v2(self.pool, "kv")
         self.page_bytes = self.pool.geometry.page_bytes
 
@@ -266,7 +277,7 @@ class Rig:
 
     def get(self, keys: Sequence[str], *, seconds: float | None = None) -> list[bytes | None]:
         """Each page's bytes, None where it was not delivered."""
-        self.pool.memory[:] = bytes(len(self.pool.memory))
+        self.pool.memory[:] = bytes([self.UNTOUCHED]) * len(self.pool.memory)
         answer = self.storage.batch_get_v2([self._transfer(keys)], self._info((), seconds))["kv"]
         assert len(answer) == len(keys)
         return [bytes(self.pool.page(number)) if ok else None for number, ok in enumerate(answer)]
@@ -290,8 +301,10 @@ class Rig:
         """Return whether all pages are there, with the bytes of that version."""
         return self.versions(keys, (version,)) == [version] * len(keys)
 
-    def hit(self, keys: Sequence[str], *, prefix: Sequence[str] = ()) -> int:
-        return self.storage.batch_exists_v2(keys, None, self._info(prefix, None)).kv_hit_pages
+    def hit(
+        self, keys: Sequence[str], *, prefix: Sequence[str] = (), seconds: float | None = None
+    ) -> int:
+        return self.storage.batch_exists_v2(keys, None, self._info(prefix, seconds)).kv_hit_pages
 
     def present(self, keys: Sequence[str]) -> list[bool]:
         return [bool(self.hit([key])) for key in keys]
