@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-
-import torch
+from pathlib import Path
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.config import MooncakeConfig
@@ -12,62 +11,47 @@ from hicache_backends.mooncake.driver import MooncakeStorage
 from hicache_backends.mooncake.names import object_name
 from hicache_storage.layers import StorageOptions
 from hicache_storage.layers.stack import wrap
-from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer
 from tests.backends.file.harness import COMPONENTS, ScratchPool, chain, content, identity
+from tests.backends.file.harness import Rig as FileRig
 
-__all__ = ["COMPONENTS", "Rig", "StrangersClient", "chain", "content", "identity"]
+__all__ = [
+    "COMPONENTS",
+    "Rig",
+    "ScratchPool",
+    "StrangersClient",
+    "chain",
+    "content",
+    "identity",
+]
 
 UNTOUCHED = 0xEE
 
 
-class Rig:
+class Rig(FileRig):
     """A storage driven by keys and versions instead of slots and buffers.
 
     Args:
         deadline: of each call, kept by the SDK's layer; None for the bare driver.
     """
 
+    UNTOUCHED = UNTOUCHED
+
     def __init__(
-        self,
-        options,
-        *,
-        pages=64,
-        components=COMPONENTS,
-        dtype="bfloat16",
-        who=None,
-        deadline=None,
-        **more,
+        self, options, *, pages=64, components=COMPONENTS, who=None, deadline=None, **more
     ):
-        self.pool = ScratchPool(pages, components, dtype=dtype)
-        self.driver = MooncakeStorage(who or identity(), MooncakeConfig(**{**options, **more}))
-        self.storage = self.driver
+        self.driver = storage = MooncakeStorage(
+            who or identity(), MooncakeConfig(**{**options, **more})
+        )
         if deadline is not None:
-            self.storage = wrap(
-                self.driver, StorageOptions(deadline_seconds=deadline, breaker_threshold=0)
-            )
-        self.storage.register_mem_host_pool_v2(self.pool, "kv")
-        self.page_bytes = self.pool.geometry.page_bytes
+            settings = StorageOptions(deadline_seconds=deadline, breaker_threshold=0)
+            storage = wrap(self.driver, settings)
+        super().__init__(Path(), storage=storage, pages=pages, components=components)
 
-    def put(self, keys, *, version=0, seconds=None):
-        for number, key in enumerate(keys):
-            self.pool.page(number)[:] = content(key, version, self.page_bytes)
-        return self.storage.batch_set_v2([self._transfer(keys)], self._info(seconds))["kv"]
-
-    def get(self, keys, *, seconds=None):
-        """Each page's bytes, None where it was not delivered."""
-        self.pool.memory[:] = bytes([UNTOUCHED]) * len(self.pool.memory)
-        answer = self.storage.batch_get_v2([self._transfer(keys)], self._info(seconds))["kv"]
-        return [bytes(self.pool.page(number)) if ok else None for number, ok in enumerate(answer)]
+    hits = FileRig.hit
 
     def expect(self, keys, version=0):
         """All pages are there with the bytes of that version."""
-        for key, page in zip(keys, self.get(keys), strict=True):
-            assert page == content(key, version, self.page_bytes), (
-                f"{key} is {'a miss' if page is None else 'other bytes'}"
-            )
-
-    def hits(self, keys, *, seconds=None):
-        return self.storage.batch_exists_v2(keys, None, self._info(seconds)).kv_hit_pages
+        assert self.holds(keys, version=version)
 
     def name(self, key):
         return object_name(self.driver.pools["kv"].namespace, key)
@@ -91,14 +75,6 @@ class Rig:
     @property
     def stats(self):
         return self.storage.get_stats().pools["kv"]
-
-    def _transfer(self, keys):
-        return PoolTransfer(
-            "kv", keys=list(keys), host_indices=torch.arange(len(keys) * 4, dtype=torch.int64)
-        )
-
-    def _info(self, seconds):
-        return HiCacheStorageExtraInfo(deadline_seconds=seconds)
 
 
 class StrangersClient:
