@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,6 +142,47 @@ def counted(name: str, ending: str) -> Iterator[list[str]]:
 
     with replaced(os, name, make):
         yield seen
+
+
+@contextlib.contextmanager
+def at_steps(
+    look: Callable[[int], object], names: Sequence[str] = ("rename", "unlink"), within: str = ""
+) -> Iterator[list[int]]:
+    """Do something before and after each call of some functions of `os` by this thread.
+
+    Args:
+        look: gets the number of the step; what it does itself is left alone.
+        within: part of the paths that count.
+
+    Yields:
+        The steps so far.
+    """
+    steps, busy, thread = list[int](), list[None](), threading.get_ident()
+
+    def taken() -> None:
+        busy.append(None)
+        try:
+            look(len(steps))
+        finally:
+            busy.pop()
+            steps.append(len(steps))
+
+    def make(real: Callable) -> Callable:
+        def step(*paths: object, **kwargs: object) -> object:
+            if busy or threading.get_ident() != thread or within not in str(paths[-1]):
+                return real(*paths, **kwargs)
+            taken()
+            try:
+                return real(*paths, **kwargs)
+            finally:
+                taken()
+
+        return step
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced(os, name, make))
+        yield steps
 
 
 def before_announcing(

@@ -7,7 +7,6 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from msgspec import structs
@@ -19,6 +18,7 @@ from hicache_backends.file.events import Found
 from hicache_backends.file.paths import ProcessId
 from tests.backends.file.harness import (
     Rig,
+    at_steps,
     before_announcing,
     bundle_bytes,
     chain,
@@ -26,52 +26,10 @@ from tests.backends.file.harness import (
     replaced,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 KEYS = chain("k", 3)
 
 
-class Steps:
-    """Does something before and after each rename and unlink of a bundle; what it does itself is
-    left alone."""
-
-    def __init__(self, monkeypatch, between: Callable[[int], None]):
-        self.count, self._between, self._thread, self._busy = (
-            0,
-            between,
-            threading.get_ident(),
-            False,
-        )
-        for name in ("rename", "unlink"):
-            monkeypatch.setattr(os, name, self._around(getattr(os, name)))
-
-    def _around(self, real):
-        def step(*paths):
-            if (
-                self._busy
-                or threading.get_ident() != self._thread
-                or "/bundles/" not in str(paths[-1])
-            ):
-                return real(*paths)
-            self._look()
-            try:
-                return real(*paths)
-            finally:
-                self._look()
-
-        return step
-
-    def _look(self) -> None:
-        self._busy = True
-        try:
-            self._between(self.count)
-        finally:
-            self._busy = False
-            self.count += 1
-
-
-def test_pages_that_stay_are_found_at_every_step_of_a_rewrite(rig, monkeypatch):
+def test_pages_that_stay_are_found_at_every_step_of_a_rewrite(rig):
     a, knows = rig(), rig()
     a.put(KEYS)
     assert knows.holds(KEYS)
@@ -84,13 +42,13 @@ def test_pages_that_stay_are_found_at_every_step_of_a_rewrite(rig, monkeypatch):
         assert knows.present(KEYS[1:]) == [True, True], step
         assert knows.holds(KEYS[1:]), step
 
-    steps = Steps(monkeypatch, look)
-    assert a.storage.delete(KEYS[:1]) == [True]
-    assert steps.count == 6
+    with at_steps(look, within="/bundles/") as steps:
+        assert a.storage.delete(KEYS[:1]) == [True]
+    assert len(steps) == 6
     assert [rig().present(KEYS), knows.present(KEYS)] == [[False, True, True]] * 2
 
 
-def test_what_a_loser_has_prepared_is_never_seen(rig, monkeypatch):
+def test_what_a_loser_has_prepared_is_never_seen(rig):
     a, b = rig(), rig()
     a.put(KEYS)
     assert b.holds(KEYS)
@@ -102,10 +60,10 @@ def test_what_a_loser_has_prepared_is_never_seen(rig, monkeypatch):
             deleted.extend(b.storage.delete(KEYS[1:2]))
         assert rig().present(KEYS[1:2]) == [False], step
 
-    steps = Steps(monkeypatch, look)
-    assert a.storage.delete(KEYS[:1]) == [True]
+    with at_steps(look, within="/bundles/") as steps:
+        assert a.storage.delete(KEYS[:1]) == [True]
     assert deleted == [True]
-    assert steps.count > 2
+    assert len(steps) > 2
     assert rig().present(KEYS) == a.present(KEYS) == b.present(KEYS) == [False, False, True]
 
 
@@ -120,8 +78,8 @@ def test_a_bundle_that_a_living_process_is_replacing_is_left_to_it(rig, monkeypa
         if step == 1:
             deleted.extend(b.storage.delete(KEYS[1:2]))
 
-    Steps(monkeypatch, look)
-    assert a.storage.delete(KEYS[:1]) == [True]
+    with at_steps(look, within="/bundles/"):
+        assert a.storage.delete(KEYS[:1]) == [True]
     assert deleted == [False]
     for side in (a, b, rig()):
         assert side.present(KEYS) == [False, True, True]

@@ -9,12 +9,13 @@ import errno
 import itertools
 import os
 import signal
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from hicache_storage.spec import StorageUnavailableError
-from tests.backends.file.harness import Rig, bundle_bytes, chain, failing
+from tests.backends.file.harness import Rig, at_steps, bundle_bytes, chain, failing
 from tests.backends.file.test_processes import FORK
 
 if TYPE_CHECKING:
@@ -28,25 +29,11 @@ CAPACITY = {"evict": 6, "shrink": 9}
 
 def _die_at(step: int, path: Path, change: str) -> None:
     """Make a change, killed before or after one of its renames, unlinks and changes of a time."""
-    steps = itertools.count()
-
-    def around(real):
-        def call(*args, **kwargs):
-            if next(steps) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            answer = real(*args, **kwargs)
-            if next(steps) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return answer
-
-        return call
-
     pages = CAPACITY.get(change)
     rig = Rig(path) if pages is None else Rig(path, capacity=bundle_bytes(pages) + 300)
     assert rig.hit(KEYS) == 4
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("rename", "unlink", "utime"):
-            patch.setattr(os, name, around(getattr(os, name)))
+    kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+    with at_steps(lambda number: number == step and kill(), ("rename", "unlink", "utime")):
         if change == "clear":
             rig.storage.clear()
         elif change in CAPACITY:
