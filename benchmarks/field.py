@@ -224,7 +224,9 @@ def report(run: Run) -> str:
     """Tables of rates beside the limit's, of lookups, of CPU time, and of an earlier commit."""
     labels = {one.label for one in run.report.measurements}
     sides = [name for name in SIDES if name in labels]
-    places = sorted({one.workload[:3] for one in run.report.measurements}, key=_order)
+    places = sorted(
+        {one.workload[:3] for one in run.report.measurements}, key=lambda one: (one[1:], one)
+    )
     rates, costs, lookups, before = (list[list[str]]() for _ in range(4))
     for operation in MOVES:
         for place in places:
@@ -282,11 +284,6 @@ def report(run: Run) -> str:
         rows = [list(each) for each in run.report.missing.items()]
         text += "\n" + table(["not measured", "because"], rows)
     return text
-
-
-def _order(place: Place) -> Place:
-    size, callers, pages = place
-    return callers, pages, size
 
 
 PRINT_VERSIONS: Final = """

@@ -2,6 +2,9 @@
 the benchmark asks for.
 
 Each has memory of 128 pages that its engine made. The limit is here, and has a mapping of its own.
+`write` and `read` move the first pages of the memory; `announce` makes the engine's own names of
+keys, which it has anyway; `forget` makes the memory that a read fills zero, and `is_sound` compares
+what was read with what was written.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from interleaved import serve_side
 
@@ -46,27 +49,6 @@ class Setup:
     """Past the page cache."""
     threads: int
     """Of the limit."""
-
-
-class Side(Protocol):
-    """One of those who are compared; `write` and `read` move the first pages of its memory."""
-
-    def announce(self, keys: list[str]) -> None:
-        """Make the engine's own names of keys, which it has anyway."""
-
-    def write(self, keys: list[str]) -> bool: ...
-    def read(self, keys: list[str]) -> bool: ...
-    def exists(self, keys: list[str]) -> int: ...
-    def forget(self, pages: int) -> None:
-        """Make the memory that a read fills zero."""
-
-    def is_sound(self, pages: int) -> bool:
-        """Compare what was read with what was written."""
-        ...
-
-    def remove(self) -> None: ...
-    def files(self) -> list[Path]: ...
-    def close(self) -> None: ...
 
 
 class Limit:

@@ -2,10 +2,9 @@
 turns.
 
     python benchmarks/mooncake_vs_raw.py [--sglang] [--clusters 10]
-    python benchmarks/mooncake_vs_raw.py [--sglang] --profile
 
 The raw library is called by `batch_put_from`, `batch_get_into` and `batch_is_exist`; `--sglang` adds
-SGLang's MooncakeStore, in an environment that has it. `--profile` says where the time goes.
+SGLang's MooncakeStore, in an environment that has it.
 
 Starts a cluster on loopback. Raw objects are one contiguous page; ours are K, V and an envelope.
 Over TCP our gets go through buffers, so that they end at their deadline; `hung_reads wait` reads
@@ -16,16 +15,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import statistics
 import sys
-import threading
-import time
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from unittest.mock import patch
 
 import torch
 
@@ -38,21 +31,18 @@ from interleaved import (
     ratio,
     size_of,
     table,
-    timed_call,
     turns,
     wait_for_quiet,
 )
 
-from examples.mooncake_cluster import DevCluster, Process
-from hicache_backends.mooncake import reader
+from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.writer import PageWriter
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.pools import AttentionGeometry, PagedHostPool
 from hicache_storage.pools.memory import host_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 OURS, WAIT, RAW, PEER = (
     "hicache mooncake",
@@ -252,84 +242,6 @@ def report(run: Run) -> str:
     return table([*header, "fastest runs", "goal"], rows)
 
 
-class Phases:
-    """Time in calls of the library and in functions of ours, of all threads together."""
-
-    def __init__(self) -> None:
-        self.seconds = defaultdict[str, float](float)
-        self._lock = threading.Lock()
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **options)
-            finally:
-                taken = time.perf_counter() - began
-                with self._lock:
-                    self.seconds[name] += taken
-
-        return call
-
-
-class TimedStore:
-    """A store of the library, each of whose methods is a phase."""
-
-    def __init__(self, store: Any, phases: Phases) -> None:
-        self._store, self._phases = store, phases
-
-    def __getattr__(self, name: str) -> Any:
-        return self._phases.timed(name, getattr(self._store, name))
-
-
-def cpu_seconds(process: Process) -> float:
-    """CPU time that a process of the cluster has used."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def profile(page_bytes: int, arguments: argparse.Namespace) -> list[list[str]]:
-    """Means of milliseconds a batch: wall time, CPU time of this process and of the store's, and
-    the phases of ours."""
-    phases, new_store = Phases(), library.new_store
-    with (
-        DevCluster(1, 512 << 20) as cluster,
-        patch.object(library, "new_store", lambda: TimedStore(new_store(), phases)),
-        patch.object(PageWriter, "_parts", phases.timed("checksum and copy", PageWriter._parts)),
-        patch.object(reader, "_deliver", phases.timed("verify and copy", reader._deliver)),
-    ):
-        candidates: list[Candidate] = [Ours(cluster, page_bytes), Raw(cluster, page_bytes)]
-        spent = defaultdict[tuple[str, str], list[dict[str, float]]](list)
-        if arguments.sglang:
-            candidates.append(sglangs(cluster, page_bytes))
-        for candidate in turns(candidates, arguments.rounds):
-            keys = fresh_keys(BATCH[page_bytes])
-            for operation, action in (("put", candidate.put), ("get", candidate.get)):
-                phases.seconds.clear()
-                stores = cpu_seconds(cluster.stores[0])
-                timed = timed_call(action, keys)
-                assert timed.answer
-                taken = {
-                    "wall": timed.seconds,
-                    "client": timed.cpu_seconds,
-                    "store": cpu_seconds(cluster.stores[0]) - stores,
-                }
-                spent[operation, candidate.name].append(taken | phases.seconds)
-            candidate.remove(keys)
-        for candidate in candidates:
-            candidate.close()
-    rows = list[list[str]]()
-    for (operation, who), samples in spent.items():
-        means = {
-            name: 1000 * statistics.fmean(each[name] for each in samples) for name in samples[0]
-        }
-        costs = [f"{means.pop(name):.1f}" for name in ("wall", "client", "store")]
-        parts = sorted(means.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{name} {each:.1f}" for name, each in parts if each >= 0.05)
-        rows.append([size_of(page_bytes), operation, who, *costs, named])
-    return rows
-
-
 def measure_cluster(run: Run, arguments: argparse.Namespace) -> None:
     """Measure on a cluster of its own, with new clients: one differs from another that is set up
     alike, for as long as it lives."""
@@ -365,16 +277,10 @@ def main() -> None:
         help="seconds to wait for a quiet machine before each measurement",
     )
     parser.add_argument("--sglang", action="store_true")
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/mooncake"))
     arguments = parser.parse_args()
     run = Run()
     with awake_cores():
-        if arguments.profile:
-            rows = [row for page_bytes in BATCH for row in profile(page_bytes, arguments)]
-            header = ["page", "operation", "who", "ms a batch", "CPU of the client", "of the store"]
-            print(table([*header, "calls, ms of all threads"], rows))
-            return
         for _ in range(arguments.clusters):
             measure_cluster(run, arguments)
             run.save(arguments.out, report(run))

@@ -8,23 +8,16 @@ files into another one; other libraries in between are passed through.
 
 from __future__ import annotations
 
-import argparse
-import http.client
-import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("", "backends", "conformance", "metadata_server")
 HOOK = """
-import atexit, os, pathlib, signal, sys, threading
+import atexit, os, pathlib, sys, threading
 
 ROOT = os.environ["FLOWS_ROOT"]
 FOLDERS = tuple(
@@ -54,19 +47,17 @@ def profile(frame, event, argument):
         hops[0] += 1
 
 
-def begin(*_):
+def begin():
     recording[0] = True
 
 
-def end(*_):
+def end():
     recording[0] = False
     path = pathlib.Path(os.environ["FLOWS_OUT"], f"{os.getpid()}")
     path.write_text(chr(10).join([str(hops[0]), *sorted(files)]))
 
 
 sys.flows_begin, sys.flows_end = begin, end
-signal.signal(signal.SIGUSR1, begin)
-signal.signal(signal.SIGUSR2, end)
 if os.environ.get("FLOWS_ALL"):
     begin()
     atexit.register(end)
@@ -118,13 +109,38 @@ with build_hybrid_stack(config) as stack:
     cache.start_loading().synchronize()
     sys.flows_end()
 """
-SERVE = """
-import sys
-sys.argv[1:] = ["serve", "--port", sys.argv[1]]
-try:
-    from hicache_metadata_server.cli.main import app
-except ImportError:
-    from hicache_metadata_server.cli import app
+REQUESTS = """
+import json, os, signal, sys, threading, time, urllib.request
+from hicache_metadata_server.cli.main import app
+
+SERVER = "http://127.0.0.1:18411"
+
+
+def post(path, **scope):
+    body = json.dumps({"scopes": [{"scope": "0:kv", **scope}]}).encode()
+    request = urllib.request.Request(SERVER + path, body, {"Content-Type": "application/json"})
+    return json.loads(urllib.request.urlopen(request).read() or b"{}")
+
+
+def client():
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(SERVER + "/readyz").read()
+                break
+            except OSError:
+                time.sleep(0.1)
+        post("/v2/initialize", slots=8, slot_bytes=64)
+        sys.flows_begin()
+        leases = post("/v2/reserve", keys=["key"])["scopes"][0]["leases"]
+        post("/v2/commit", leases=leases, lengths=[64], checksums=[1])
+        sys.flows_end()
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+threading.Thread(target=client).start()
+sys.argv[1:] = ["serve", "--port", "18411"]
 app()
 """
 CASE = """
@@ -133,25 +149,19 @@ from hicache_storage.cli.main import main
 sys.argv[1:] = ["conformance", "run", "file", "--profile", "smoke", "--case", "test_pages_read_back"]
 main()
 """
-PORT = 18411
-REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("reserve", {"scopes": [{"scope": "0:kv", "keys": ["key"]}]}),
-    ("commit", {"scopes": [{"scope": "0:kv", "leases": [0], "lengths": [64], "checksums": [1]}]}),
-)
+FLOWS = {
+    "the first set of a page with `file`": PAGE,
+    "a prefix of the hybrid cache, from its match to the device": PREFIX,
+    "a reserve and commit over HTTP": REQUESTS,
+    "one conformance case, from the command line to its verdict": CASE,
+}
 
 
 def main() -> None:
     """Run the flows, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkout", type=Path, nargs="?", default=ROOT)
-    checkout = parser.parse_args().checkout.resolve()
+    checkout = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
     print("| flow | files | hops |\n|---|---|---|")
-    for name, flow in (
-        ("the first set of a page with `file`", partial(run_code, PAGE)),
-        ("a prefix of the hybrid cache, from its match to the device", partial(run_code, PREFIX)),
-        ("a reserve and commit over HTTP", reserve_and_commit),
-        ("one conformance case, from the command line to its verdict", conformance_case),
-    ):
+    for name, code in FLOWS.items():
         with tempfile.TemporaryDirectory() as directory:
             hook, out = Path(directory, "hook"), Path(directory, "out")
             hook.mkdir()
@@ -163,80 +173,19 @@ def main() -> None:
                 "PYTHONPATH": os.pathsep.join(path),
                 "FLOWS_ROOT": str(checkout),
                 "FLOWS_OUT": str(out),
+                # The processes of a case count from their start to their end.
+                "FLOWS_ALL": "1" if code is CASE else "",
             }
-            flow(environment)
+            command = [sys.executable, "-W", "ignore", "-c", code]
+            with Path(directory, "log").open("w") as log:
+                subprocess.run(
+                    command, env=environment, cwd=checkout, stdout=log, stderr=log, check=False
+                )
             found = [place.read_text().splitlines() for place in out.iterdir()]
+            if not found:
+                sys.exit(f"{name}: {Path(directory, 'log').read_text()}")
         files = {file for lines in found for file in lines[1:]}
         print(f"| {name} | {len(files)} | {sum(int(lines[0]) for lines in found)} |")
-
-
-def run_code(code: str, environment: dict[str, str]) -> None:
-    """Run code that says itself where its flow begins and ends."""
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        cwd=environment["FLOWS_ROOT"],
-        check=True,
-    )
-
-
-def reserve_and_commit(environment: dict[str, str]) -> None:
-    """Send a reserve and a commit to a server, which records them alone."""
-    command = [sys.executable, "-W", "ignore", "-c", SERVE, str(PORT)]
-    server = subprocess.Popen(
-        command, env=environment, cwd=environment["FLOWS_ROOT"], stderr=subprocess.DEVNULL
-    )
-    try:
-        _await(server)
-        geometry = {"scope": "0:kv", "slots": 8, "slot_bytes": 64}
-        _post("initialize", {"scopes": [geometry]})
-        server.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
-        leases = _post(*REQUESTS[0])
-        name, commit = REQUESTS[1]
-        commit["scopes"][0]["leases"] = leases["scopes"][0]["leases"]
-        _post(name, commit)
-        server.send_signal(signal.SIGUSR2)
-        time.sleep(0.5)
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def conformance_case(environment: dict[str, str]) -> None:
-    """Run a case, counting in every process that ends in order."""
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CASE],
-        env={**environment, "FLOWS_ALL": "1"},
-        cwd=environment["FLOWS_ROOT"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
-    )
-
-
-def _await(server: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until and server.poll() is None:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=5)
-            connection.request("GET", "/readyz")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError("the server has not started")
-
-
-def _post(name: str, body: dict[str, Any]) -> dict[str, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=5)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", f"/v2/{name}", json.dumps(body), headers)
-    response = connection.getresponse()
-    content = response.read()
-    if response.status >= 400:
-        raise RuntimeError(f"{name}: {response.status} {content.decode()}")
-    return dict(json.loads(content)) if content else {}
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 HICACHE = Path(sys.executable).with_name("hicache")
-START_SECONDS = 30.0
 
 
 def main() -> None:
@@ -84,26 +81,13 @@ def serving(folder: Path) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(f"http://127.0.0.1:{port}/readyz"):
-            assert server.poll() is None, "the metadata server has ended"
-            assert time.monotonic() < deadline, "the metadata server does not answer"
-            time.sleep(0.05)
+        run("metadata", "status", "--url", f"http://127.0.0.1:{port}", "--wait", "30")
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         # uvicorn ends in order, and then by the signal itself.
-        ended = server.wait(START_SECONDS)
+        ended = server.wait(30)
         assert ended in (0, -signal.SIGTERM), f"the metadata server ended with {ended}"
-
-
-def answers(url: str) -> bool:
-    """Whether somebody says 200 there."""
-    try:
-        with urllib.request.urlopen(url, timeout=1) as response:
-            return response.status == 200
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import inspect
 
 from hicache_storage.plugins import config_model, registry
 
@@ -23,8 +23,13 @@ DOCS: Final = Path(__file__).parents[2] / "docs"
 _REGION: Final = re.compile(
     r"(<!-- options of (?P<model>[\w-]+) -->\n).*?(<!-- end of options -->)", re.DOTALL
 )
-# A range of the annotation, in words.
-_BOUNDS: Final = (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than"))
+# A range of the JSON schema, in words.
+_BOUNDS: Final = {
+    "minimum": "at least",
+    "exclusiveMinimum": "more than",
+    "maximum": "at most",
+    "exclusiveMaximum": "less than",
+}
 _UNITS: Final = (("_seconds", "seconds"), ("_bytes", "bytes"))
 _SIZES: Final = frozenset(
     {
@@ -62,7 +67,7 @@ def filled(page: str) -> str:
 
 def driver_options(name: str) -> list[Option]:
     """The options of a driver that is installed."""
-    found = _struct(config_model(registry().get(name)), _variables(name))
+    found = _options(_schema(config_model(registry().get(name))), _variables(name))
     if name != "mooncake":
         return found
     from hicache_backends.mooncake.config import DEFAULTS
@@ -82,15 +87,15 @@ def bridge_options(engine: str = "") -> list[Option]:
     from hicache_storage.engines.sglang.identity import SGLangBridgeConfig
     from hicache_storage.engines.vllm.identity import TierConfig
 
-    if not engine:
-        return _struct(BridgeConfig, {})
     models: dict[str, type[BridgeConfig]] = {
+        "": BridgeConfig,
         "sglang": SGLangBridgeConfig,
         "vllm": TierConfig,
         "lmcache": AdapterConfig,
     }
-    common = BridgeConfig.__struct_fields__
-    return [option for option in _struct(models[engine], {}) if option.name not in common]
+    common = BridgeConfig.__struct_fields__ if engine else ()
+    found = _options(_schema(models[engine]), {})
+    return [option for option in found if option.name not in common]
 
 
 def server_settings() -> list[Option]:
@@ -98,111 +103,67 @@ def server_settings() -> list[Option]:
     from hicache_metadata_server.settings import ServerSettings
 
     prefix = str(ServerSettings.model_config.get("env_prefix", ""))
-    schema: dict[str, Any] = ServerSettings.model_json_schema()
-    return [
-        Option(
-            name,
-            _setting_type(name, schema["properties"][name], schema),
-            _default(_plain(field.default)),
-            (f"{prefix}{name}".upper(),),
-            _one_line(field.description or ""),
-        )
-        for name, field in ServerSettings.model_fields.items()
-    ]
+    variables = {name: (f"{prefix}{name}".upper(),) for name in ServerSettings.model_fields}
+    return _options(ServerSettings.model_json_schema(), variables)
 
 
 MODELS: Final[dict[str, Callable[[], list[Option]]]] = {
-    "file": lambda: driver_options("file"),
-    "hf3fs": lambda: driver_options("hf3fs"),
-    "mooncake": lambda: driver_options("mooncake"),
+    **{name: partial(driver_options, name) for name in ("file", "hf3fs", "mooncake")},
     "bridge": bridge_options,
-    "sglang": lambda: bridge_options("sglang"),
-    "vllm": lambda: bridge_options("vllm"),
-    "lmcache": lambda: bridge_options("lmcache"),
+    **{name: partial(bridge_options, name) for name in ("sglang", "vllm", "lmcache")},
     "server": server_settings,
 }
 """What the comments of a page may name."""
 
 
-def _struct(model: type[msgspec.Struct], variables: Mapping[str, tuple[str, ...]]) -> list[Option]:
-    info = inspect.type_info(model)
-    assert isinstance(info, inspect.StructType)
-    return [_field(field, variables.get(field.encode_name, ())) for field in info.fields]
+def _schema(model: type[msgspec.Struct]) -> dict[str, Any]:
+    # Of values whose type is `object` nothing is known.
+    return msgspec.json.schema(model, schema_hook=lambda _: {"type": "object"})
 
 
-def _field(field: inspect.Field, variables: tuple[str, ...]) -> Option:
-    schema: dict[str, Any] = getattr(field.type, "extra_json_schema", None) or {}
-    if field.required:
-        default = "required"
-    elif field.default_factory is not msgspec.NODEFAULT:
-        default = _default(field.default_factory())
-    else:
-        default = _default(field.default)
-    return Option(
-        field.encode_name,
-        _struct_type(field.encode_name, field.type),
-        default,
-        variables,
-        _one_line(str(schema.get("description", ""))),
-    )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _struct_type(name: str, kind: inspect.Type) -> str:
-    kind = kind.type if isinstance(kind, inspect.Metadata) else kind
-    members = [
-        kind.type if isinstance(kind, inspect.Metadata) else kind
-        for kind in getattr(kind, "types", (kind,))
+def _options(schema: Mapping[str, Any], variables: Mapping[str, tuple[str, ...]]) -> list[Option]:
+    """The options in a JSON schema, as msgspec and pydantic make it of a model."""
+    definitions = schema.get("$defs", {})
+    model = _resolved(schema, definitions)
+    return [
+        Option(
+            name,
+            _type(name, field, definitions),
+            "required" if name in model.get("required", ()) else _default(field.get("default")),
+            variables.get(name, ()),
+            " ".join(field.get("description", "").split()),
+        )
+        for name, field in model["properties"].items()
     ]
-    members = [member for member in members if not isinstance(member, inspect.NoneType)]
+
+
+def _resolved(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = (
+        definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    )
+    return found
+
+
+def _type(name: str, field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    kinds = [
+        _resolved(kind, definitions)
+        for kind in field.get("anyOf", [field])
+        if kind.get("type") != "null"
+    ]
+    types = [kind.get("type") for kind in kinds]
     if name in _SIZES:
         return "size"
-    if isinstance(members[0], inspect.LiteralType):
-        return ", ".join(f"`{value}`" for value in members[0].values)
-    words: dict[type, str] = {
-        inspect.BoolType: "`true` or `false`",
-        inspect.StrType: "text",
-        inspect.DictType: "object",
-        inspect.ListType: "list",
-    }
-    if any(isinstance(member, inspect.CollectionType) for member in members):
-        return (
-            "text or list"
-            if any(isinstance(member, inspect.StrType) for member in members)
-            else "list"
-        )
-    if type(members[0]) in words:
-        return words[type(members[0])]
-    return _number(name, {key: getattr(members[0], key, None) for key, _ in _BOUNDS})
-
-
-def _setting_type(name: str, schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    choices = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
-    first = choices[0]
-    if "$ref" in first:
-        first = whole["$defs"][first["$ref"].rpartition("/")[2]]
-    if "enum" in first:
-        return ", ".join(f"`{value}`" for value in first["enum"])
-    if first.get("format") in ("path", "file-path"):
+    if "enum" in kinds[0]:
+        return ", ".join(f"`{value}`" for value in kinds[0]["enum"])
+    if kinds[0].get("format") in ("path", "file-path"):
         return "file"
-    if first.get("type") in ("integer", "number"):
-        keys = {
-            "minimum": "ge",
-            "exclusiveMinimum": "gt",
-            "maximum": "le",
-            "exclusiveMaximum": "lt",
-        }
-        return _number(name, {keys[key]: value for key, value in first.items() if key in keys})
-    return {"boolean": "`true` or `false`", "array": "list"}.get(str(first.get("type")), "text")
-
-
-def _number(name: str, bounds: Mapping[str, Any]) -> str:
-    unit = next((unit for end, unit in _UNITS if name.endswith(end)), "number")
-    limits = [f"{words} {bounds[key]:g}" for key, words in _BOUNDS if bounds.get(key) is not None]
-    return ", ".join([unit, *limits])
+    if "array" in types:
+        return "text or list" if "string" in types else "list"
+    if types[0] in ("integer", "number"):
+        unit = next((unit for end, unit in _UNITS if name.endswith(end)), "number")
+        limits = [f"{words} {kinds[0][key]:g}" for key, words in _BOUNDS.items() if key in kinds[0]]
+        return ", ".join([unit, *limits])
+    return {"boolean": "`true` or `false`", "object": "object"}.get(str(types[0]), "text")
 
 
 def _variables(driver: str) -> dict[str, tuple[str, ...]]:
@@ -216,10 +177,6 @@ def _variables(driver: str) -> dict[str, tuple[str, ...]]:
 
         return {"token": (TOKEN_VARIABLE,)}
     return {}
-
-
-def _plain(value: object) -> object:
-    return getattr(value, "value", value)
 
 
 def _default(value: object) -> str:
