@@ -88,13 +88,12 @@ def test_untested_levels_exit_1(site):
             "driver 'CannotOpen' cannot be opened: ConnectionRefusedError: no server at 127.0.0.1:1",
         ),
         (
-            "TakesLess",
+            "PromisesMore",
             (
-                "driver 'TakesLess' does not fit the contract: TakesLess.read_objects() does not take "
-                "the contract's arguments: def read_objects("
+                "driver 'PromisesMore' does not fit the contract: declares 'deletes' without "
+                "delete_objects(): implement "
             ),
         ),
-        ("TakesLess", "declares 'deletes' without delete_objects(): implement "),
     ],
 )
 def test_what_the_suite_cannot_work_with_exits_2(site, arguments, words):

@@ -87,7 +87,6 @@ class Site:
     def here(self, name, *arguments, **options):
         """Install a driver as `add` does, and for this process too."""
         self.add(name, *arguments, **options)
-        self._monkeypatch.syspath_prepend(str(self.directory))
         for module in (f"plugin_{name}", f"driver_{name}"):
             # Another test may have had another driver of this name.
             sys.modules.pop(module, None)
@@ -129,4 +128,6 @@ def site(tmp_path, monkeypatch):
     directory = tmp_path / "site"
     directory.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(directory))
+    # The processes of an examination take over the path of this one.
+    monkeypatch.syspath_prepend(str(directory))
     return Site(directory, monkeypatch)

@@ -8,45 +8,29 @@ import resource
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Annotated
 
 import pytest
-from msgspec import Meta
 
 from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import Registry
-from hicache_storage.spec import Capabilities, DriverConfig, Durability, HiCacheStorage
+from hicache_storage.spec import Capabilities
 from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, endpoints, machine
 from tests.support.commands import run_python
 
-SOUND = Capabilities(deletes=True)
 TARGET = DoctorTarget(driver="acme")
-
-
-class Config(DriverConfig, frozen=True, kw_only=True):
-    path: Annotated[str, Meta(description="Where.")] = "/tmp"
-
-
-class Silent(DriverConfig, frozen=True, kw_only=True):
-    path: str
-
-
-class Whole(ObjectStorage):
-    def objects_exist(self, batches, call): ...
-    def read_objects(self, batches, call): ...
-    def write_objects(self, batches, call): ...
-    def delete_objects(self, batches, call): ...
+SPEC = DriverSpec(
+    name="acme", target="nowhere:Storage", config="nowhere:Config", capabilities=Capabilities()
+)
 
 
 class Partial(ObjectStorage):
     def objects_exist(self, batches, call): ...
-    def delete_objects(self, batches, call): ...
 
 
-SPEC = DriverSpec(
-    name="acme", target=f"{__name__}:Whole", config=f"{__name__}:Config", capabilities=SOUND
-)
+class Whole(Partial):
+    def read_objects(self, batches, call): ...
+    def write_objects(self, batches, call): ...
 
 
 def only(findings):
@@ -54,61 +38,27 @@ def only(findings):
     return finding
 
 
-# Capabilities against methods
-# ----------------------------------------------------------------------------------------
-
-
-def test_a_sound_driver():
-    finding = only(drivers.check_capabilities("acme", SOUND, Whole))
-    assert (finding.status, finding.detail) == (
-        Status.OK,
-        "sharing=none, durability=none, deletes, hung_reads=wait",
-    )
+# Drivers
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "said"),
+    ("driver", "declared", "said"),
     [
-        ({"clears": True}, Status.FAIL, "declares 'clears' without clear_namespaces()"),
-        (
-            {"deletes": False},
-            Status.WARN,
-            "implements delete_objects() and does not declare 'deletes'",
-        ),
-        (
-            {"networked": True, "may_hang": False},
-            Status.FAIL,
-            "declares networked and may_hang=False",
-        ),
-        (
-            {"durability": Durability.REOPEN},
-            Status.WARN,
-            "declares durability=reopen and sharing=none",
-        ),
+        (Partial, {}, "does not implement read_objects, write_objects"),
+        (Whole, {"clears": True}, "declares 'clears' without clear_namespaces()"),
+        (Whole, {"networked": True, "may_hang": False}, "declares networked and may_hang=False"),
     ],
 )
-def test_declarations_that_are_not_true(changes, status, said):
-    finding = only(drivers.check_capabilities("acme", replace(SOUND, **changes), Whole))
-    assert finding.status is status
-    assert said in finding.detail
-    assert finding.fix
-
-
-def test_a_driver_without_object_storage_is_held_to_its_own_methods():
-    findings = list(
-        drivers.check_capabilities("acme", Capabilities(deletes=True, clears=True), HiCacheStorage)
-    )
-    assert [finding.detail for finding in findings] == [
-        "declares 'deletes' without delete()",
-        "declares 'clears' without clear()",
-    ]
-
-
-def test_a_class_that_is_not_complete(monkeypatch):
-    monkeypatch.setattr(drivers, "driver_class", lambda _spec: Partial)
-    finding, _ = drivers.check_class(SPEC, named=True)
+def test_a_driver_that_lacks_something(monkeypatch, driver, declared, said):
+    found = Registry()
+    found.add(replace(SPEC, capabilities=Capabilities(**declared)), owner="acme:acme")
+    monkeypatch.setattr(drivers, "registry", lambda: found)
+    monkeypatch.setattr(drivers, "driver_class", lambda _spec: driver)
+    monkeypatch.setattr(drivers, "config_model", lambda _spec: None)
+    finding = drivers.check_contract("acme", Status.WARN)
     assert finding.status is Status.FAIL
-    assert "does not implement read_objects, write_objects" in finding.detail
+    assert said in finding.detail
 
 
 def test_the_installed_drivers_are_sound():
@@ -121,72 +71,13 @@ def test_the_installed_drivers_are_sound():
     assert int(found.stdout) > 0
 
 
-# Options
-# -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "model", "status", "said"),
-    [
-        (
-            {"capacity_option": "capacity"},
-            Config,
-            Status.FAIL,
-            "capacity_option names 'capacity', which is no option",
-        ),
-        (
-            {"trial_config": {"paht": "{tmp}"}},
-            Config,
-            Status.WARN,
-            "unknown option 'paht'; did you mean 'path'?",
-        ),
-        (
-            {"trial_config": {"path": "{tmp}"}},
-            Silent,
-            Status.WARN,
-            "path: `hicache drivers acme` has nothing to say about it",
-        ),
-        (
-            {"capabilities": Capabilities(evicts=True)},
-            Config,
-            Status.WARN,
-            "names no capacity option",
-        ),
-    ],
-)
-def test_options_that_are_not_true(monkeypatch, changes, model, status, said):
-    monkeypatch.setattr(drivers, "config_model", lambda _spec: model)
-    finding = only(drivers.check_config(replace(SPEC, **changes), named=True))
-    assert finding.status is status
-    assert said in finding.detail
-
-
-def test_what_cannot_be_imported_matters_only_to_who_asks():
-    spec = replace(SPEC, target="nowhere:Storage", requires=("acme-client",))
-    (named,) = drivers.check_class(spec, named=True)
-    (unnamed,) = drivers.check_class(spec, named=False)
+def test_what_cannot_be_imported_matters_only_to_who_asks(monkeypatch):
+    found = Registry()
+    found.add(replace(SPEC, requires=("acme-client",)), owner="acme:acme")
+    monkeypatch.setattr(drivers, "registry", lambda: found)
+    named, unnamed = (only(drivers.check_drivers(each)) for each in (TARGET, DoctorTarget()))
     assert (named.status, unnamed.status) == (Status.FAIL, Status.WARN)
     assert named.fix == "pip install acme-client"
-
-
-# Versions
-# ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("requires", "status"),
-    [
-        (["hicache-storage>=0.1.dev0"], Status.OK),
-        (["hicache-storage>=99"], Status.FAIL),
-        (["numpy", "not a requirement"], Status.WARN),
-        (None, Status.WARN),
-    ],
-)
-def test_the_contract_s_version(monkeypatch, requires, status):
-    monkeypatch.setattr(
-        drivers, "distribution", lambda _name: SimpleNamespace(version="1.0", requires=requires)
-    )
-    assert only(drivers.check_requirement("acme", "acme-driver")).status is status
 
 
 # Plugins
@@ -213,7 +104,9 @@ def test_broken_and_rival_plugins(monkeypatch):
 
 def test_a_driver_that_nobody_registers(monkeypatch):
     monkeypatch.setattr(drivers, "registry", Registry)
-    assert only(drivers.check_registered(TARGET)).status is Status.FAIL
+    finding = only(drivers.check_drivers(TARGET))
+    assert finding.status is Status.FAIL
+    assert "no driver named 'acme'" in finding.detail
 
 
 # The machine
@@ -300,16 +193,13 @@ def test_directories_that_cannot_be_used(tmp_path, monkeypatch):
     assert "is not writable" in only(of_file(tmp_path)).detail
 
 
-@pytest.mark.parametrize("unnamed", [True, False])
-def test_a_file_system_without_direct_io(tmp_path, monkeypatch, unnamed):
+def test_a_file_system_without_direct_io(tmp_path, monkeypatch):
     really_open = os.open
 
-    def refusing(path, flags, mode=0o777):
+    def refusing(path, flags, *arguments, **options):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        if not unnamed and flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return really_open(path, flags, mode)
+        return really_open(path, flags, *arguments, **options)
 
     monkeypatch.setattr(endpoints.os, "open", refusing)
     _, system = of_file(tmp_path)

@@ -24,7 +24,7 @@ def test_a_sound_driver(site):
     site.add("sound")
     (finding,) = diagnose("sound", "round trip")
     assert finding.status is Status.OK, finding
-    assert "4 pages of 8192 bytes: set" in finding.detail
+    assert "4 pages of 8192 bytes: write" in finding.detail
 
 
 FATAL = {
@@ -53,13 +53,13 @@ FAULTS = {
     "refuses": (
         FAULTY["refuses"],
         (
-            "a set of 4 pages answered {'kv': [False, False, False, False]} (refuses: sets are "
-            "refused: [Errno 28] No space left)"
+            "a set of 4 pages answered False for 4 of them (refuses: sets are refused: "
+            "[Errno 28] No space left)"
         ),
     ),
     "forgets": (FAULTY["forgets"], "exists finds 0"),
-    "misses": (FAULTY["misses"], "and a get answered"),
-    "lies": (FAULTY["lies"], "page 0 was read with other bytes"),
+    "misses": (FAULTY["misses"], "a get of 4 pages answered False for 4"),
+    "lies": (FAULTY["lies"], "delivered other bytes than were stored"),
     "promises": (
         "@property\ndef capabilities(self): return replace(CAPABILITIES, sharing=Sharing.PROCESSES)",
         "promises more than its driver declares: sharing=processes",

@@ -30,7 +30,7 @@ from hicache_storage.spec import (
     PoolName,
     PoolTransfer,
 )
-from hicache_storage.tools.doctor.drivers import check_class
+from hicache_storage.tools.doctor.drivers import check_contract
 from hicache_storage.tools.doctor.finding import Status
 from hicache_storage.tools.options import TMP, redacted
 
@@ -126,16 +126,11 @@ def _check_class(driver: str) -> None:
     Raises:
         DriverError: the class cannot be loaded, or does not fit the contract.
     """
-    spec = registry().get(driver)
     # Raises where there is no class to look at.
-    driver_class(spec)
-    found = [
-        f"{finding.detail}: {finding.fix}"
-        for finding in check_class(spec, named=True)
-        if finding.status is Status.FAIL
-    ]
-    if found:
-        raise DriverContractError("; ".join(found))
+    driver_class(registry().get(driver))
+    found = check_contract(driver, Status.FAIL)
+    if found.status is Status.FAIL:
+        raise DriverContractError(f"{found.detail}: {found.fix}")
 
 
 def _try_out(

@@ -115,12 +115,13 @@ class Client:
         self._target = range(
             self._source.stop, self._source.stop + workload.batch_pages * PAGE_SIZE
         )
-        self._keys = dict[int, list[str]]()
+        self.keys = dict[int, list[str]]()
+        """Of each batch that was prepared, until it is removed."""
 
     def prepare(self, batches: range) -> None:
         """Prepare the keys of batches that are to be written."""
         for batch in batches:
-            self._keys[batch] = [self._key(batch, page) for page in range(self._pages)]
+            self.keys[batch] = [self._key(batch, page) for page in range(self._pages)]
 
     def run(self, operation: Operation, batches: range) -> CallSample:
         """Run one kind of call for each batch.
@@ -152,13 +153,13 @@ class Client:
     def remove(self) -> None:
         """Delete the written pages, if the driver implements it."""
         if self._storage.capabilities.deletes:
-            for keys in self._keys.values():
+            for keys in self.keys.values():
                 self._storage.delete(keys)
-        self._keys.clear()
+        self.keys.clear()
 
     def _write(self, batch: int) -> float:
         # Outside of the measured time: an engine has its indices already.
-        transfer = PoolTransfer(PoolName.KV, _indices(self._source), keys=self._keys[batch])
+        transfer = PoolTransfer(PoolName.KV, _indices(self._source), keys=self.keys[batch])
         started = time.perf_counter()
         answer = self._storage.batch_set_v2([transfer])
         seconds = time.perf_counter() - started
@@ -166,7 +167,7 @@ class Client:
         return seconds
 
     def _read(self, batch: int) -> float:
-        transfer = PoolTransfer(PoolName.KV, _indices(self._target), keys=self._keys[batch])
+        transfer = PoolTransfer(PoolName.KV, _indices(self._target), keys=self.keys[batch])
         started = time.perf_counter()
         answer = self._storage.batch_get_v2([transfer])
         seconds = time.perf_counter() - started
@@ -175,7 +176,7 @@ class Client:
 
     def _exists(self, batch: int) -> float:
         started = time.perf_counter()
-        found = self._storage.batch_exists_v2(self._keys[batch]).kv_hit_pages
+        found = self._storage.batch_exists_v2(self.keys[batch]).kv_hit_pages
         seconds = time.perf_counter() - started
         if found != self._pages:
             raise WrongAnswerError(f"{self._pages} pages were stored, and exists finds {found}")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import secrets
 import shutil
 import socket
+import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.plugins import registry
@@ -20,7 +17,8 @@ from hicache_storage.tools.doctor.round_trip import UnusableOptionsError, usable
 from hicache_storage.tools.options import directories, nearest_directory, servers
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
@@ -102,20 +100,22 @@ def _space(check: str, place: Path, capacity: int | None) -> Iterator[Finding]:
 
 def _file_system(check: str, place: Path) -> Iterator[Finding]:
     try:
-        direct, skew = _probe_file_system(place)
+        # Without a name, where the file system can make such a file.
+        with tempfile.TemporaryFile(prefix=".hicache-doctor-", dir=place) as file:
+            file.write(b"\0")
+            file.flush()
+            # A file server sets the time of a write by its own clock.
+            skew = os.fstat(file.fileno()).st_mtime - time.time()
+            direct = _takes_direct_io(file.fileno())
     except OSError as error:
-        yield fail(
-            check,
-            f"cannot write in {place}: {error.strerror or error}",
-            "mount it writable, or choose another directory",
-        )
+        detail = f"cannot write in {place}: {error.strerror or error}"
+        yield fail(check, detail, "mount it writable, or choose another directory")
         return
-    kind = _kind(place)
     if direct:
-        yield ok(check, f"{kind}, takes O_DIRECT")
+        yield ok(check, "takes O_DIRECT")
     else:
         fix = "use a local file system such as ext4 or xfs where cold reads matter"
-        yield warn(check, f"{kind}, refuses O_DIRECT: reads go through the page cache", fix)
+        yield warn(check, "refuses O_DIRECT: reads go through the page cache", fix)
     if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
         yield warn(
             check,
@@ -124,56 +124,12 @@ def _file_system(check: str, place: Path) -> Iterator[Finding]:
         )
 
 
-def _probe_file_system(place: Path) -> tuple[bool, float]:
-    """Return if O_DIRECT is supported, and the skew of the file system's clock in seconds.
-
-    The file has no name, or loses it at once.
-    """
-    with _unnamed(place, 0) as descriptor:
-        os.write(descriptor, b"\0")
-        # A file server sets the time of a write by its own clock.
-        skew = os.fstat(descriptor).st_mtime - time.time()
+def _takes_direct_io(descriptor: int) -> bool:
     try:
-        with _unnamed(place, os.O_DIRECT):
-            return True, skew
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False, skew
-
-
-@contextlib.contextmanager
-def _unnamed(place: Path, flags: int) -> Generator[int]:
-    try:
-        descriptor = os.open(place, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
-    except OSError as error:
-        # Network file systems have no files without a name; EINVAL may mean O_TMPFILE or O_DIRECT.
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
-            raise
-        name = place / f".hicache-doctor-{secrets.token_hex(8)}"
-        try:
-            descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | flags, 0o600)
-        finally:
-            # Some file systems create the file before they refuse the flag.
-            name.unlink(missing_ok=True)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _kind(place: Path) -> str:
-    """Return the type of a file system, as in /proc/self/mountinfo."""
-    best, kind = "", "unknown file system"
-    # Bytes: paths need not fit the locale.
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        fields, _, rest = line.partition(b" - ")
-        # The kernel writes spaces in paths as octal escapes.
-        mount = os.fsdecode(fields.split()[4].decode("unicode_escape").encode("latin-1"))
-        # Of equal mount points the later one: it covers the earlier.
-        if (place == Path(mount) or Path(mount) in place.parents) and len(mount) >= len(best):
-            best, kind = mount, rest.split()[0].decode()
-    return kind
+        os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
 
 
 def _capacity(target: DoctorTarget, options: Mapping[str, object]) -> int | None:

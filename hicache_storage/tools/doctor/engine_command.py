@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from hicache_storage.engines.bridge_config import BridgeConfig
-from hicache_storage.plugins import config_model, registry
-from hicache_storage.spec import DriverError, parse_config
-from hicache_storage.tools.doctor.finding import fail, ok, warn
+from hicache_storage.tools.doctor.finding import ok, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hicache_storage.tools.doctor.finding import Finding
-
-ConfigT = TypeVar("ConfigT", bound=BridgeConfig)
 
 SEED_VARIABLE: Final = "PYTHONHASHSEED"
 
@@ -118,17 +113,3 @@ def check_version(
         "not installed in this environment: neither its version nor its start was checked",
         f"run the `hicache` of the environment that {engine} runs in",
     )
-
-
-def parsed_bridge(
-    check: str, parse: Callable[[Mapping[str, object]], ConfigT], options: Mapping[str, object]
-) -> tuple[ConfigT | None, Finding]:
-    """Parse the bridge's options as it does, and the driver's where none are given."""
-    engine = check.partition(":")[0]
-    try:
-        config = parse(options)
-        if not config.driver_config and config.driver in registry().drivers:
-            parse_config(config_model(registry().get(config.driver)), {})
-    except DriverError as error:
-        return None, fail(check, str(error), f"docs/{engine}.md lists the bridge's options")
-    return config, ok(check, f"driver {config.driver}")

@@ -1,4 +1,4 @@
-"""Target and findings of a diagnosis, and what the process of the checks is asked and answers."""
+"""Target and findings of a diagnosis."""
 
 from __future__ import annotations
 
@@ -47,23 +47,6 @@ class DoctorTarget:
     """Bytes of host memory that the engine will lock."""
     throwaway: str = ""
     """Path of an empty directory, removed afterwards."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckTask:
-    """Checks to run, in order."""
-
-    target: DoctorTarget
-    checks: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Progress of a check: begun, a finding, or done."""
-
-    check: str
-    finding: Finding | None = None
-    done: bool = False
 
 
 def ok(check: str, detail: str) -> Finding:

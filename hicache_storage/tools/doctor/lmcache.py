@@ -8,13 +8,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.engines.lmcache.identity import VERSIONS, adapter_config
+from hicache_storage.engines.lmcache.identity import VERSIONS
 from hicache_storage.tools.doctor.engine_command import (
     SEED_VARIABLE,
     EngineCommand,
     check_version,
     object_of,
-    parsed_bridge,
     read_object,
 )
 from hicache_storage.tools.doctor.finding import fail, ok, warn
@@ -47,52 +46,45 @@ def check_lmcache(target: DoctorTarget) -> Iterator[Finding]:
     if not texts:
         yield warn("lmcache: adapter", f"no {ADAPTER} was given; none was checked", EXAMPLE)
         return
-    found = 0
-    for text in texts:
-        try:
-            adapter = read_object(text)
-        except (OSError, ValueError) as error:
-            yield fail(f"lmcache: {ADAPTER}", str(error), "write it as JSON, in single quotes")
-            return
-        if _is_ours(adapter):
-            found += 1
-            yield from _adapter(adapter)
-    if not found:
+    try:
+        adapters = list(filter(_is_ours, map(read_object, texts)))
+    except ValueError as error:
+        yield fail(f"lmcache: {ADAPTER}", str(error), "write it as JSON, in single quotes")
+        return
+    if not adapters:
         yield fail("lmcache: adapter", f"no {ADAPTER} names the bridge", EXAMPLE)
-    elif found > 1:
-        yield warn(
-            "lmcache: adapter", f"{found} name the bridge; the first one's store was opened", "one"
-        )
+    for adapter in adapters:
+        yield _adapter(adapter)
+    if len(adapters) > 1:
+        detail = f"{len(adapters)} name the bridge; the first one's store was opened"
+        yield warn("lmcache: adapter", detail, "one")
 
 
 def adapter_options(target: DoctorTarget) -> dict[str, object]:
     """Return the bridge's options, as they are given; empty if there are none."""
-    for text in EngineCommand.parse(target.command_line).configurations(ADAPTER):
-        try:
-            adapter = read_object(text)
-        except (OSError, ValueError):
-            return {}
-        if _is_ours(adapter):
-            return object_of(adapter, "adapter_params")
-    return {}
+    texts = EngineCommand.parse(target.command_line).configurations(ADAPTER)
+    try:
+        found = next(filter(_is_ours, map(read_object, texts)), {})
+    except ValueError:
+        return {}
+    return object_of(found, "adapter_params")
 
 
 def _is_ours(adapter: Mapping[str, object]) -> bool:
     return any(adapter.get(key) == NAMES[key] for key in ("module_path", "class_name"))
 
 
-def _adapter(adapter: Mapping[str, object]) -> Iterator[Finding]:
+def _adapter(adapter: Mapping[str, object]) -> Finding:
     """Check the value that names the bridge."""
-    check = "lmcache: adapter"
     if adapter.get("serde") is not None:
-        yield fail(
-            check,
+        return fail(
+            "lmcache: adapter",
             "serde: the length of what LMCache transforms is not known at a lookup, and none of it "
             "is stored",
             "remove serde",
         )
-    _, finding = parsed_bridge(check, adapter_config, object_of(adapter, "adapter_params"))
-    yield finding
+    driver = object_of(adapter, "adapter_params").get("driver")
+    return ok("lmcache: adapter", f"driver {driver}")
 
 
 def _keys(command: EngineCommand) -> Iterator[Finding]:

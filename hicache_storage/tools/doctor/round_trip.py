@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.layers import StorageOptions, innermost
@@ -16,19 +14,19 @@ from hicache_storage.spec import (
     ConfigError,
     DriverError,
     HiCacheError,
-    PoolTransfer,
     StorageIdentity,
     StorageUnavailableError,
     parse_config,
 )
+from hicache_storage.tools.bench.client import PAGE_SIZE, Client, WrongAnswerError, make_pool
+from hicache_storage.tools.bench.settings import BenchWorkload, Operation
 from hicache_storage.tools.doctor.finding import fail, ok, warn
 from hicache_storage.tools.options import redacted, trial_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Iterator
 
     from hicache_storage.hookspecs import DriverSpec
-    from hicache_storage.pools import PagedHostPool
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
@@ -42,9 +40,7 @@ It is unused, or another run uses it meanwhile.
 """
 QUARANTINE_SECONDS: Final = 10.0
 """Time to remove the namespace of this run; longer than the default quarantine of deleted pages."""
-PAGES: Final = 4
-PAGE_SIZE: Final = 16
-LAYERS, HEADS, HEAD_DIM = 2, 2, 64
+PAGES, PAGE_BYTES = 4, 8192
 
 
 class UnusableOptionsError(Exception):
@@ -53,10 +49,6 @@ class UnusableOptionsError(Exception):
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.detail)
         self.finding = finding
-
-
-class _RoundTripError(Exception):
-    """A step of the round trip has failed."""
 
 
 def usable_options(target: DoctorTarget) -> dict[str, object]:
@@ -73,22 +65,12 @@ def usable_options(target: DoctorTarget) -> dict[str, object]:
         chosen = target.options or trial_options(spec, target.throwaway)
         if chosen is None:
             needs = ", ".join(f"-c {name}=..." for name in spec.trial_config)
-            raise UnusableOptionsError(
-                warn(
-                    check,
-                    "none given, and a throwaway store needs a server: it was not opened",
-                    needs,
-                )
-            )
+            detail = "none given, and a throwaway store needs a server: it was not opened"
+            raise UnusableOptionsError(warn(check, detail, needs))
         config = parse_config(model, chosen)
     except ConfigError as error:
-        raise UnusableOptionsError(
-            fail(
-                check,
-                str(error),
-                f"`hicache drivers {target.driver}` lists the options; -c key=value",
-            )
-        ) from error
+        fix = f"`hicache drivers {target.driver}` lists the options; -c key=value"
+        raise UnusableOptionsError(fail(check, str(error), fix)) from error
     except DriverError as error:
         raise UnusableOptionsError(fail(check, str(error), "see above")) from error
     return {name: getattr(config, name) for name in model.__struct_fields__}
@@ -121,29 +103,18 @@ def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
         try:
             yield from _examine(check, spec, target)
         except DriverError as error:
-            yield fail(
-                check, f"cannot be constructed: {error}", "correct the driver or its options"
-            )
+            detail = f"cannot be constructed: {error}"
+            yield fail(check, detail, "correct the driver or its options")
         except StorageUnavailableError as error:
-            yield fail(
-                check, f"cannot be opened: {error}", "start the store, or correct the options"
-            )
-        except _RoundTripError as error:
+            detail = f"cannot be opened: {error}"
+            yield fail(check, detail, "start the store, or correct the options")
+        except WrongAnswerError as error:
             log = f" ({messages[0]})" if messages else ""
             fix = f"`hicache conformance run {spec.name}` finds the rule that it breaks, unless the store is at fault"
             yield fail(check, f"{error}{log}", fix)
-        except HiCacheError as error:
-            yield fail(
-                check,
-                f"{type(error).__name__}: {error}",
-                f"`hicache conformance run {spec.name}` finds the rule that it breaks",
-            )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's driver may raise anything
-            yield fail(
-                check,
-                f"raises {type(error).__name__}: {error}",
-                "a fault of the driver: no call may raise it",
-            )
+            fix = f"a fault of the driver: `hicache conformance run {spec.name}` finds the rule that it breaks"
+            yield fail(check, f"raises {type(error).__name__}: {error}", fix)
         else:
             for message in dict.fromkeys(messages):
                 yield warn(check, message, "the message, logged by the driver, says what to do")
@@ -162,19 +133,13 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
     try:
         exceeds = storage.capabilities.exceeding(spec.capabilities)
         if exceeds:
-            yield fail(
-                check,
-                f"this instance promises more than its driver declares: {', '.join(exceeds)}",
-                "declare it in the DriverSpec",
-            )
+            detail = f"this instance promises more than its driver declares: {', '.join(exceeds)}"
+            yield fail(check, detail, "declare it in the DriverSpec")
         storage.open()
         health = storage.health()
         if not (health.ok and health.writable):
-            yield fail(
-                check,
-                f"opened, and health() answers: {health.detail or 'not ok'}",
-                "start or repair the store",
-            )
+            detail = f"opened, and health() answers: {health.detail or 'not ok'}"
+            yield fail(check, detail, "start or repair the store")
             return
         if storage.capabilities.deletes or not target.options:
             # Into a store of the operator only if the pages can be removed one by one.
@@ -189,116 +154,46 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
 
 
 def _round_trip(check: str, storage: HiCacheStorage, target: DoctorTarget) -> Iterator[Finding]:
-    trip = _RoundTrip.prepare(storage)
+    workload = BenchWorkload(PAGE_BYTES, clients=1, batch_pages=PAGES)
+    pool = make_pool(workload)
+    storage.register_mem_host_pool_v2(pool, "kv")
+    storage.on_host_pools_registered()
+    client = Client(storage, pool, workload, run=secrets.token_hex(8), number=0)
     # The namespace of an earlier run may have been created with other options, which conflict with
     # these.
-    trip.remove_namespace(LEFTOVER_SECONDS)
+    _remove_namespace(storage, LEFTOVER_SECONDS)
+    client.prepare(range(1))
+    keys = client.keys[0]
     try:
-        milliseconds = [f"{name} {trip.time(step) * 1e3:.1f} ms" for name, step in trip.steps()]
+        milliseconds = [
+            f"{operation} {client.run(operation, range(1)).seconds[0] * 1e3:.1f} ms"
+            for operation in Operation
+        ]
     finally:
-        left = trip.remove()
-    yield ok(
-        check, f"{PAGES} pages of {trip.pool.geometry.page_bytes} bytes: {', '.join(milliseconds)}"
-    )
-    if target.options and not left and not trip.remove_namespace(QUARANTINE_SECONDS):
-        yield warn(
-            check,
-            "the namespace of this run is still in the store: its slots are not free yet",
-            CLEAN_UP,
-        )
-    if left and target.options:
-        yield warn(
-            check,
-            f"{left} pages are still there after delete()",
-            f"`hicache conformance run {storage.get_stats().driver}`",
-        )
-    if not storage.get_stats().verifies_checksums:
-        yield warn(
-            check,
-            "checksums are not verified: damage would be served as a hit",
-            "leave verify_checksums on",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _RoundTrip:
-    """Pages to set and get, and the steps."""
-
-    storage: HiCacheStorage
-    pool: PagedHostPool
-    keys: list[str]
-
-    @classmethod
-    def prepare(cls, storage: HiCacheStorage) -> _RoundTrip:
-        import torch
-
-        from hicache_storage.pools import AttentionGeometry, PagedHostPool
-
-        pool = PagedHostPool(
-            AttentionGeometry(
-                layers=range(LAYERS), head_num=HEADS, head_dim=HEAD_DIM, dtype=torch.uint8
-            ),
-            size=2 * PAGES * PAGE_SIZE,
-            page_size=PAGE_SIZE,
-            pin_memory=False,
-        )
-        for buffer in pool.buffers:
-            buffer.random_(0, 256)
-        storage.register_mem_host_pool_v2(pool, "kv")
-        storage.on_host_pools_registered()
-        return cls(storage, pool, [secrets.token_hex(32) for _ in range(PAGES)])
-
-    def steps(self) -> list[tuple[str, Callable[[], None]]]:
-        return [("set", self.store), ("exists", self.find), ("get", self.load)]
-
-    def time(self, step: Callable[[], None]) -> float:
-        started = time.perf_counter()
-        step()
-        return time.perf_counter() - started
-
-    def store(self) -> None:
-        answer = self.storage.batch_set_v2([self._transfer(0)])
-        if answer != {"kv": [True] * PAGES}:
-            raise _RoundTripError(f"a set of {PAGES} pages answered {dict(answer)}")
-
-    def find(self) -> None:
-        found = self.storage.batch_exists_v2(self.keys).kv_hit_pages
-        if found != PAGES:
-            raise _RoundTripError(f"{PAGES} pages were stored, and exists finds {found}")
-
-    def load(self) -> None:
-        answer = self.storage.batch_get_v2([self._transfer(PAGES)])
-        if answer != {"kv": [True] * PAGES}:
-            raise _RoundTripError(f"{PAGES} pages were stored, and a get answered {dict(answer)}")
-        for page in range(PAGES):
-            sent, came = (
-                self.pool.page_buffers([first * PAGE_SIZE])[0] for first in (page, PAGES + page)
-            )
-            if list(map(bytes, sent)) != list(map(bytes, came)):
-                raise _RoundTripError(f"page {page} was read with other bytes")
-
-    def remove(self) -> int:
-        """Delete the pages, and return the number of those that still exist."""
-        if self.storage.capabilities.deletes:
-            self.storage.delete(self.keys)
+        client.remove()
         # One by one: the hit of a chain ends at its first missing page.
-        return sum(self.storage.batch_exists_v2([key]).kv_hit_pages for key in self.keys)
+        left = sum(storage.batch_exists_v2([key]).kv_hit_pages for key in keys)
+    yield ok(check, f"{PAGES} pages of {PAGE_BYTES} bytes: {', '.join(milliseconds)}")
+    if left and target.options:
+        detail = f"{left} pages are still there after delete()"
+        yield warn(check, detail, f"`hicache conformance run {storage.get_stats().driver}`")
+    elif target.options and not _remove_namespace(storage, QUARANTINE_SECONDS):
+        detail = "the namespace of this run is still in the store: its slots are not free yet"
+        yield warn(check, detail, CLEAN_UP)
+    if not storage.get_stats().verifies_checksums:
+        detail = "checksums are not verified: damage would be served as a hit"
+        yield warn(check, detail, "leave verify_checksums on")
 
-    def remove_namespace(self, seconds: float) -> bool:
-        """Remove the empty namespace, and return True if it is removed."""
-        driver = innermost(self.storage)
-        if not isinstance(driver, ObjectStorage):
-            return True
-        try:
-            return driver.remove_pools(seconds)
-        except (HiCacheError, OSError):
-            return False
 
-    def _transfer(self, first_page: int) -> PoolTransfer:
-        import torch
-
-        slots = torch.arange(first_page * PAGE_SIZE, (first_page + PAGES) * PAGE_SIZE)
-        return PoolTransfer("kv", slots, keys=self.keys)  # type: ignore[arg-type] # a plain string is converted
+def _remove_namespace(storage: HiCacheStorage, seconds: float) -> bool:
+    """Remove the empty namespace, and return True if it is removed."""
+    driver = innermost(storage)
+    if not isinstance(driver, ObjectStorage):
+        return True
+    try:
+        return driver.remove_pools(seconds)
+    except (HiCacheError, OSError):
+        return False
 
 
 def _identity() -> StorageIdentity:

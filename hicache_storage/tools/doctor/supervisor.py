@@ -1,27 +1,23 @@
-"""Supervisor of the process that runs the checks.
+"""Examination: the checks run in a process of their own, which a driver can hang or crash.
 
-It restarts the process after a check that hangs or crashes.
+Another process makes the checks that are left.
 """
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
-import select
 import signal
-import subprocess
-import sys
 import tempfile
-import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from hicache_storage.tools.doctor.finding import CheckTask, Finding, Note, fail
+from hicache_storage.tools.doctor.finding import Finding, fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.connection import Connection
 
     from hicache_storage.tools.doctor.finding import DoctorTarget
 
@@ -30,6 +26,7 @@ GRACE_SECONDS: Final = 20.0
 
 Importing torch from a cold disk is its slowest part.
 """
+_SPAWN: Final = multiprocessing.get_context("spawn")
 
 
 def examine(
@@ -53,97 +50,65 @@ def examine(
         yield fail("temporary directory", str(error), fix)
         return
     with created as directory:
-        target = replace(target, throwaway=directory)
+        store, log = Path(directory, "store"), Path(directory, "log")
+        store.mkdir()
         while remaining:
-            running = remaining[0]
-            with _Child(CheckTask(target, remaining)) as child:
-                for note in child.notes(limit):
-                    running = note.check
-                    if note.finding is not None:
-                        yield note.finding
-                    if note.done:
-                        remaining.remove(note.check)
-                        running = remaining[0] if remaining else ""
-                if remaining:
-                    yield child.post_mortem(running, limit)
-                    # The checks after it have not run yet.
-                    remaining = remaining[remaining.index(running) + 1 :]
+            yield from _run(replace(target, throwaway=str(store)), remaining, limit, log)
 
 
-class _Child:
-    """The process, and the pipe of its notes."""
-
-    def __init__(self, task: CheckTask) -> None:
-        # A file, not a pipe: a child that writes much would block on a pipe that is only read
-        # afterwards.
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
-        self._notes, inner = os.pipe()
-        self._hung = False
-        # `-P`: a file in the current directory must not be imported in place of a module of the
-        # same name.
-        command = [sys.executable, "-P", "-m", "hicache_storage.tools.doctor.plan", str(inner)]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                pass_fds=[inner],
-            )
-        finally:
-            # The child alone has this end then, so that its exit is the end of the notes.
-            os.close(inner)
-        assert self._process.stdin is not None
-        # A child that has ended already closes the pipe of its notes, which `notes` detects.
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(msgspec.json.encode(task))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+def _run(target: DoctorTarget, remaining: list[str], limit: float, log: Path) -> Iterator[Finding]:
+    """Run checks, and take them from the list, until one takes its process along."""
+    notes, theirs = _SPAWN.Pipe(duplex=False)
+    process = _SPAWN.Process(target=_make_checks, args=(theirs, target, list(remaining), log))
+    process.start()
+    # The child alone has this end then, so that its exit is the end of the notes.
+    theirs.close()
+    hung = False
+    try:
+        while remaining and not hung:
+            # The limit is that of one check, and each note shows that a check goes on.
+            if hung := not notes.poll(limit):
+                break
+            finding: Finding | None = notes.recv()
+            if finding is None:
+                remaining.pop(0)
+            else:
+                yield finding
+    except (EOFError, OSError):
+        process.join()
+    finally:
         # Not `terminate`: a driver may handle that signal, or hang where Python does not get to
         # handle it.
-        self._process.kill()
-        self._process.wait()
-        os.close(self._notes)
-        self._errors.close()
+        process.kill()
+        process.join()
+        notes.close()
+    if remaining:
+        yield _post_mortem(remaining.pop(0), None if hung else process.exitcode, limit, log)
 
-    def notes(self, limit: float) -> Iterator[Note]:
-        """Yield notes until the child ends, or sends none for `limit` seconds."""
-        rest, until = b"", time.monotonic() + limit
-        while True:
-            readable, _, _ = select.select(
-                [self._notes], [], [], max(0.0, until - time.monotonic())
-            )
-            if not readable:
-                self._hung = True
-                return
-            chunk = os.read(self._notes, 1 << 16)
-            if not chunk:
-                return
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                # The limit is that of one check, and each note shows that a check goes on.
-                until = time.monotonic() + limit
-                yield msgspec.json.decode(line, type=Note)
 
-    def post_mortem(self, check: str, limit: float) -> Finding:
-        """Describe why the child ended, or hung, in `check`."""
-        if self._hung:
-            fix = "see with `py-spy dump` where it waits; a dead mount or a silent server is the usual reason"
-            return fail(check, f"hung for {limit:.0f} s and was ended", fix)
-        status = self._process.wait()
-        if status < 0:
-            return fail(
-                check,
-                f"took the process down with {signal.Signals(-status).name}",
-                "report it to the driver's authors",
-            )
-        self._errors.seek(0)
-        messages = self._errors.read().decode(errors="replace").strip().splitlines()
-        return fail(
-            check,
-            f"ended the process with status {status}: {messages[-1] if messages else 'no message'}",
-            "report it to the authors",
-        )
+def _make_checks(notes: Connection, target: DoctorTarget, checks: list[str], log: Path) -> None:
+    """Make checks in this process: send each finding, and None at the end of a check."""
+    # A driver may print.
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    from hicache_storage.tools.doctor.plan import CHECKS
+
+    for check in checks:
+        for finding in CHECKS[check](target):
+            notes.send(finding)
+        notes.send(None)
+
+
+def _post_mortem(check: str, status: int | None, limit: float, log: Path) -> Finding:
+    """Describe why the process ended in a check, or that it hung."""
+    if status is None:
+        fix = "see with `py-spy dump` where it waits; a dead mount or a silent server is the usual reason"
+        return fail(check, f"hung for {limit:.0f} s and was ended", fix)
+    if status < 0:
+        detail = f"took the process down with {signal.Signals(-status).name}"
+    else:
+        messages = log.read_text(errors="replace").strip().splitlines()
+        last = messages[-1] if messages else "no message"
+        detail = f"ended the process with status {status}: {last}"
+    return fail(check, detail, "report it to the driver's authors")

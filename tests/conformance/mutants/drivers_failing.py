@@ -83,11 +83,8 @@ class CannotOpen(Plain):
         raise ConnectionRefusedError("no server at 127.0.0.1:1")
 
 
-class TakesLess(Objects):
-    """Takes fewer arguments than it is called with, and promises what it does not have."""
-
-    def read_objects(self, batches):
-        return super().read_objects(batches, Call())
+class PromisesMore(Objects):
+    """Promises what it does not have."""
 
     delete_objects = ObjectStorage.delete_objects
 
@@ -107,7 +104,7 @@ FAILING = [
         Hangs,
         HangsWithTheLock,
         Poisoned,
-        TakesLess,
+        PromisesMore,
     )
 ] + [
     DriverSpec(
