@@ -15,6 +15,7 @@ No label contains a key, a request or a client.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.observability.metric import Metric, MetricKind
@@ -47,7 +48,8 @@ REQUEST_BOUNDS_SECONDS: Final = (
 )
 
 
-def _counter(
+def _scalar(
+    kind: MetricKind,
     name: str,
     text: str,
     *labels: str,
@@ -55,18 +57,11 @@ def _counter(
     unit: str = "",
     tag: tuple[str, str] = ("", ""),
 ) -> Metric:
-    return Metric(name, MetricKind.COUNTER, text, labels, unit, source=source, tag=tag)
+    return Metric(name, kind, text, labels, unit, source=source, tag=tag)
 
 
-def _gauge(
-    name: str,
-    text: str,
-    *labels: str,
-    source: str = "",
-    unit: str = "",
-    tag: tuple[str, str] = ("", ""),
-) -> Metric:
-    return Metric(name, MetricKind.GAUGE, text, labels, unit, source=source, tag=tag)
+_counter: Final = partial(_scalar, MetricKind.COUNTER)
+_gauge: Final = partial(_scalar, MetricKind.GAUGE)
 
 
 def _pool(name: str, text: str, source: str, unit: str = "") -> Metric:
@@ -75,40 +70,6 @@ def _pool(name: str, text: str, source: str, unit: str = "") -> Metric:
     )
 
 
-# Of each storage: `hicache_storage.observability.prometheus.StorageCollector`.
-
-READ_PAGES: Final = _pool("read_pages", "Pages that a get has delivered.", "pages_read")
-READ_BYTES: Final = _pool("read_bytes", "Bytes that a get has delivered.", "bytes_read", "bytes")
-WRITTEN_PAGES: Final = _pool(
-    "written_pages",
-    "Pages that a set has stored; those that were there already do not count.",
-    "pages_written",
-)
-WRITTEN_BYTES: Final = _pool(
-    "written_bytes", "Bytes of the pages that a set has stored.", "bytes_written", "bytes"
-)
-HIT_PAGES: Final = _pool("hit_pages", "Pages that an exists has found.", "pages_hit")
-ABSENT_PAGES: Final = _pool(
-    "absent_pages", "Pages that an exists has asked for and not found.", "pages_absent"
-)
-MISSED_PAGES: Final = _pool(
-    "missed_pages",
-    "Pages that a get was asked for and has not delivered, for whatever reason.",
-    "pages_missed",
-)
-DAMAGED_PAGES: Final = _pool(
-    "damaged_pages",
-    "Of those, the ones whose length, envelope or checksum did not fit.",
-    "pages_damaged",
-)
-REFUSED_PAGES: Final = _pool(
-    "refused_pages",
-    "Pages that a set was given and has not stored: no room, too large, deadline, fault.",
-    "pages_refused",
-)
-EVICTED_PAGES: Final = _pool(
-    "evicted_pages", "Pages that this storage has evicted.", "pages_evicted"
-)
 CALL_SECONDS: Final = Metric(
     "hicache_storage_call_seconds",
     MetricKind.HISTOGRAM,
@@ -117,30 +78,6 @@ CALL_SECONDS: Final = Metric(
     "seconds",
     # The bounds of `spec.stats.Latency`, whose counts are exported as they are.
     LATENCY_BOUNDS_SECONDS,
-)
-FAULTS: Final = _counter(
-    "hicache_storage_faults_total",
-    "Calls of the driver that have failed and were turned into misses.",
-    "driver",
-    source="faults",
-)
-MISSED_DEADLINES: Final = _counter(
-    "hicache_storage_missed_deadlines_total",
-    "Of those, the ones that did not come back in time.",
-    "driver",
-    source="deadlines_missed",
-)
-BREAKER_REFUSALS: Final = _counter(
-    "hicache_storage_breaker_refusals_total",
-    "Calls answered as misses by an open circuit breaker.",
-    "driver",
-    source="breaker_refusals",
-)
-FAILOVERS: Final = _counter(
-    "hicache_storage_failovers_total",
-    "Metadata servers that have failed and were left for another.",
-    "driver",
-    source="failovers",
 )
 BREAKER_OPEN: Final = _gauge(
     "hicache_storage_breaker_open",
@@ -155,151 +92,12 @@ CHECKSUMS_OFF: Final = _gauge(
     "driver",
 )
 
-# Of each hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`.
-
-WRITTEN_BACK_TOKENS: Final = _counter(
-    "hicache_controller_written_back_tokens_total",
-    "Tokens copied from the device to the host.",
-    source="tokens_written_back",
-)
-LOADED_TOKENS: Final = _counter(
-    "hicache_controller_loaded_tokens_total",
-    "Tokens copied from the host to the device.",
-    source="tokens_loaded",
-)
-WITHOUT_ROOM: Final = (
-    _counter(
-        "hicache_controller_copies_without_room_total",
-        "Copies declined for want of room, by direction: write (to the host) or load (to the "
-        "device).",
-        "direction",
-        source="writes_without_room",
-        tag=("direction", "write"),
-    ),
-    _counter(
-        "hicache_controller_copies_without_room_total",
-        "Copies declined for want of room, by direction: write (to the host) or load (to the "
-        "device).",
-        "direction",
-        source="loads_without_room",
-        tag=("direction", "load"),
-    ),
-)
-# One metric with a label: the outcomes add up to all prefetches that were asked for.
-PREFETCHES: Final = tuple(
-    _counter(
-        "hicache_controller_prefetches_total",
-        "Prefetches by what became of them: begun, below_threshold (too short) or rate_limited.",
-        "outcome",
-        source=source,
-        tag=("outcome", outcome),
-    )
-    for source, outcome in (
-        ("prefetches", "begun"),
-        ("prefetches_below_threshold", "below_threshold"),
-        ("prefetches_rate_limited", "rate_limited"),
-    )
-)
-PREFETCHED_TOKENS: Final = _counter(
-    "hicache_controller_prefetched_tokens_total",
-    "Tokens that prefetches have delivered to the cache.",
-    source="tokens_prefetched",
-)
-HIT_TOKENS: Final = _counter(
-    "hicache_controller_hit_tokens_total",
-    "Tokens of the longest prefixes that all ranks could restore from storage.",
-    source="tokens_hit",
-)
-CUT_TOKENS: Final = _counter(
-    "hicache_controller_cut_tokens_total",
-    "Of those, the ones left out for want of host memory.",
-    source="tokens_without_room",
-)
-BACKED_UP_PAGES: Final = _counter(
-    "hicache_controller_backed_up_pages_total",
-    "Pages of all pools that are in storage: stored by this rank, found there, or another rank's "
-    "to write.",
-    source="pages_backed_up",
-)
-DROPPED_PAGES: Final = _counter(
-    "hicache_controller_dropped_pages_total",
-    "Pages of all pools whose backup was given up after the last attempt.",
-    source="pages_dropped",
-)
-BACKUP_RETRIES: Final = _counter(
-    "hicache_controller_backup_retries_total", "Backups tried once more.", source="backup_retries"
-)
-STORAGE_ERRORS: Final = _counter(
-    "hicache_controller_storage_errors_total",
-    "Calls of the storage that have raised; the contract forbids it.",
-    source="storage_errors",
-)
-INVALID_ANSWERS: Final = _counter(
-    "hicache_controller_invalid_answers_total",
-    "Answers of the storage that are none.",
-    source="invalid_answers",
-)
-ABANDONED_CALLS: Final = _counter(
-    "hicache_controller_abandoned_calls_total",
-    "Calls of the storage that were left behind.",
-    source="abandoned_calls",
-)
-STUCK_CALLS: Final = _gauge(
-    "hicache_controller_stuck_calls",
-    "Of those, the ones that have not come back yet.",
-    source="stuck_calls",
-)
-
-# Of each radix cache: `hicache_storage.observability.prometheus.CacheCollector`.
-
 
 def _held(name: str, text: str, *fields: tuple[str, str]) -> tuple[Metric, ...]:
     return tuple(
         _gauge(name, text, "tier", source=source, tag=("tier", tier)) for tier, source in fields
     )
 
-
-CACHE_TOKENS: Final = _held(
-    "hicache_cache_tokens",
-    "Tokens whose KV a tier holds.",
-    ("device", "device_tokens"),
-    ("host", "host_tokens"),
-)
-CACHE_STATES: Final = _held(
-    "hicache_cache_states",
-    "Recurrent states that a tier holds.",
-    ("device", "device_states"),
-    ("host", "host_states"),
-)
-EVICTABLE_TOKENS: Final = _gauge(
-    "hicache_cache_evictable_tokens",
-    "Tokens on the device that no request holds.",
-    source="evictable_tokens",
-)
-EVICTABLE_STATES: Final = _gauge(
-    "hicache_cache_evictable_states",
-    "Recurrent states on the device that no request holds.",
-    source="evictable_states",
-)
-CACHE_LOCKS: Final = _gauge("hicache_cache_locks", "Prefixes that requests hold.", source="locks")
-DECLINED_WRITES: Final = _counter(
-    "hicache_cache_declined_writes_total",
-    "Nodes not copied to the host for want of room there.",
-    source="declined_writes",
-)
-DROPPED_TOKENS: Final = _counter(
-    "hicache_cache_dropped_tokens_total",
-    "Tokens fetched from storage in vain: what was before them was evicted meanwhile, or there was "
-    "no room.",
-    source="dropped_tokens",
-)
-TOKENS_STORED_AGAIN: Final = _counter(
-    "hicache_cache_tokens_stored_again_total",
-    "Tokens handed to the storage a second time, as it had lost them while they were cached.",
-    source="tokens_stored_again",
-)
-
-# Of the metadata server: `GET /metrics`.
 
 REQUESTS: Final = _counter(
     "hicache_metadata_requests_total", "Requests answered.", "route", "status"
@@ -432,107 +230,225 @@ THROTTLED: Final = _counter(
     "hicache_metadata_throttled_requests_total", "Requests beyond a tenant's rate.", "tenant"
 )
 
-# Of the metadata server's process, in the words of prometheus_client, which exports them; Linux
-# only.
-
-PROCESS_CPU_SECONDS: Final = _counter(
-    "process_cpu_seconds_total", "Total user and system CPU time spent in seconds.", unit="seconds"
-)
-PROCESS_RESIDENT_BYTES: Final = _gauge(
-    "process_resident_memory_bytes", "Resident memory size in bytes.", unit="bytes"
-)
-PROCESS_VIRTUAL_BYTES: Final = _gauge(
-    "process_virtual_memory_bytes", "Virtual memory size in bytes.", unit="bytes"
-)
-PROCESS_START_SECONDS: Final = _gauge(
-    "process_start_time_seconds",
-    "Start time of the process since unix epoch in seconds.",
-    unit="seconds",
-)
-PROCESS_OPEN_FILES: Final = _gauge("process_open_fds", "Number of open file descriptors.")
-PROCESS_MAX_FILES: Final = _gauge("process_max_fds", "Maximum number of open file descriptors.")
-
 STORAGE: Final = (
-    READ_PAGES,
-    READ_BYTES,
-    WRITTEN_PAGES,
-    WRITTEN_BYTES,
-    HIT_PAGES,
-    ABSENT_PAGES,
-    MISSED_PAGES,
-    DAMAGED_PAGES,
-    REFUSED_PAGES,
-    EVICTED_PAGES,
+    _pool("read_pages", "Pages that a get has delivered.", "pages_read"),
+    _pool("read_bytes", "Bytes that a get has delivered.", "bytes_read", "bytes"),
+    _pool(
+        "written_pages",
+        "Pages that a set has stored; those that were there already do not count.",
+        "pages_written",
+    ),
+    _pool("written_bytes", "Bytes of the pages that a set has stored.", "bytes_written", "bytes"),
+    _pool("hit_pages", "Pages that an exists has found.", "pages_hit"),
+    _pool("absent_pages", "Pages that an exists has asked for and not found.", "pages_absent"),
+    _pool(
+        "missed_pages",
+        "Pages that a get was asked for and has not delivered, for whatever reason.",
+        "pages_missed",
+    ),
+    _pool(
+        "damaged_pages",
+        "Of those, the ones whose length, envelope or checksum did not fit.",
+        "pages_damaged",
+    ),
+    _pool(
+        "refused_pages",
+        "Pages that a set was given and has not stored: no room, too large, deadline, fault.",
+        "pages_refused",
+    ),
+    _pool("evicted_pages", "Pages that this storage has evicted.", "pages_evicted"),
     CALL_SECONDS,
-    FAULTS,
-    MISSED_DEADLINES,
-    BREAKER_REFUSALS,
-    FAILOVERS,
+    _counter(
+        "hicache_storage_faults_total",
+        "Calls of the driver that have failed and were turned into misses.",
+        "driver",
+        source="faults",
+    ),
+    _counter(
+        "hicache_storage_missed_deadlines_total",
+        "Of those, the ones that did not come back in time.",
+        "driver",
+        source="deadlines_missed",
+    ),
+    _counter(
+        "hicache_storage_breaker_refusals_total",
+        "Calls answered as misses by an open circuit breaker.",
+        "driver",
+        source="breaker_refusals",
+    ),
+    _counter(
+        "hicache_storage_failovers_total",
+        "Metadata servers that have failed and were left for another.",
+        "driver",
+        source="failovers",
+    ),
     BREAKER_OPEN,
     CHECKSUMS_OFF,
 )
+"""Of each storage: `hicache_storage.observability.prometheus.StorageCollector`."""
 CONTROLLER: Final = (
-    WRITTEN_BACK_TOKENS,
-    LOADED_TOKENS,
-    *WITHOUT_ROOM,
-    *PREFETCHES,
-    PREFETCHED_TOKENS,
-    HIT_TOKENS,
-    CUT_TOKENS,
-    BACKED_UP_PAGES,
-    DROPPED_PAGES,
-    BACKUP_RETRIES,
-    STORAGE_ERRORS,
-    INVALID_ANSWERS,
-    ABANDONED_CALLS,
-    STUCK_CALLS,
+    _counter(
+        "hicache_controller_written_back_tokens_total",
+        "Tokens copied from the device to the host.",
+        source="tokens_written_back",
+    ),
+    _counter(
+        "hicache_controller_loaded_tokens_total",
+        "Tokens copied from the host to the device.",
+        source="tokens_loaded",
+    ),
+    *(
+        _counter(
+            "hicache_controller_copies_without_room_total",
+            "Copies declined for want of room, by direction: write (to the host) or load (to the "
+            "device).",
+            "direction",
+            source="writes_without_room",
+            tag=("direction", "write"),
+        ),
+        _counter(
+            "hicache_controller_copies_without_room_total",
+            "Copies declined for want of room, by direction: write (to the host) or load (to the "
+            "device).",
+            "direction",
+            source="loads_without_room",
+            tag=("direction", "load"),
+        ),
+    ),
+    # One metric with a label: the outcomes add up to all prefetches that were asked for.
+    *tuple(
+        _counter(
+            "hicache_controller_prefetches_total",
+            "Prefetches by what became of them: begun, below_threshold (too short) or rate_limited.",
+            "outcome",
+            source=source,
+            tag=("outcome", outcome),
+        )
+        for source, outcome in (
+            ("prefetches", "begun"),
+            ("prefetches_below_threshold", "below_threshold"),
+            ("prefetches_rate_limited", "rate_limited"),
+        )
+    ),
+    _counter(
+        "hicache_controller_prefetched_tokens_total",
+        "Tokens that prefetches have delivered to the cache.",
+        source="tokens_prefetched",
+    ),
+    _counter(
+        "hicache_controller_hit_tokens_total",
+        "Tokens of the longest prefixes that all ranks could restore from storage.",
+        source="tokens_hit",
+    ),
+    _counter(
+        "hicache_controller_cut_tokens_total",
+        "Of those, the ones left out for want of host memory.",
+        source="tokens_without_room",
+    ),
+    _counter(
+        "hicache_controller_backed_up_pages_total",
+        "Pages of all pools that are in storage: stored by this rank, found there, or another rank's "
+        "to write.",
+        source="pages_backed_up",
+    ),
+    _counter(
+        "hicache_controller_dropped_pages_total",
+        "Pages of all pools whose backup was given up after the last attempt.",
+        source="pages_dropped",
+    ),
+    _counter(
+        "hicache_controller_backup_retries_total",
+        "Backups tried once more.",
+        source="backup_retries",
+    ),
+    _counter(
+        "hicache_controller_storage_errors_total",
+        "Calls of the storage that have raised; the contract forbids it.",
+        source="storage_errors",
+    ),
+    _counter(
+        "hicache_controller_invalid_answers_total",
+        "Answers of the storage that are none.",
+        source="invalid_answers",
+    ),
+    _counter(
+        "hicache_controller_abandoned_calls_total",
+        "Calls of the storage that were left behind.",
+        source="abandoned_calls",
+    ),
+    _gauge(
+        "hicache_controller_stuck_calls",
+        "Of those, the ones that have not come back yet.",
+        source="stuck_calls",
+    ),
 )
+"""Of each hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`."""
 CACHE: Final = (
-    *CACHE_TOKENS,
-    *CACHE_STATES,
-    EVICTABLE_TOKENS,
-    EVICTABLE_STATES,
-    CACHE_LOCKS,
-    DECLINED_WRITES,
-    DROPPED_TOKENS,
-    TOKENS_STORED_AGAIN,
+    *_held(
+        "hicache_cache_tokens",
+        "Tokens whose KV a tier holds.",
+        ("device", "device_tokens"),
+        ("host", "host_tokens"),
+    ),
+    *_held(
+        "hicache_cache_states",
+        "Recurrent states that a tier holds.",
+        ("device", "device_states"),
+        ("host", "host_states"),
+    ),
+    _gauge(
+        "hicache_cache_evictable_tokens",
+        "Tokens on the device that no request holds.",
+        source="evictable_tokens",
+    ),
+    _gauge(
+        "hicache_cache_evictable_states",
+        "Recurrent states on the device that no request holds.",
+        source="evictable_states",
+    ),
+    _gauge("hicache_cache_locks", "Prefixes that requests hold.", source="locks"),
+    _counter(
+        "hicache_cache_declined_writes_total",
+        "Nodes not copied to the host for want of room there.",
+        source="declined_writes",
+    ),
+    _counter(
+        "hicache_cache_dropped_tokens_total",
+        "Tokens fetched from storage in vain: what was before them was evicted meanwhile, or there was "
+        "no room.",
+        source="dropped_tokens",
+    ),
+    _counter(
+        "hicache_cache_tokens_stored_again_total",
+        "Tokens handed to the storage a second time, as it had lost them while they were cached.",
+        source="tokens_stored_again",
+    ),
 )
-SERVER: Final = (
-    REQUESTS,
-    REQUEST_SECONDS,
-    SLOTS,
-    SCOPE_EVICTED_PAGES,
-    LOOKED_UP_KEYS,
-    EXPIRED_LEASES,
-    SCOPE_INFO,
-    SCOPE_OWNER,
-    SCOPE_LOG_BYTES,
-    UNOWNED_SCOPES,
-    QUARANTINE_SECONDS,
-    READY,
-    DRAINING,
-    RECOVERY_PROBLEMS,
-    TRANSACTIONS,
-    TRANSACTION_SECONDS,
-    STORE_FAILING,
-    STORE_BYTES,
-    BUILD_INFO,
-    TOKENS,
-    NEXT_TOKEN_EXPIRY,
-    RELOADS,
-    RELOAD_FAILING,
-    TENANT_HOLDS,
-    TENANT_QUOTA,
-    THROTTLED,
+"""Of each radix cache: `hicache_storage.observability.prometheus.CacheCollector`."""
+SERVER: Final = tuple(
+    metric
+    for metric in list(globals().values())
+    if isinstance(metric, Metric) and metric.name.startswith("hicache_metadata_")
 )
+"""Of the metadata server: `GET /metrics`."""
 PROCESS: Final = (
-    PROCESS_CPU_SECONDS,
-    PROCESS_RESIDENT_BYTES,
-    PROCESS_VIRTUAL_BYTES,
-    PROCESS_START_SECONDS,
-    PROCESS_OPEN_FILES,
-    PROCESS_MAX_FILES,
+    _counter(
+        "process_cpu_seconds_total",
+        "Total user and system CPU time spent in seconds.",
+        unit="seconds",
+    ),
+    _gauge("process_resident_memory_bytes", "Resident memory size in bytes.", unit="bytes"),
+    _gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.", unit="bytes"),
+    _gauge(
+        "process_start_time_seconds",
+        "Start time of the process since unix epoch in seconds.",
+        unit="seconds",
+    ),
+    _gauge("process_open_fds", "Number of open file descriptors."),
+    _gauge("process_max_fds", "Maximum number of open file descriptors."),
 )
+"""Of the metadata server's process, in the words of prometheus_client, which exports them; Linux
+only."""
 COMPONENTS: Final[Mapping[str, tuple[Metric, ...]]] = {
     "storage": STORAGE,
     "controller": CONTROLLER,

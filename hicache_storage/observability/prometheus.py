@@ -41,7 +41,18 @@ class HasStorageStats(Protocol):
         ...
 
 
-class StorageCollector(Collector):
+class _LabelledCollector(Collector):
+    """A collector of samples that have constant labels."""
+
+    def __init__(self, labels: Mapping[str, str] | None) -> None:
+        self._labels = dict(labels or {})
+
+    def describe(self) -> list[Family]:
+        """Return no families: a storage has no statistics before it is open."""
+        return []
+
+
+class StorageCollector(_LabelledCollector):
     """Collector of a storage's counters, under the same names for every driver.
 
     Register it with a `CollectorRegistry`.
@@ -52,12 +63,8 @@ class StorageCollector(Collector):
     """
 
     def __init__(self, storage: HasStorageStats, labels: Mapping[str, str] | None = None) -> None:
+        super().__init__(labels)
         self._storage = storage
-        self._labels = dict(labels or {})
-
-    def describe(self) -> list[Family]:
-        """Return no families: a storage has no statistics before it is open."""
-        return []
 
     def collect(self) -> Iterable[Family]:
         """Yield the families of `metric_defs.STORAGE`."""
@@ -65,7 +72,7 @@ class StorageCollector(Collector):
         return storage_families([self._storage.get_stats()], self._labels)
 
 
-class ProcessCollector(Collector):
+class ProcessCollector(_LabelledCollector):
     """Collector in `prometheus_client`'s default registry, for engines whose `/metrics` serves it.
 
     Sources of one driver are summed: a process may have several, and their labels are the same.
@@ -73,6 +80,7 @@ class ProcessCollector(Collector):
     """
 
     def __init__(self) -> None:
+        super().__init__(None)
         self._lock = threading.Lock()
         self._sources = list[HasStorageStats]()
 
@@ -91,10 +99,6 @@ class ProcessCollector(Collector):
                 if not self._sources:
                     REGISTRY.unregister(self)
 
-    def describe(self) -> list[Family]:
-        """Return no families in advance."""
-        return []
-
     def collect(self) -> Iterable[Family]:
         """Return the families of `metric_defs.STORAGE`."""
         with self._lock:
@@ -104,7 +108,7 @@ class ProcessCollector(Collector):
             stats = source.get_stats()
             drivers.setdefault(stats.driver, []).append(stats)
         return storage_families(
-            [StorageStats.total(name, parts) for name, parts in drivers.items()], {}
+            [StorageStats.total(name, parts) for name, parts in drivers.items()], self._labels
         )
 
 
@@ -170,7 +174,7 @@ class HasUsage(Protocol):
         ...
 
 
-class ControllerCollector(Collector):
+class ControllerCollector(_LabelledCollector):
     """Collector of a hybrid controller's counters. Prometheus may collect in any thread.
 
     Args:
@@ -179,19 +183,15 @@ class ControllerCollector(Collector):
     """
 
     def __init__(self, controller: HasStats, labels: Mapping[str, str] | None = None) -> None:
+        super().__init__(labels)
         self._controller = controller
-        self._labels = dict(labels or {})
-
-    def describe(self) -> list[Family]:
-        """Return no families in advance."""
-        return []
 
     def collect(self) -> Iterable[Family]:
         """Return the families of `metric_defs.CONTROLLER`."""
         return of_fields(v.CONTROLLER, self._controller.stats(), self._labels)
 
 
-class CacheCollector(Collector):
+class CacheCollector(_LabelledCollector):
     """Collector of a radix cache's usage, as of the last `refresh`.
 
     A cache belongs to its scheduler's thread, and Prometheus collects in another one: `refresh`
@@ -203,8 +203,8 @@ class CacheCollector(Collector):
     """
 
     def __init__(self, cache: HasUsage, labels: Mapping[str, str] | None = None) -> None:
+        super().__init__(labels)
         self._cache = cache
-        self._labels = dict(labels or {})
         self._usage = cache.usage()
 
     def refresh(self) -> None:
@@ -213,10 +213,6 @@ class CacheCollector(Collector):
         To be called in the scheduler's thread, such as once in each of its reports.
         """
         self._usage = self._cache.usage()
-
-    def describe(self) -> list[Family]:
-        """Return no families in advance."""
-        return []
 
     def collect(self) -> Iterable[Family]:
         """Return the families of `metric_defs.CACHE`."""
