@@ -10,7 +10,7 @@ from hicache_storage.engines.bridge_metrics import (
     BatchSample,
     RefusedCalls,
 )
-from hicache_storage.engines.placeholder_pool import PlaceholderPool
+from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.spec import HostPool, InvalidTransferError, PoolName
 
 
@@ -82,7 +82,10 @@ class TestMeter:
 
 class TestPlaceholders:
     def test_a_placeholder_pool_is_a_host_pool_that_any_driver_serves(self, kit):
-        placeholders = PlaceholderPool(layout="page_first", page_size=4, size=32)
+        placeholders = EnginePool(
+            memoryview(bytearray(8)), stride=1, page_bytes=1, layout="page_first", page_size=4
+        )
+        assert placeholders.geometry.size == 32
         assert isinstance(placeholders, HostPool)
         storage, _ = kit.memory_storage({PoolName.KV: placeholders})
         transfer = kit.pool(page_size=4).transfer("kv", ["a", "b"], [0, 7])

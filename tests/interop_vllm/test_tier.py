@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from hicache_conformance.interfaces.vllm_tier.engine import Rows, TierSpec, offloading_config
 from hicache_storage.engines.vllm import HiCacheTier
-from hicache_storage.engines.vllm.build import build_of
+from hicache_storage.engines.vllm.tier import build_of
 from hicache_storage.spec import ConfigError, seconds_since_asked
 from tests.interop.drivers import SEEN, STORES, raise_os_error
 

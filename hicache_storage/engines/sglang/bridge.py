@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_model, get_parallel, get_server_args,
 
 from hicache_storage.engines.bridge_metrics import BandwidthMeter, RefusedCalls
 from hicache_storage.engines.bridge_storage import open_storage
-from hicache_storage.engines.placeholder_pool import PlaceholderPool
+from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.engines.sglang.identity import (
     bridge_config,
     check_engine,
@@ -316,35 +316,19 @@ class SGLangBridge(EngineStorage):
         """Return True if one KV page is stored."""
         return self.batch_exists([key]) == 1
 
-    def get(
-        self, key: str, target_location: object = None, target_sizes: object = None
-    ) -> torch.Tensor | None:
+    def get(self, *_: object, **__: object) -> None:
         """Refused; always None."""
         return self._refuse_oldest("get", None)
 
-    def batch_get(
-        self, keys: list[str], target_locations: object = None, target_sizes: object = None
-    ) -> list[torch.Tensor | None]:
+    def batch_get(self, keys: list[str], *_: object, **__: object) -> list[torch.Tensor | None]:
         """Refused; None for each key."""
         return self._refuse_oldest("batch_get", [None] * len(keys))
 
-    def set(
-        self,
-        key: str,
-        value: object = None,
-        target_location: object = None,
-        target_sizes: object = None,
-    ) -> bool:
+    def set(self, *_: object, **__: object) -> bool:
         """Refused; always `False`."""
         return self._refuse_oldest("set", False)
 
-    def batch_set(
-        self,
-        keys: list[str],
-        values: object = None,
-        target_locations: object = None,
-        target_sizes: object = None,
-    ) -> bool:
+    def batch_set(self, *_: object, **__: object) -> bool:
         """Refused; always `False`."""
         return self._refuse_oldest("batch_set", False)
 
@@ -530,11 +514,20 @@ def _engine_name(name: str) -> str:
         return name
 
 
-def _placeholders(anchor: object) -> PlaceholderPool:
-    return PlaceholderPool(
+def _placeholders(anchor: object) -> EnginePool:
+    """Return a pool of one byte a page, with the slots of an anchor that has no bytes.
+
+    The contract counts hits in KV pages, and an anchor that only allocates slots has none to store.
+    The byte records that the page has been backed up; its side pools decide whether it is
+    restorable.
+    """
+    page_size = int(getattr(anchor, "page_size", 0))
+    return EnginePool(
+        memoryview(bytearray(b"\x01" * (int(getattr(anchor, "size", 0)) // page_size))),
+        stride=1,
+        page_bytes=1,
         layout=str(getattr(anchor, "layout", "")),
-        page_size=int(getattr(anchor, "page_size", 0)),
-        size=int(getattr(anchor, "size", 0)),
+        page_size=page_size,
     )
 
 

@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
@@ -16,6 +16,8 @@ from hicache_storage.spec import ConfigError, InvalidPoolError, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig as EngineConfig
 
 ENGINE_KEYS = frozenset(
     {
@@ -69,24 +71,6 @@ class SGLangBridgeConfig(BridgeConfig, frozen=True):
     metrics_host: Annotated[
         str, Meta(description="Address on which the exporter listens. It asks for no token.")
     ] = "127.0.0.1"
-
-
-class EngineConfig(Protocol):
-    """The fields of SGLang's `HiCacheStorageConfig` that decide about identity."""
-
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    attn_cp_rank: int
-    attn_cp_size: int
-    dp_rank: int
-    dcp_rank: int
-    dcp_size: int
-    is_mla_model: bool
-    model_name: str | None
-    tp_lcm_size: int | None
-    should_split_heads: bool
 
 
 def bridge_config(extra_config: Mapping[str, object] | None) -> SGLangBridgeConfig:

