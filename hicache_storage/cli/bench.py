@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -26,10 +27,10 @@ from hicache_storage.tools.bench.settings import (
     Sweep,
 )
 from hicache_storage.tools.bench.sweep import run_sweep
-from hicache_storage.tools.options import parse_pairs, trial_options
+from hicache_storage.tools.options import parse_pairs, size_text, trial_options
 
 if TYPE_CHECKING:
-    from hicache_storage.tools.bench.results import Measurement, Ratio
+    from hicache_storage.tools.bench.results import Measurement, Rate
 
 WRONG_ANSWER, USAGE_ERROR = 1, 2
 MIN_WIDTH: Final = 110
@@ -78,13 +79,6 @@ def bench(
     max_stored: Annotated[
         str, typer.Option(metavar="SIZE", help="Limit of the bytes that a driver stores at a time.")
     ] = "2GiB",
-    keep_pages: Annotated[
-        bool,
-        typer.Option(
-            "--keep-pages",
-            help="Allow drivers that can neither delete nor clear; their pages stay.",
-        ),
-    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")
     ] = None,
@@ -131,15 +125,11 @@ def bench(
                 workloads=workloads,
                 seconds=seconds,
                 max_stored_bytes=parse_bytes(max_stored),
-                keeps_pages=keep_pages,
             )
             report = _run(sweep)
     except WrongAnswerError as error:
-        raise typer.Exit(
-            _complain(
-                f"wrong answer: {error}; `hicache conformance run` finds out why", WRONG_ANSWER
-            )
-        ) from error
+        message = f"wrong answer: {error}; `hicache conformance run` finds out why"
+        raise typer.Exit(_complain(message, WRONG_ANSWER)) from error
     except (ValueError, OSError, InsufficientSpaceError, HiCacheError) as error:
         raise typer.Exit(_complain(str(error), USAGE_ERROR)) from error
     _show(console, report)
@@ -148,20 +138,10 @@ def bench(
 
 
 def _run(sweep: Sweep) -> Report:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        # On standard error, so that standard output has the tables alone; and nowhere if that is no
-        # terminal, such as the log of a CI.
-        *columns,
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    # On standard error, so that standard output has the tables alone; and nowhere if that is no
+    # terminal, such as the log of a CI.
+    console, silent = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(console=console, transient=True, disable=silent) as bar:
         task = bar.add_task("opening", total=1.0)
         return run_sweep(
             sweep, lambda text, share: bar.update(task, description=text, completed=share)
@@ -186,9 +166,7 @@ def _labelled(candidates: list[Candidate]) -> list[Candidate]:
     """
     same_driver = len({candidate.driver for candidate in candidates}) < len(candidates)
     return [
-        Candidate(
-            one.driver, one.options, f"{one.driver} ({number})" if same_driver else one.driver
-        )
+        replace(one, label=f"{one.driver} ({number})" if same_driver else one.driver)
         for number, one in enumerate(candidates, 1)
     ]
 
@@ -196,11 +174,9 @@ def _labelled(candidates: list[Candidate]) -> list[Candidate]:
 def _show(console: Console, report: Report) -> None:
     for candidate in report.candidates:
         options = " ".join(f"{name}={value}" for name, value in candidate.options.items())
-        checked = (
-            "checksums verified"
-            if candidate.verifies_checksums
-            else "[yellow]checksums not verified[/]"
-        )
+        checked = "checksums verified"
+        if not candidate.verifies_checksums:
+            checked = "[yellow]checksums not verified[/]"
         console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
     console.print(
         f"{report.machine['cpu']}, {report.machine['memory']}; "
@@ -218,11 +194,11 @@ def _show(console: Console, report: Report) -> None:
         report.measurements, key=lambda m: (m.page_bytes, m.clients, order.index(m.operation))
     ):
         table.add_row(
-            _size(measure.page_bytes),
+            size_text(measure.page_bytes),
             str(measure.clients),
             measure.operation,
             *([measure.label] if many else []),
-            _rate(measure),
+            _spread(measure.rates()),
             measure.unit,
             *(f"{us / 1000:.3g}" for us in (measure.p50_us, measure.p95_us, measure.p99_us)),
             str(measure.calls),
@@ -230,12 +206,8 @@ def _show(console: Console, report: Report) -> None:
     console.print(table)
     if many:
         mine, peer = (candidate.label for candidate in report.candidates)
-        _show_ratios(
-            console,
-            compare(report.of(peer).values(), report.of(mine).values(), paired=True),
-            peer,
-            mine,
-        )
+        ratios = compare(report.of(peer).values(), report.of(mine).values(), paired=True)
+        _show_ratios(console, ratios, peer, mine)
 
 
 def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
@@ -256,20 +228,18 @@ def _show_comparison(console: Console, those: Report, these: Report, *, names: l
 
 
 def _show_ratios(
-    console: Console, ratios: list[tuple[Measurement, Measurement, Ratio]], peer: str, mine: str
+    console: Console, ratios: list[tuple[Measurement, Measurement, Rate]], peer: str, mine: str
 ) -> None:
     header = ("page", "clients", "pages a call", "operation", "", peer, mine, "times as fast")
     table = _table(*header)
     for theirs, ours, ratio in ratios:
         table.add_row(
-            _size(ours.page_bytes),
+            size_text(ours.page_bytes),
             str(ours.clients),
             str(ours.batch_pages),
             ours.operation,
             ours.unit,
-            _rate(theirs),
-            _rate(ours),
-            f"{ratio.median:.2f} ({ratio.minimum:.2f} - {ratio.maximum:.2f})",
+            *map(_spread, (theirs.rates(), ours.rates(), ratio)),
         )
     console.print(table)
 
@@ -282,13 +252,9 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def _rate(measurement: Measurement) -> str:
-    median, minimum, maximum = measurement.rates()
+def _spread(rate: Rate) -> str:
+    median, minimum, maximum = rate
     return f"{median:.2f} ({minimum:.2f} - {maximum:.2f})"
-
-
-def _size(count: int) -> str:
-    return f"{count >> 20} MiB" if not count % (1 << 20) else f"{count >> 10} KiB"
 
 
 def _sizes(text: str) -> list[int]:

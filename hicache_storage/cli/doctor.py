@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from hicache_storage.spec import parse_bytes
 from hicache_storage.tools.doctor import DoctorTarget, Finding, Status, examine
 from hicache_storage.tools.options import parse_pairs
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 STYLES: Final = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 PASSED, FAILED, USAGE_ERROR = 0, 1, 2
 ENGINES: Final = ("vllm", "lmcache")
-OWN_OPTIONS: Final = frozenset({"--json", "--deadline", "--pinned"})
+OWN_OPTIONS: Final = frozenset({"--json", "--deadline"})
 """Options of this command that no engine has."""
 
 
@@ -61,10 +60,6 @@ def doctor(
     deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a call or a connection may take.")
     ] = 5.0,
-    pinned: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Host memory that the engine will lock, such as 64GiB."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this environment and, with DRIVER, its package, options and a round trip.
@@ -77,11 +72,7 @@ def doctor(
     """
     try:
         target = _target(driver, command_line or [], config or [])
-        target = replace(
-            target,
-            deadline_seconds=deadline,
-            pinned_bytes=None if pinned is None else parse_bytes(pinned),
-        )
+        target = replace(target, deadline_seconds=deadline)
     except ValueError as error:
         Console(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(USAGE_ERROR) from error
@@ -90,19 +81,14 @@ def doctor(
     passed = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:
         # `print`, because rich would wrap the text and read brackets in it as markup.
-        print(
-            msgspec.json.format(
-                msgspec.json.encode(
-                    {
-                        "schema": 1,
-                        "driver": target.driver,
-                        "engine": target.engine or None,
-                        "ok": passed,
-                        "findings": findings,
-                    }
-                )
-            ).decode()
-        )
+        answer = {
+            "schema": 1,
+            "driver": target.driver,
+            "engine": target.engine or None,
+            "ok": passed,
+            "findings": findings,
+        }
+        print(msgspec.json.format(msgspec.json.encode(answer)).decode())
     raise typer.Exit(PASSED if passed else FAILED)
 
 

@@ -31,7 +31,8 @@ def drivers(
         try:
             _show(console, found.get(name))
         except DriverError as error:
-            raise typer.Exit(_complain(error)) from error
+            Console(stderr=True).print(f"[red]{error}[/]", highlight=False)
+            raise typer.Exit(1) from error
         return
     table = Table("driver", "from", "capabilities", "summary", box=None, header_style="bold")
     for driver in sorted(found.drivers):
@@ -96,8 +97,3 @@ def _declared(capabilities: Capabilities) -> list[str]:
         elif field.name in {"sharing", "durability"}:
             rows.append(f"{field.name}={value}")
     return rows
-
-
-def _complain(error: DriverError) -> int:
-    Console(stderr=True).print(f"[red]{error}[/]", highlight=False)
-    return 1

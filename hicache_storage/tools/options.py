@@ -113,6 +113,16 @@ def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | N
     }
 
 
+def size_text(count: int) -> str:
+    """Format a number of bytes with a binary unit."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
+
+
 def _address(text: str) -> tuple[str, int] | None:
     if _URL.fullmatch(text):
         try:

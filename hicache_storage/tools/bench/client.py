@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.plugins import create_storage, registry
+from hicache_storage.plugins import create_storage
 from hicache_storage.spec import PoolName, PoolTransfer, StorageIdentity
 from hicache_storage.tools.bench.settings import Operation
 
@@ -227,7 +227,7 @@ class ClientPool:
     """
 
     def __init__(self, candidate: Candidate, workload: BenchWorkload, run: str) -> None:
-        self._storage = _open_storage(candidate, run)
+        self._storage = _open_storage(candidate)
         try:
             pool = make_pool(workload)
             self._storage.register_mem_host_pool_v2(pool, "kv")
@@ -236,8 +236,6 @@ class ClientPool:
             self._storage.close()
             raise
         self.verifies_checksums = self._storage.get_stats().verifies_checksums
-        self.deletes = self._storage.capabilities.deletes
-        """True if `remove` frees the space of pages; otherwise only `close` may."""
         self._clients = [
             Client(self._storage, pool, workload, run=run, number=number)
             for number in range(workload.clients)
@@ -266,7 +264,7 @@ class ClientPool:
         return CallSample.merged(list(self._threads.map(run_client, self._clients)))
 
     def remove(self) -> None:
-        """Delete the written pages, if the driver implements it."""
+        """Delete the written pages."""
         for client in self._clients:
             client.remove()
 
@@ -276,20 +274,14 @@ class ClientPool:
             # After an interruption, clients may still be in their calls.
             self._threads.shutdown(cancel_futures=True)
             self.remove()
-            # Only such a store has a namespace of this run alone (`_open_storage`): no other pages
-            # are cleared.
-            if self._storage.capabilities.clears and not self.deletes:
-                self._storage.clear()
         finally:
             self._storage.close()
 
 
-def _open_storage(candidate: Candidate, run: str) -> HiCacheStorage:
-    # A store that is cleared needs a namespace of this run alone. Pages that are deleted need none,
-    # and a namespace for each run would stay in the store.
-    salt = "" if registry().get(candidate.driver).capabilities.deletes else run
+def _open_storage(candidate: Candidate) -> HiCacheStorage:
+    # Always the same: a namespace for each run would stay in the store.
     identity = StorageIdentity(
-        model="hicache-bench", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first", salt=salt
+        model="hicache-bench", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first"
     )
     # With the default options, so that the layers of the SDK are part of what is measured.
     storage = create_storage(candidate.driver, identity, candidate.options)

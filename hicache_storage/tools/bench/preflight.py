@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_storage.plugins import config_model, registry
 from hicache_storage.spec import parse_bytes, parse_config
 from hicache_storage.tools.bench.settings import MIN_PAGE_BYTES
-from hicache_storage.tools.options import directories, nearest_directory
+from hicache_storage.tools.options import directories, nearest_directory, size_text
 
 if TYPE_CHECKING:
     from hicache_storage.tools.bench.settings import BenchWorkload, Candidate, Sweep
@@ -50,13 +50,13 @@ def check_space(sweep: Sweep) -> None:
         free = shutil.disk_usage(places[device]).free
         if needed > free:
             raise InsufficientSpaceError(
-                f"{places[device]} has {_gib(free)} free and {_gib(needed)} may be needed; give a "
+                f"{places[device]} has {size_text(free)} free and {size_text(needed)} may be needed; give a "
                 "smaller --max-stored"
             )
     available = _available_memory()
     if memory > 0.8 * available:
         raise InsufficientSpaceError(
-            f"{_gib(memory)} of memory may be needed and {_gib(available)} is available; give a "
+            f"{size_text(memory)} of memory may be needed and {size_text(available)} is available; give a "
             "smaller --concurrency, smaller --pages, or a smaller --max-stored"
         )
 
@@ -71,8 +71,8 @@ def _check_workload(workload: BenchWorkload, space: int) -> None:
     if required > space:
         raise InsufficientSpaceError(
             f"{workload.clients} clients with {workload.batch_pages} pages of "
-            f"{workload.page_bytes} bytes store {_gib(required)} at a time, more than "
-            f"--max-stored {_gib(space)}"
+            f"{workload.page_bytes} bytes store {size_text(required)} at a time, more than "
+            f"--max-stored {size_text(space)}"
         )
 
 
@@ -81,20 +81,16 @@ def _check_candidate(candidate: Candidate, sweep: Sweep) -> dict[str, object]:
     model = config_model(spec)
     config = parse_config(model, candidate.options)
     options = {name: getattr(config, name) for name in model.__struct_fields__}
-    if not (spec.capabilities.deletes or spec.capabilities.clears or sweep.keeps_pages):
+    if not spec.capabilities.deletes:
         raise InsufficientSpaceError(
-            f"driver {spec.name!r} can neither delete nor clear, so that its pages would stay; "
-            "allow that with --keep-pages"
+            f"driver {spec.name!r} does not declare the capability 'deletes': its pages would stay"
         )
-    capacity = options.get(spec.capacity_option) if spec.capacity_option else None
-    if (
-        isinstance(capacity, (int, str))
-        and parse_bytes(capacity) < HEADROOM * sweep.max_stored_bytes
-    ):
+    capacity, needed = options.get(spec.capacity_option), int(HEADROOM * sweep.max_stored_bytes)
+    if isinstance(capacity, (int, str)) and parse_bytes(capacity) < needed:
         raise InsufficientSpaceError(
             f"driver {spec.name!r} would evict pages before they are read: its "
-            f"{spec.capacity_option} is {capacity}, and {_gib(HEADROOM * sweep.max_stored_bytes)} "
-            "may be needed; give a smaller --max-stored"
+            f"{spec.capacity_option} is {capacity}, and {size_text(needed)} may be needed; give a "
+            "smaller --max-stored"
         )
     return options
 
@@ -104,7 +100,3 @@ def _available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _gib(count: float) -> str:
-    return f"{count / (1 << 30):.2g} GiB"

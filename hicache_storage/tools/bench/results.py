@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SCHEMA: Final = 2
 Workload: TypeAlias = tuple[int, int, int, str]
 """Page size in bytes, clients, pages of a call, operation."""
+Rate: TypeAlias = tuple[float, float, float]
+"""Median, minimum and maximum of the rounds: of a rate, or of the ratio of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Measurement:
         """Unit of the rates."""
         return "k keys/s" if self.operation == Operation.EXISTS or not self.page_bytes else "GB/s"
 
-    def rates(self) -> tuple[float, float, float]:
+    def rates(self) -> Rate:
         """Return median, minimum and maximum rate, in GB/s or thousands of keys a second."""
         scale = 1e-3 if self.unit == "k keys/s" else self.page_bytes * 1e-9
         return self.pages_per_second * scale, min(self.rounds) * scale, max(self.rounds) * scale
@@ -99,15 +101,6 @@ class Measurement:
         self.p95_us = percentile(ordered, 0.95) * 1e6
         self.p99_us = percentile(ordered, 0.99) * 1e6
         self.max_us = ordered[-1] * 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Ratio of two rates: of the medians, and the minimum and maximum of the rounds."""
-
-    median: float
-    minimum: float
-    maximum: float
 
 
 @dataclass(slots=True)
@@ -152,7 +145,7 @@ class Report:
 
 def compare(
     those: Iterable[Measurement], these: Iterable[Measurement], *, paired: bool
-) -> list[tuple[Measurement, Measurement, Ratio]]:
+) -> list[tuple[Measurement, Measurement, Rate]]:
     """Pair the measurements that two results have in common.
 
     Each pair has the ratio of the second rate to the first.
@@ -194,7 +187,7 @@ def this_machine() -> dict[str, str]:
     }
 
 
-def _ratio(peer: Measurement, mine: Measurement, *, paired: bool) -> Ratio:
+def _ratio(peer: Measurement, mine: Measurement, *, paired: bool) -> Rate:
     if paired:
         # Round by round: both candidates had the same load on the machine then.
         ratios = [ours / theirs for theirs, ours in zip(peer.rounds, mine.rounds, strict=False)]
@@ -202,4 +195,4 @@ def _ratio(peer: Measurement, mine: Measurement, *, paired: bool) -> Ratio:
     else:
         minimum = min(mine.rounds) / max(peer.rounds)
         maximum = max(mine.rounds) / min(peer.rounds)
-    return Ratio(mine.pages_per_second / peer.pages_per_second, minimum, maximum)
+    return mine.pages_per_second / peer.pages_per_second, minimum, maximum

@@ -66,5 +66,3 @@ class Sweep:
     """
     max_stored_bytes: int = 2 << 30
     """Limit of the bytes of pages that a candidate stores at a time."""
-    keeps_pages: bool = False
-    """Allow drivers that can neither delete nor clear; only eviction removes their pages."""

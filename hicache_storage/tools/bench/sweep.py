@@ -74,17 +74,14 @@ def _run_workload(
         started = time.monotonic()
         for each in runs:
             each.warm_up()
-        forwards = True
-        # All of them: the rounds of candidates are compared in pairs.
-        while all(each.has_space for each in runs):
+        forwards, share = True, 0.0
+        while share < 1.0:
             # In alternating order, so that no candidate always runs after the same other one.
             for each in runs if forwards else runs[::-1]:
                 each.round()
             forwards = not forwards
-            share = (time.monotonic() - started) / limit
-            progress(min(1.0, share))
-            if share >= 1.0:
-                break
+            share = min(1.0, (time.monotonic() - started) / limit)
+            progress(share)
         for each in runs:
             report.measurements.extend(each.finish())
         return [each.pool.verifies_checksums for each in runs]
@@ -95,12 +92,8 @@ class _CandidateRun:
 
     def __init__(self, pool: ClientPool, label: str, workload: BenchWorkload, sweep: Sweep) -> None:
         self.pool = pool
-        self._free_batches = sweep.max_stored_bytes // (workload.clients * workload.batch_bytes)
-        """Batches that each client may still store."""
-        # Without deletion, all rounds share the space.
-        self._max_batches = (
-            self._free_batches if pool.deletes else max(1, self._free_batches // (ROUNDS + 1))
-        )
+        self._max_batches = sweep.max_stored_bytes // (workload.clients * workload.batch_bytes)
+        """Batches that each client may store in a round."""
         self._target_seconds = sweep.seconds / (ROUNDS + 1)
         self._batches = 1
         self._next = 0
@@ -109,11 +102,6 @@ class _CandidateRun:
             for op in Operation
         }
         self._seconds = {op: list[float]() for op in Operation}
-
-    @property
-    def has_space(self) -> bool:
-        """True if another round fits beside the pages that could not be removed."""
-        return self._batches <= self._free_batches
 
     def warm_up(self) -> None:
         """Run a round that does not count.
@@ -124,9 +112,6 @@ class _CandidateRun:
         self.round()
         # A lower bound, because the number of batches is a quotient by it.
         seconds = max(1e-3, time.monotonic() - started)
-        if not self.has_space:
-            # There is space for this round only, so it counts.
-            return
         for operation in Operation:
             self._measurements[operation].rounds.clear()
             self._seconds[operation].clear()
@@ -144,8 +129,6 @@ class _CandidateRun:
             )
             self._seconds[operation] += sample.seconds
         self.pool.remove()
-        if not self.pool.deletes:
-            self._free_batches -= self._batches
 
     def finish(self) -> list[Measurement]:
         """Return the measurements."""

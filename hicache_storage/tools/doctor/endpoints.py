@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final
 from hicache_storage.plugins import registry
 from hicache_storage.spec import parse_bytes
 from hicache_storage.tools.doctor.finding import fail, ok, warn
-from hicache_storage.tools.doctor.machine import size
 from hicache_storage.tools.doctor.round_trip import UnusableOptionsError, usable_options
-from hicache_storage.tools.options import directories, nearest_directory, servers
+from hicache_storage.tools.options import directories, nearest_directory, servers, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,11 +40,8 @@ def check_directories(target: DoctorTarget) -> Iterator[Finding]:
         elif not path.parent.is_dir():
             # Drivers do not create it either: a missing mount must not be replaced by an empty
             # directory.
-            yield fail(
-                check,
-                f"{path.parent} does not exist",
-                "mount the file system that belongs there, or make the directory",
-            )
+            fix = "mount the file system that belongs there, or make the directory"
+            yield fail(check, f"{path.parent} does not exist", fix)
         elif not os.access(place, os.W_OK | os.X_OK):
             yield fail(check, f"{place} is not writable for this user", f"chown or chmod {place}")
         else:
@@ -66,16 +62,12 @@ def check_servers(target: DoctorTarget) -> Iterator[Finding]:
             try:
                 socket.create_connection((host, port), timeout=target.deadline_seconds).close()
             except OSError as error:
+                detail = f"{host}:{port} cannot be reached: {error.strerror or error}"
                 fix = f"start the server, open the firewall, or correct {option}"
-                yield fail(
-                    check, f"{host}:{port} cannot be reached: {error.strerror or error}", fix
-                )
+                yield fail(check, detail, fix)
             else:
-                yield ok(
-                    check,
-                    f"{host}:{port} accepts connections "
-                    f"({(time.perf_counter() - started) * 1e3:.1f} ms)",
-                )
+                milliseconds = (time.perf_counter() - started) * 1e3
+                yield ok(check, f"{host}:{port} accepts connections ({milliseconds:.1f} ms)")
 
 
 def _space(check: str, place: Path, capacity: int | None) -> Iterator[Finding]:
@@ -87,15 +79,19 @@ def _space(check: str, place: Path, capacity: int | None) -> Iterator[Finding]:
         )
     if capacity is not None and capacity > usage.total:
         fix = "a smaller capacity, or a larger file system"
-        yield fail(check, f"capacity {size(capacity)} on a file system of {size(usage.total)}", fix)
+        yield fail(
+            check,
+            f"capacity {size_text(capacity)} on a file system of {size_text(usage.total)}",
+            fix,
+        )
     elif usage.free < LITTLE_SPACE_BYTES:
         yield warn(
             check,
-            f"{place}: {size(usage.free)} free of {size(usage.total)}",
+            f"{place}: {size_text(usage.free)} free of {size_text(usage.total)}",
             "free some space, or choose another directory",
         )
     else:
-        yield ok(check, f"{place}: {size(usage.free)} free of {size(usage.total)}")
+        yield ok(check, f"{place}: {size_text(usage.free)} free of {size_text(usage.total)}")
 
 
 def _file_system(check: str, place: Path) -> Iterator[Finding]:

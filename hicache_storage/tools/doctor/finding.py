@@ -43,8 +43,6 @@ class DoctorTarget:
     """
     deadline_seconds: float = 5.0
     """Deadline of each call into the driver, and of each connection."""
-    pinned_bytes: int | None = None
-    """Bytes of host memory that the engine will lock."""
     throwaway: str = ""
     """Path of an empty directory, removed afterwards."""
 

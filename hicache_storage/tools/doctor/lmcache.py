@@ -39,9 +39,9 @@ def check_lmcache(target: DoctorTarget) -> Iterator[Finding]:
     """Check version, keys, transfer mode and the configuration of the adapter."""
     command = EngineCommand.parse(target.command_line)
     yield from check_version("lmcache", ("lmcache",), VERSIONS)
-    yield from _keys(command)
+    yield _keys(command)
     if "server" in command.arguments:
-        yield from _transfer(command)
+        yield _transfer(command)
     texts = command.configurations(ADAPTER)
     if not texts:
         yield warn("lmcache: adapter", f"no {ADAPTER} was given; none was checked", EXAMPLE)
@@ -87,51 +87,45 @@ def _adapter(adapter: Mapping[str, object]) -> Finding:
     return ok("lmcache: adapter", f"driver {driver}")
 
 
-def _keys(command: EngineCommand) -> Iterator[Finding]:
+def _keys(command: EngineCommand) -> Finding:
     """Check that another server, or this one after a restart, makes the same keys."""
     check, seed = "lmcache: keys", os.environ.get(SEED_VARIABLE)
     algorithm = command.value("--hash-algorithm", default="blake3")
-    tokens = command.number("--chunk-size", default=256)
     fix = "--hash-algorithm blake3, the default, which needs no seed"
     if algorithm == "blake3":
-        yield ok(check, f"{algorithm}, which needs no seed; chunks of {tokens} tokens")
-    elif algorithm in ("sha256_cbor", "sha256_cbor_64bit"):
-        yield warn(
-            check,
-            f"{algorithm} is vLLM's, begins with {SEED_VARIABLE} ({seed or 'not set'}), and becomes "
-            "Python's own hash where the server has no vLLM",
-            fix,
+        tokens = command.number("--chunk-size", default=256)
+        return ok(check, f"{algorithm}, which needs no seed; chunks of {tokens} tokens")
+    if algorithm in ("sha256_cbor", "sha256_cbor_64bit"):
+        detail = (
+            f"is vLLM's, begins with {SEED_VARIABLE} ({seed or 'not set'}), and becomes Python's own "
+            "hash where the server has no vLLM"
         )
-    else:
-        yield fail(
-            check,
-            f"{algorithm!r} is Python's own hash, whose values differ in each process, with "
-            f"{SEED_VARIABLE} too: nothing is found after a restart",
-            fix,
-        )
+        return warn(check, f"{algorithm} {detail}", fix)
+    detail = (
+        f"is Python's own hash, whose values differ in each process, with {SEED_VARIABLE} too: "
+        "nothing is found after a restart"
+    )
+    return fail(check, f"{algorithm!r} {detail}", fix)
 
 
-def _transfer(command: EngineCommand) -> Iterator[Finding]:
+def _transfer(command: EngineCommand) -> Finding:
     """Check that the server answers the requests that the engine's workers make."""
     check = "lmcache: transfer mode"
     mode = command.value("--supported-transfer-mode", default="lmcache_driven")
     serves_handles = has_devices()
     if mode == "lmcache_driven" and not serves_handles:
-        yield fail(
-            check,
+        detail = (
             "lmcache_driven, and workers on CPUs ask for engine_driven: the server logs `No handler "
-            "registered`, and vLLM hangs at its start",
-            "--supported-transfer-mode engine_driven, or auto",
+            "registered`, and vLLM hangs at its start"
         )
-    elif mode == "engine_driven" and serves_handles:
-        yield warn(
-            check,
-            "engine_driven, and workers on CUDA or NPUs ask for lmcache_driven",
+        return fail(check, detail, "--supported-transfer-mode engine_driven, or auto")
+    if mode == "engine_driven" and serves_handles:
+        fix = (
             "--supported-transfer-mode auto; or in kv_connector_extra_config of the engine "
-            '"lmcache.mp.mp_transfer_mode": "engine_driven"',
+            '"lmcache.mp.mp_transfer_mode": "engine_driven"'
         )
-    else:
-        yield ok(check, mode)
+        return warn(check, "engine_driven, and workers on CUDA or NPUs ask for lmcache_driven", fix)
+    return ok(check, mode)
 
 
 def has_devices() -> bool:
