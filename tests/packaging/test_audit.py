@@ -49,19 +49,3 @@ def test_the_command(audit, monkeypatch, capsys, probe, report, status, said):
     assert said in told.out + told.err
     monkeypatch.setattr(audit.sys, "argv", ["audit", "--required"])
     assert audit.main() == (2 if "NOT AUDITED" in said else status)
-
-
-def test_a_finding_is_accepted_for_a_reason_and_until_a_day(audit, tmp_path):
-    assert isinstance(audit.accepted(audit.ACCEPTED, TODAY), list)
-    file = tmp_path / "accepted.toml"
-    entry = '[[accepted]]\nid = "{}"\nreason = "not called"\nuntil = {}\n'
-    file.write_text(entry.format("CVE-1", "2027-01-14") + entry.format("CVE-2", "2027-01-15"))
-    assert audit.accepted(file, TODAY) == ["CVE-2"]
-    for wrong in (
-        'id = "CVE-1"\nreason = " "\nuntil = 2027-01-01',
-        'id = "CVE-1"',
-        'id = "a"\nreason = "r"\nuntil = "soon"',
-    ):
-        file.write_text(f"[[accepted]]\n{wrong}\n")
-        with pytest.raises(ValueError, match="entry 1"):
-            audit.accepted(file, TODAY)

@@ -67,20 +67,6 @@ def test_two_side_pools_against_the_oracle():
         assert result.restorable_prefix_pages == sorted(common)
 
 
-def test_the_minimum_of_the_maxima_is_not_the_hit():
-    """D19: KV to 8, indexer to 5, Mamba checkpoints at 2 and 8: 5 has no checkpoint, 2 is right."""
-    mamba = [p in (2, 8) for p in range(1, 9)]
-    result = common_hit(
-        [True] * 8,
-        [
-            PoolPresence("indexer", [True] * 5 + [False] * 3),
-            PoolPresence("mamba", mamba, TRAILING, 1),
-        ],
-    )
-    assert (result.kv_hit_pages, result.restorable_prefix_pages) == (2, [2])
-    assert result.extra_pool_hit_pages == {"kv": 8, "indexer": 5, "mamba": 8}
-
-
 @pytest.mark.parametrize(
     ("present", "block", "group", "covered"),
     [
@@ -105,12 +91,6 @@ def test_block_groups_without_a_geometry_are_refused(block, group):
     transfer = PoolTransfer("swa", hit_policy=GROUPS, block_pages=block, group_pages=group)
     with pytest.raises(InvalidTransferError, match="'swa': block_groups needs"):
         PoolPresence.of(transfer, [])
-
-
-def test_empty_chain():
-    result = common_hit([], [PoolPresence("mamba", [], TRAILING, 3)])
-    assert (result.kv_hit_pages, result.restorable_prefix_pages) == (0, [])
-    assert result.extra_pool_hit_pages == {"kv": 0, "mamba": 0}
 
 
 def test_a_pool_asked_twice_keeps_both_conditions():
