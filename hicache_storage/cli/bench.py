@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -21,6 +23,7 @@ from hicache_storage.tools.bench.preflight import InsufficientSpaceError
 from hicache_storage.tools.bench.results import Report, compare
 from hicache_storage.tools.bench.settings import (
     BATCH_PAGES,
+    MIN_PAGE_BYTES,
     BenchWorkload,
     Candidate,
     Operation,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 WRONG_ANSWER, USAGE_ERROR = 1, 2
 MIN_WIDTH: Final = 110
+DEFAULT_PAGES: Final = "64KiB,256KiB,1MiB"
 
 Options = Annotated[
     list[str] | None,
@@ -63,8 +67,12 @@ def bench(
         ),
     ] = None,
     pages: Annotated[
-        str, typer.Option(metavar="SIZES", help="Page sizes, comma-separated.")
-    ] = "64KiB,256KiB,1MiB",
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="Page sizes, comma-separated; by default 64KiB,256KiB,1MiB, with --trace 4KiB.",
+        ),
+    ] = None,
     clients: Annotated[
         str,
         typer.Option(
@@ -79,6 +87,27 @@ def bench(
     max_stored: Annotated[
         str, typer.Option(metavar="SIZE", help="Limit of the bytes that a driver stores at a time.")
     ] = "2GiB",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Replay a trace of requests (Mooncake, Bailian, Dynamo; .gz too) instead.",
+        ),
+    ] = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="With --trace: capacities of the store, comma-separated; by default 1, 3, 10 and "
+            "30 % of the trace's distinct pages.",
+        ),
+    ] = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE.svg", help="With --trace: draw the hit rates by capacity."
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")
     ] = None,
@@ -92,8 +121,9 @@ def bench(
     """Measure how fast a driver writes, looks up and reads pages, in batches as engines send them.
 
     Every answer is checked, the last batch of each round byte for byte; a wrong one ends the run.
-    Without -c a throwaway store is used. Pages are removed. Exits with 0, 1 after a wrong answer, 2
-    for bad arguments or if there is not enough space.
+    Without -c a throwaway store is used. Pages are removed. With --trace each request of a file
+    looks its pages up, reads those that are found and stores the others, as an engine does. Exits
+    with 0, 1 after a wrong answer, 2 for bad arguments or if there is not enough space.
     """
     # At least this wide: a terminal wraps long lines better than rich wraps figures in tables.
     console = Console(highlight=False, width=max(MIN_WIDTH, Console().width))
@@ -107,9 +137,14 @@ def bench(
             return
         if driver is None:
             raise ValueError("name a DRIVER to measure, or two results to --compare")
+        if trace is not None:
+            _replay(console, driver, config, trace, pages, capacity, plot_file, json_file)
+            return
+        if capacity or plot_file:
+            raise ValueError("--capacity and --plot need a --trace")
         workloads = [
             BenchWorkload(size, count, batch)
-            for size in _sizes(pages)
+            for size in _sizes(pages or DEFAULT_PAGES)
             for count in _counts(clients)
         ]
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
@@ -137,11 +172,86 @@ def bench(
         report.write(json_file)
 
 
-def _run(sweep: Sweep) -> Report:
+def _replay(
+    console: Console,
+    driver: str,
+    config: list[str] | None,
+    path: Path,
+    pages: str | None,
+    capacity: str | None,
+    plot_file: Path | None,
+    json_file: Path | None,
+) -> None:
+    # NumPy and torch, which other commands do not wait for.
+    from hicache_storage.tools.bench.trace import (
+        ReplayResult,
+        Trace,
+        capacities_of,
+        check_room,
+        plot,
+        reference,
+        replay,
+        size_text,
+    )
+
+    sizes = _sizes(pages or "4KiB")
+    if len(sizes) > 1 or sizes[0] % MIN_PAGE_BYTES:
+        raise ValueError(f"--pages: with --trace one size, a multiple of {MIN_PAGE_BYTES} bytes")
+    requests = Trace.read(path)
+    capacities = capacities_of(requests, driver, sizes[0], capacity)
+    results = list[ReplayResult]()
+    with _progress() as bar:
+        for limit in capacities:
+            text = f"{driver}, {size_text(limit)}"
+            task = bar.add_task(text, total=1.0)
+            with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
+                candidate = _labelled([_candidate(driver, config, directory)])[0]
+                check_room(requests, candidate, sizes[0], capacities)
+                results.append(
+                    replay(
+                        requests,
+                        candidate,
+                        sizes[0],
+                        limit,
+                        partial(lambda task, share: bar.update(task, completed=share), task),
+                    )
+                )
+            bar.remove_task(task)
+    results += [reference(requests, sizes[0], limit) for limit in {*capacities, None}]
+    results.sort(key=lambda one: (one.capacity_bytes is None, one.capacity_bytes or 0))
+    table = _table("capacity", "store", "hit rate", "read", "written", "seconds", "requests/s")
+    for one in results:
+        seconds = (
+            [f"{one.seconds:.1f}", f"{one.requests / one.seconds:,.0f}"] if one.seconds else []
+        )
+        table.add_row(
+            size_text(one.capacity_bytes),
+            one.label,
+            f"{one.hit_rate:.1%}",
+            size_text(one.read_bytes),
+            size_text(one.written_bytes),
+            *seconds,
+        )
+    console.print(
+        f"{path.name}: {requests.requests:,} requests, {len(requests.keys):,} pages of "
+        f"{size_text(sizes[0])}",
+        soft_wrap=True,
+    )
+    console.print(table)
+    if plot_file is not None:
+        plot_file.write_text(plot(results))
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+
+
+def _progress() -> Progress:
     # On standard error, so that standard output has the tables alone; and nowhere if that is no
     # terminal, such as the log of a CI.
-    console, silent = Console(stderr=True), not sys.stderr.isatty()
-    with Progress(console=console, transient=True, disable=silent) as bar:
+    return Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+def _run(sweep: Sweep) -> Report:
+    with _progress() as bar:
         task = bar.add_task("opening", total=1.0)
         return run_sweep(
             sweep, lambda text, share: bar.update(task, description=text, completed=share)

@@ -227,7 +227,7 @@ class ClientPool:
     """
 
     def __init__(self, candidate: Candidate, workload: BenchWorkload, run: str) -> None:
-        self._storage = _open_storage(candidate)
+        self._storage = open_storage(candidate)
         try:
             pool = make_pool(workload)
             self._storage.register_mem_host_pool_v2(pool, "kv")
@@ -278,12 +278,16 @@ class ClientPool:
             self._storage.close()
 
 
-def _open_storage(candidate: Candidate) -> HiCacheStorage:
-    # Always the same: a namespace for each run would stay in the store.
+def open_storage(candidate: Candidate) -> HiCacheStorage:
+    """Open a storage with the default options, so that the layers of the SDK are measured, too.
+
+    Raises:
+        HiCacheError: the storage cannot be constructed or opened.
+    """
+    # Always the same identity: a namespace for each run would stay in the store.
     identity = StorageIdentity(
         model="hicache-bench", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first"
     )
-    # With the default options, so that the layers of the SDK are part of what is measured.
     storage = create_storage(candidate.driver, identity, candidate.options)
     try:
         storage.open()

@@ -1,0 +1,147 @@
+"""`hicache bench --trace`: traces of each format, hits as the store has them, the plot."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from hicache_storage.tools.bench.client import WrongAnswerError
+from hicache_storage.tools.bench.settings import Candidate
+from hicache_storage.tools.bench.trace import Trace, capacities_of, reference, replay
+from tests.support.commands import run_hicache
+from tests.tools.conftest import FAULTY
+
+TRACES = Path(__file__).with_name("traces")
+PAGE_BYTES = 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "pages", "distinct", "hits"),
+    [
+        ("mooncake", 32, 14, 18),
+        # Block 2 after 9 is another page than block 2 after 1.
+        ("bailian", 13, 7, 6),
+        ("dynamo", 11, 6, 5),
+    ],
+)
+def test_each_format_gives_prefixes(name, pages, distinct, hits):
+    trace = Trace.read(TRACES / f"{name}.jsonl")
+    assert (len(trace.keys), len({*trace.keys.tolist()})) == (pages, distinct)
+    assert reference(trace, PAGE_BYTES, None).hits == hits
+
+
+def test_a_compressed_trace_and_its_beginning(tmp_path):
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress((TRACES / "mooncake.jsonl").read_bytes()))
+    assert Trace.read(path).requests == 10
+    assert Trace.read(path, limit=3).requests == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"hash_ids": "all"}', "line 1"),
+        (b"hash_ids", "line 1"),
+        (b'{"prompt": "Once"}', "no request with blocks"),
+    ],
+)
+def test_another_form_is_refused(tmp_path, line, said):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(ValueError, match=said):
+        Trace.read(path)
+
+
+def test_lru_evicts_the_ends_of_old_prefixes_first():
+    trace = Trace.read(TRACES / "mooncake.jsonl")
+    hits = [reference(trace, PAGE_BYTES, pages * PAGE_BYTES).hits for pages in range(15)]
+    assert hits[0] == 0
+    assert hits == sorted(hits)
+    # The whole trace fits.
+    assert hits[14] == reference(trace, PAGE_BYTES, None).hits
+    # 1 2 3, then 1 2 4 with room for three pages: the first two are delivered, 3 has gone.
+    first = Trace(trace.keys[:6], trace.ends[:3])
+    assert reference(first, PAGE_BYTES, 3 * PAGE_BYTES).hits == 2
+
+
+@pytest.mark.parametrize("driver", ["file", "dictionary"])
+def test_a_store_with_room_delivers_all_that_any_can(site, tmp_path, driver):
+    site.here("dictionary")
+    trace = Trace.read(TRACES / "mooncake.jsonl")
+    options = {"path": str(tmp_path / "store")} if driver == "file" else {}
+    for _ in range(2):
+        # The second replay finds none of the pages of the first.
+        result = replay(trace, Candidate(driver, options, driver), PAGE_BYTES, None)
+        best = reference(trace, PAGE_BYTES, None)
+        assert (result.hits, result.read_bytes) == (best.hits, best.read_bytes)
+        assert result.written_bytes == best.written_bytes
+        assert result.seconds > 0
+
+
+def test_a_wrong_page_is_no_result(site):
+    site.here("lies", FAULTY["lies"])
+    with pytest.raises(WrongAnswerError, match="another page"):
+        replay(
+            Trace.read(TRACES / "mooncake.jsonl"), Candidate("lies", {}, "lies"), PAGE_BYTES, None
+        )
+
+
+def test_capacities(site):
+    site.here("dictionary")
+    trace = Trace.read(TRACES / "mooncake.jsonl")
+    mebi = 1 << 20
+    assert capacities_of(trace, "file", mebi, None) == [mebi, int(1.4 * mebi), int(4.2 * mebi)]
+    assert capacities_of(trace, "file", 4096, "2GiB,1GiB") == [1 << 30, 2 << 30]
+    assert capacities_of(trace, "dictionary", 4096, None) == [None]
+    with pytest.raises(ValueError, match="leave --capacity out"):
+        capacities_of(trace, "dictionary", 4096, "1GiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--capacity", "1GiB"), "need a --trace"),
+        (("--trace", "t.jsonl", "--pages", "1KiB"), "a multiple of 4096 bytes"),
+        (("--trace", "gone.jsonl"), "gone.jsonl"),
+        (
+            ("--trace", str(TRACES / "mooncake.jsonl"), "--capacity", "1000TiB", "--pages", "1TiB"),
+            "smaller --pages",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, said):
+    done = run_hicache("bench", "file", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_the_command_has_a_table_a_plot_and_results(tmp_path):
+    done = run_hicache(
+        "bench",
+        "file",
+        "--trace",
+        str(TRACES / "mooncake.jsonl"),
+        "--capacity",
+        "4MiB,8MiB",
+        "--plot",
+        str(tmp_path / "plot.svg"),
+        "--json",
+        str(tmp_path / "results.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "10 requests, 32 pages of 4 KiB" in done.stdout
+    assert done.stdout.count("56.2%") == 5
+    results = msgspec.json.decode((tmp_path / "results.json").read_bytes())
+    assert [(one["label"], one["hits"]) for one in results] == [
+        ("file", 18),
+        ("LRU", 18),
+        ("file", 18),
+        ("LRU", 18),
+        ("LRU", 18),
+    ]
+    drawing = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    assert len([shape for shape in drawing.iter() if shape.tag.endswith("polyline")]) == 2
