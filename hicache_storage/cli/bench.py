@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -207,15 +206,11 @@ def _replay(
             with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
                 candidate = _labelled([_candidate(driver, config, directory)])[0]
                 check_room(requests, candidate, sizes[0], capacities)
-                results.append(
-                    replay(
-                        requests,
-                        candidate,
-                        sizes[0],
-                        limit,
-                        partial(lambda task, share: bar.update(task, completed=share), task),
-                    )
-                )
+
+                def advance(share: float, task: TaskID = task) -> None:
+                    bar.update(task, completed=share)
+
+                results.append(replay(requests, candidate, sizes[0], limit, advance))
             bar.remove_task(task)
     results += [reference(requests, sizes[0], limit) for limit in {*capacities, None}]
     results.sort(key=lambda one: (one.capacity_bytes is None, one.capacity_bytes or 0))

@@ -273,7 +273,9 @@ class _Caller:
     def __init__(self, storage: HiCacheStorage, page_bytes: int, prefix: str) -> None:
         import torch
 
-        self._storage, self._page_bytes, self._prefix = storage, page_bytes, prefix
+        self._storage = storage
+        self._page_bytes = page_bytes
+        self._prefix = prefix
         pool = make_pool(BenchWorkload(page_bytes, 1))
         storage.register_mem_host_pool_v2(pool, "kv")
         storage.on_host_pools_registered()

@@ -64,10 +64,10 @@ def adapter_options(target: DoctorTarget) -> dict[str, object]:
     """Return the bridge's options, as they are given; empty if there are none."""
     texts = EngineCommand.parse(target.command_line).configurations(ADAPTER)
     try:
-        found = next(filter(_is_ours, map(read_object, texts)), {})
+        ours = list(filter(_is_ours, map(read_object, texts)))
     except ValueError:
         return {}
-    return object_of(found, "adapter_params")
+    return object_of(ours[0], "adapter_params") if ours else {}
 
 
 def _is_ours(adapter: Mapping[str, object]) -> bool:
