@@ -112,7 +112,7 @@ class Hf3fsStorage(ObjectStorage):
     def check_health(self) -> Health:
         about = self.store.metadata.refresh(Call(self._config.timeout_seconds))
         problem, stuck = self.store.metadata.problem(), self.store.engine.stuck()
-        reasons = [*filter(None, [problem]), *self.store.files.refusals()]
+        reasons = [*filter(None, [problem]), *self.store.refusals()]
         hanging = f"; {stuck} reads hang" if stuck else ""
         where = f" at {self.store.metadata.endpoint}" if self.store.metadata.endpoint else ""
         rate = about.limits.sustained(self._config.file_bytes) / 1e6

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.slots.files import SlotFiles
+from hicache_backends.hf3fs.slots.files import SUFFIX, SlotFile, refusals
+from hicache_backends.hf3fs.slots.geometry import SlotGeometry
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
@@ -28,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 LOCAL_THREADS: Final = 4
 NETWORK_THREADS: Final = 8
-LOCAL_BYTES_PER_THREAD: Final = 4 << 20
-"""As for the file driver: below this a second thread gains nothing from the page cache."""
-NETWORK_BYTES_PER_THREAD: Final = 4 << 20
 
 
 class Store:
@@ -63,7 +62,6 @@ class Store:
         except BaseException:
             self.metadata.close()
             raise
-        self.files = SlotFiles(self.path, self.engine.adopt, preallocates=config.preallocate)
 
     def scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope]:
         """Return the scopes of namespaces; declare the new ones to the metadata client."""
@@ -75,6 +73,10 @@ class Store:
     def known_scope(self, namespace: Namespace) -> SlotScope | None:
         """Return the scope of a namespace, without I/O; None if it is new."""
         return self._scopes.get(namespace.name)
+
+    def refusals(self) -> list[str]:
+        """Return the reasons that can be known before a set for which it would be refused."""
+        return refusals(self.path, [scope.file for scope in list(self._scopes.values())])
 
     def sustained(self, scope: SlotScope) -> str:
         """What sets can store for long once a file is full, for logs."""
@@ -88,13 +90,15 @@ class Store:
             self.metadata.close()
         finally:
             self.engine.close()
-            self.files.close()
+            for scope in list(self._scopes.values()):
+                with contextlib.suppress(OSError):
+                    scope.file.close()
 
     def _declare(self, namespace: Namespace) -> SlotScope:
         with self._lock:
             scope = self._scopes.get(namespace.name)
             if scope is None:
-                scope = SlotScope.of(namespace, self.files, self._id, self.config.file_bytes)
+                scope = self._scope_of(namespace)
                 # Without a server, the lock of the directory excludes other writing processes.
                 lease_seconds = self.config.lease_seconds if self.config.metadata_urls else 0.0
                 model = namespace.identity.model
@@ -107,6 +111,20 @@ class Store:
                 # Last: a scope that could not be declared is declared again by the next call.
                 self._scopes[namespace.name] = scope
             return scope
+
+    def _scope_of(self, namespace: Namespace) -> SlotScope:
+        # The map is named by the store's id, and so is the file. Under a name without it, a map made
+        # after the directory was emptied would give out slots of the file that the engines of the
+        # former map make again.
+        name = f"{namespace.pool}-{namespace.name}-{self._id}"
+        file = SlotFile(
+            os.path.join(self.path, name + SUFFIX),
+            SlotGeometry.of(namespace, self.config.file_bytes),
+            self.engine.adopt,
+            namespace.describe(),
+            preallocates=self.config.preallocate,
+        )
+        return SlotScope(f"0:{name}", namespace, file)
 
     def _create(self) -> None:
         if os.path.exists(self.path) and not os.path.isdir(self.path):
@@ -164,7 +182,6 @@ class Store:
         return PosixEngine(
             threads=config.threads
             or (min(LOCAL_THREADS, os.cpu_count() or 1) if self.is_local else NETWORK_THREADS),
-            bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
             buffered=config.hung_reads == "bounce_buffer"
             or (config.hung_reads == "auto" and not self.is_local),
             verifies=config.verify_checksums,

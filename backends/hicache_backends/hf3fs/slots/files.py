@@ -16,7 +16,7 @@ from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_backends.hf3fs.slots.geometry import SlotGeometry
     from hicache_backends.posix.files import Handle
@@ -181,51 +181,19 @@ class SlotFile:
             file.write(msgspec.json.format(msgspec.json.encode(self._about), indent=2) + b"\n")
 
 
-class SlotFiles:
-    """The slot files of one store's directory."""
-
-    def __init__(
-        self, directory: str, adopt: Callable[[int], Handle], *, preallocates: bool
-    ) -> None:
-        self._directory = directory
-        self._adopt = adopt
-        self._preallocates = preallocates
-        self._files: dict[str, SlotFile] = {}
-        self._lock = threading.Lock()
-
-    def get(self, name: str, geometry: SlotGeometry, about: Mapping[str, object]) -> SlotFile:
-        """Return the file of one scope; `borrow` opens it."""
-        with self._lock:
-            file = self._files.get(name)
-            if file is None:
-                path = os.path.join(self._directory, name + SUFFIX)
-                file = self._files[name] = SlotFile(
-                    path, geometry, self._adopt, about, preallocates=self._preallocates
-                )
-            return file
-
-    def refusals(self) -> list[str]:
-        """The reasons that can be known before a set for which it would be refused."""
-        status, files = os.statvfs(self._directory), list(self._files.values())
-        paths = [file.path for file in files if os.path.exists(file.path)] or [self._directory]
-        sparse = not files or any(
-            os.stat(path).st_blocks * 512 < os.stat(path).st_size for path in paths
-        )
-        reasons = {
-            "the file system is mounted read-only": status.f_flag & os.ST_RDONLY,
-            f"{self._directory} is not writable for this user": not all(
-                os.access(path, os.W_OK) for path in paths
-            ),
-            # Some file systems have no fixed number, and report 0.
-            "the file system is full": status.f_blocks and not status.f_bavail and sparse,
-        }
-        return [reason for reason, applies in reasons.items() if applies]
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            files = list(self._files.values())
-            self._files = {}
-        for file in files:
-            with contextlib.suppress(OSError):
-                file.close()
+def refusals(directory: str, files: Sequence[SlotFile]) -> list[str]:
+    """Return the reasons that can be known before a set for which it would be refused."""
+    status = os.statvfs(directory)
+    paths = [file.path for file in files if os.path.exists(file.path)] or [directory]
+    sparse = not files or any(
+        os.stat(path).st_blocks * 512 < os.stat(path).st_size for path in paths
+    )
+    reasons = {
+        "the file system is mounted read-only": status.f_flag & os.ST_RDONLY,
+        f"{directory} is not writable for this user": not all(
+            os.access(path, os.W_OK) for path in paths
+        ),
+        # Some file systems have no fixed number, and report 0.
+        "the file system is full": status.f_blocks and not status.f_bavail and sparse,
+    }
+    return [reason for reason, applies in reasons.items() if applies]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_BUFFERED_BYTES: Final = IO_BYTES + ENVELOPE_BYTES
 """Longer pages are moved in several requests."""
+BYTES_PER_THREAD: Final = 4 << 20
+"""As for the file driver: below this a second thread gains nothing from the page cache."""
 CLOSE_SECONDS: Final = 5.0
 
 
@@ -35,19 +37,15 @@ class PosixEngine(SlotEngine):
 
     Args:
         threads: maximum for one call.
-        bytes_per_thread: minimum for each thread.
         buffered: read through bounce buffers, so that a hung read does not delay its caller.
         verifies: compute checksums.
     """
 
     name = "posix"
 
-    def __init__(
-        self, *, threads: int, bytes_per_thread: int, buffered: bool, verifies: bool
-    ) -> None:
+    def __init__(self, *, threads: int, buffered: bool, verifies: bool) -> None:
         self.buffered = buffered
         self._threads = threads
-        self._bytes_per_thread = bytes_per_thread
         self._verifies = verifies
         self._thread_pool = ThreadPool("hicache-hf3fs", threads - 1)
         self._buffers = Buffers(MAX_BUFFERED_BYTES) if buffered else None
@@ -67,7 +65,7 @@ class PosixEngine(SlotEngine):
     def _share(self, jobs: Sequence[JobT], do: Callable[[Sequence[JobT]], None]) -> None:
         """Divide jobs among threads, with about equal bytes for each."""
         total = sum([job.size for job in jobs])
-        count = min(self._threads, total // self._bytes_per_thread)
+        count = min(self._threads, total // BYTES_PER_THREAD)
         if count < 2:
             do(jobs)
             return

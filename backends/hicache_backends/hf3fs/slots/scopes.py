@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_backends.hf3fs.slots.geometry import SlotGeometry
 from hicache_metadata_server.protocol import ScopeGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.hf3fs.slots.files import SlotFile, SlotFiles
+    from hicache_backends.hf3fs.slots.files import SlotFile
     from hicache_storage.objects import Namespace
 
 ID_NAME: Final = "store.id"
@@ -35,22 +34,6 @@ class SlotScope:
     fingerprints."""
     namespace: Namespace
     file: SlotFile
-
-    @classmethod
-    def of(
-        cls, namespace: Namespace, files: SlotFiles, store_id: str, file_bytes: int
-    ) -> SlotScope:
-        """Build the scope of a namespace.
-
-        Raises:
-            ValueError: no page fits into the file.
-        """
-        # The map is named by the store's id, and so is the file. Under a name without it, a map made
-        # after the directory was emptied would give out slots of the file that the engines of the
-        # former map make again.
-        name = f"{namespace.pool}-{namespace.name}-{store_id}"
-        file = files.get(name, SlotGeometry.of(namespace, file_bytes), namespace.describe())
-        return cls(f"0:{name}", namespace, file)
 
     @property
     def geometry(self) -> ScopeGeometry:
