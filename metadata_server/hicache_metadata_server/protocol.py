@@ -246,7 +246,7 @@ class Leased(Answer, frozen=True, kw_only=True):
     leases: list[Natural]
     """Numbers of leases, which are never reused, not even after a restart."""
     evicted: Natural = 0
-    """Pages evicted for these leases; 0 from a server without counts."""
+    """Pages evicted for these leases."""
 
 
 class Leases(Answer, frozen=True, kw_only=True):
@@ -420,9 +420,8 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     slot_bytes: Natural = 0
     geometry: str = ""
     identity: str = ""
-    # Fields with defaults were added later: a client accepts a server without them.
     hits: Natural = 0
-    """Requested keys that were live, since the server's start; 0 from a server without counts."""
+    """Requested keys that were live, since the server's start."""
     misses: Natural = 0
     evicted: Natural = 0
     """Pages evicted since the server's start."""

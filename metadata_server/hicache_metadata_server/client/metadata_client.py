@@ -88,7 +88,7 @@ class MetadataClient(ABC):
             is_written: called when the scope is initialized; True if any client may have written
                 into its slots. The server then gives no slot until unknown leases have ended.
             model: name of the model whose pages these are, for operators; sent once the server has
-                the scope. A server may lack the route.
+                the scope.
         """
         with self._lock:
             self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written, model)
@@ -273,10 +273,7 @@ class MetadataClient(ABC):
                 one.lease_seconds if one.was_initialized or one.is_written() else 0.0
                 for one in wanted
             ]
-            # Left empty for servers that do not know the field yet.
-            request = p.Initialize(
-                scopes=geometries, earlier_lease_seconds=earlier if any(earlier) else []
-            )
+            request = p.Initialize(scopes=geometries, earlier_lease_seconds=earlier)
             self.send("/v2/initialize", request, p.Initialized, call)
             with self._lock:
                 self._initialized.update(geometry.scope for geometry in geometries)
@@ -290,7 +287,7 @@ class MetadataClient(ABC):
         if not one.model:
             return
         request = p.Describe(scope=one.geometry.scope, model=one.model)
-        # No page depends on it, and a server that lacks the route answers 404.
+        # No page depends on it.
         with contextlib.suppress(MetadataError):
             self.send_later("/v2/describe", request)
 

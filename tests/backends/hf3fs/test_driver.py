@@ -515,22 +515,6 @@ def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, server):
         assert one.storage.health().ok
 
 
-def test_a_server_that_does_not_know_describe_is_no_fault(rig, server, monkeypatch):
-    one = rig(metadata_url=server.url)
-    monkeypatch.setitem(p.ROUTES, "/v2/nothing", p.ROUTES["/v2/describe"])
-    send_later = one.store.metadata.send_later
-    one.store.metadata.send_later = lambda path, request: send_later(
-        path.replace("describe", "nothing"), request
-    )
-    keys = chain("a", 8)
-    assert all(one.put(keys))
-    eventually(lambda: b'route="other",status="404"' in metrics(server))
-    one.expect(keys)
-    stats = one.storage.get_stats()
-    assert (stats.failovers, stats.faults) == (0, 0)
-    assert metrics(server).count(b'status="404"') == 1, "nobody asks again"
-
-
 def test_a_storage_names_its_model_once(rig, server):
     one = rig(metadata_url=server.url)
     assert all(one.put(chain("a", 8)))

@@ -141,7 +141,7 @@ def test_a_client_says_how_long_leases_may_last_where_somebody_may_write(tmp_pat
             geometry = p.ScopeGeometry(scope=f"{number}:kv", slots=4)
             client.declare(geometry, 7.0, is_written)
             client.lookup([p.LookupScope(scope=geometry.scope, keys=["a"])], Call(5))
-        assert client.sent == [[], [7.0]]
+        assert client.sent == [[0.0], [7.0]]
         # Others may have written since a server knew the scope.
         client.forgets = True
         client.lookup([p.LookupScope(scope="0:kv", keys=["a"])], Call(5))
