@@ -8,8 +8,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.slots.files import SUFFIX, SlotFile, refusals
-from hicache_backends.hf3fs.slots.geometry import SlotGeometry
+from hicache_backends.hf3fs.slots.files import SUFFIX, SlotFile, SlotGeometry, refusals
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from hicache_metadata_server.core.tenants import ANYBODY, Caller
+from hicache_metadata_server.core.tenants import ANYBODY, Caller, TokenBucket
 from hicache_metadata_server.logs import AUDIT
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class AuditLog:
     ) -> None:
         self.write = write or structlog.get_logger(AUDIT).info
         self._clock = clock
-        self._refusals = _HostThrottle()
+        self._hosts: OrderedDict[str, tuple[TokenBucket, int]] = OrderedDict()
+        """By host the bucket of its refusals, and those left out since the last one written."""
 
     def request(
         self, route: str, status: int, caller: Caller, peer: str, fields: Mapping[str, Any]
@@ -52,9 +53,15 @@ class AuditLog:
         """Write a refused request; of many by one host, a sample and their number."""
         # By host and not by port: each attempt may come from a connection of its own. Without a
         # limit, anybody who reaches the port could fill the disk.
-        host = peer.rpartition(":")[0]
-        left_out = self._refusals.admit(host, self._clock())
-        if left_out is not None:
+        host, now = peer.rpartition(":")[0], self._clock()
+        known = self._hosts.pop(host, None)
+        bucket, left_out = known or (TokenBucket(1.0, BURST, now), 0)
+        is_written = not bucket.take(now)
+        self._hosts[host] = bucket, 0 if is_written else left_out + 1
+        # The least recently seen host goes: refusals from many addresses must not fill the memory.
+        if len(self._hosts) > MAX_HOSTS:
+            self._hosts.popitem(last=False)
+        if is_written:
             more = {"not_written": left_out} if left_out else {}
             self.write(
                 "refused",
@@ -64,26 +71,6 @@ class AuditLog:
                 code=code,
                 **more,
             )
-
-
-class _HostThrottle:
-    """A token bucket for each host: `BURST` events, then one a second."""
-
-    def __init__(self) -> None:
-        self._hosts: OrderedDict[str, tuple[float, float, int]] = OrderedDict()
-        """Level of the bucket, time of that level, and events left out since the last one
-        admitted."""
-
-    def admit(self, host: str, now: float) -> int | None:
-        """Return the number left out since the last event; None to leave this one out."""
-        level, since, left_out = self._hosts.pop(host, (BURST, now, 0))
-        level = min(BURST, level + now - since)
-        admitted = level >= 1
-        self._hosts[host] = (level - 1, now, 0) if admitted else (level, now, left_out + 1)
-        # The least recently seen host goes: refusals from many addresses must not fill the memory.
-        if len(self._hosts) > MAX_HOSTS:
-            self._hosts.popitem(last=False)
-        return left_out if admitted else None
 
 
 def audit_fields(message: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import read_token_file, readable_by_all
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.core.tenants import TOO_MANY, TenantUsage
+from hicache_metadata_server.core.tenants import TOO_MANY, TenantUsage, TokenBucket
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 
@@ -285,25 +285,6 @@ def _refused(message: str, field: str) -> RequestError:
     return RequestError(403, "forbidden", message, field)
 
 
-class _TokenBucket:
-    __slots__ = ("burst", "level", "rate", "since")
-
-    def __init__(self, rate: float, burst: float, now: float) -> None:
-        self.rate = rate
-        self.burst = burst
-        self.level = burst
-        self.since = now
-
-    def take(self, now: float, min_level: float) -> float:
-        """Take one token; returns 0, or the seconds until there is one without taking it."""
-        self.level = min(self.burst, self.level + (now - self.since) * self.rate)
-        self.since = now
-        if self.level - 1 < min_level:
-            return (min_level + 1 - self.level) / self.rate
-        self.level -= 1
-        return 0.0
-
-
 class RateLimiter:
     """Token buckets of the tenants that have a limit.
 
@@ -314,7 +295,7 @@ class RateLimiter:
         self._tenants = tenants
         self._clock = clock
         self._quotas: Quotas = tenants.quotas
-        self._buckets: dict[str, _TokenBucket | None] = {}
+        self._buckets: dict[str, TokenBucket | None] = {}
         self.throttled: dict[str, int] = {}
         """Number of refused requests by tenant."""
 
@@ -345,14 +326,14 @@ class RateLimiter:
                 429, TOO_MANY, message, "Authorization", retry_seconds=math.ceil(seconds)
             )
 
-    def _new_bucket(self, tenant: str) -> _TokenBucket | None:
+    def _new_bucket(self, tenant: str) -> TokenBucket | None:
         quota = self._quotas.of(tenant)
         rate = quota.requests_per_second
         # Also None is kept: tenants without a limit need no look at the quotas either.
         bucket = (
             None
             if rate is None
-            else _TokenBucket(rate, max(1.0, quota.burst or rate), self._clock())
+            else TokenBucket(rate, max(1.0, quota.burst or rate), self._clock())
         )
         self._buckets[tenant] = bucket
         return bucket

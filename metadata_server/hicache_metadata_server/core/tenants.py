@@ -1,4 +1,4 @@
-"""Callers, tenants of scopes, and quotas."""
+"""Callers, tenants of scopes, quotas and rates."""
 
 from __future__ import annotations
 
@@ -116,6 +116,27 @@ class Quotas(Struct, frozen=True):
     def of(self, tenant: str) -> Quota:
         """Quota of one tenant."""
         return self.by_tenant.get(tenant, self.default) if tenant else NO_QUOTA
+
+
+class TokenBucket:
+    """A rate, and a burst that was saved up."""
+
+    __slots__ = ("burst", "level", "rate", "since")
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self.rate = rate
+        self.burst = burst
+        self.level = burst
+        self.since = now
+
+    def take(self, now: float, min_level: float = 0.0) -> float:
+        """Take one token; returns 0, or the seconds until there is one without taking it."""
+        self.level = min(self.burst, self.level + (now - self.since) * self.rate)
+        self.since = now
+        if self.level - 1 < min_level:
+            return (min_level + 1 - self.level) / self.rate
+        self.level -= 1
+        return 0.0
 
 
 class Tenants:

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hicache_backends.hf3fs.slots.files import SlotFile
-from hicache_backends.hf3fs.slots.geometry import SlotGeometry
+from hicache_backends.hf3fs.slots.files import SlotFile, SlotGeometry
 from hicache_backends.hf3fs.slots.scopes import store_id
 from hicache_backends.posix.files import Handle
 from tests.backends.hf3fs.harness import chain

@@ -1,4 +1,4 @@
-"""Slot files, created and opened at their first use."""
+"""Slot files, created and opened at their first use, and their geometry."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,8 +19,8 @@ from hicache_backends.posix.files import allocate
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_backends.hf3fs.slots.geometry import SlotGeometry
     from hicache_backends.posix.files import Handle
+    from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,45 @@ READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 POLL_SECONDS: Final = 0.3
 """Interval of the check whether an open file was removed."""
+
+
+SECTOR: Final = 512
+BLOCK: Final = 4096
+LARGE: Final = 256 << 10
+"""Objects of this size and larger end on a block: padding takes less than 2 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGeometry:
+    """Number and length of slots.
+
+    Slot i begins at byte `i * slot_bytes`. It holds the page's components, its envelope and
+    padding.
+    """
+
+    slot_bytes: int
+    slots: int
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file."""
+        return self.slot_bytes * self.slots
+
+    @classmethod
+    def of(cls, namespace: Namespace, file_bytes: int) -> SlotGeometry:
+        """Compute the slots for pages of a namespace that fit into `file_bytes`.
+
+        Raises:
+            ValueError: no slot fits.
+        """
+        unit = BLOCK if namespace.object_bytes >= LARGE else SECTOR
+        slot_bytes = -(-namespace.object_bytes // unit) * unit
+        if file_bytes < slot_bytes:
+            raise ValueError(
+                f"file_size {file_bytes} is less than a page of pool {namespace.pool} takes: "
+                f"{slot_bytes} bytes"
+            )
+        return cls(slot_bytes, file_bytes // slot_bytes)
 
 
 class SlotFile:
