@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from hicache_metadata_server.settings import ServerSettings, misspelt
-from tests.metadata_server.servers import DURABLE, served
+from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
 from tests.support.commands import run_hicache, run_metadata, run_python
 
@@ -17,7 +17,8 @@ def place(tmp_path_factory):
     write_tokens(tokens / "server", operator="admin all", reader="read look")
     (tokens / "client").write_text("all\n")
     (tokens / "reader").write_text("look\n")
-    with served(f"{DURABLE} --token-file {tokens / 'server'}", "all") as (place, client):
+    lasting = f"{SERVE} --store sqlite:///{{tmp}}/m.db --lease-seconds 300"
+    with served(f"{lasting} --token-file {tokens / 'server'}", "all") as (place, client):
         client.http.post("/0/initialize", {"num_pages": 50})
         client.http.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
         yield place.url, str(tokens / "client"), str(tokens / "reader")
@@ -45,10 +46,11 @@ def test_looking_after_a_server(place):
     slot, held, nothing = told("inspect", "0:kv", *keys, *where)
     assert (slot["state"], held["key"], nothing) == ("free", "k", None)
     assert said("fsck", *where)[0] == said("fsck", "0:kv", *where)[0] == 0
-    status, text = said("drain", *where)
-    assert (status, "draining; 1 leases left" in text) == (1, True)
+    for wait in ("0", "0.1"):
+        assert said("drain", "--wait", wait, *where) == (1, "draining; 1 leases left")
     assert said("status", *where)[0] == 1
-    assert "draining; 0 leases left" in said("drain", "--wait", "20", *where)[1]
+    assert said("scopes", "clear", "--yes", "0:kv", *where)[0] == 0
+    assert said("drain", "--wait", "20", *where) == (0, "draining; 0 leases left")
     drained = run_metadata("status", "--json", *where)
     found = msgspec.json.decode(drained.output)
     assert (drained.exit_code, found["ready"], "drains" in found["problem"]) == (1, False, True)
