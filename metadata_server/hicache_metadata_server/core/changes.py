@@ -134,9 +134,6 @@ class PinTable:
         self.added: dict[int, PinRecord] = {}
         self.removed: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._pins)
-
     def add(self, record: PinRecord, *, remember: bool = True) -> None:
         """Add a pin, or slots of further scopes to it; `remember` if it is not durable yet."""
         if (known := self._pins.get(record.pin)) is not None:

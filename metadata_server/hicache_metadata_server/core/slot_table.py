@@ -190,9 +190,6 @@ class Timers:
         # Breaks ties: slots may be a range or a list, which do not compare.
         self._numbers = itertools.count()
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def add(self, when: float, slots: Sequence[int]) -> None:
         """Add a timer for slots. The sequence must not change afterwards."""
         heapq.heappush(self._heap, (when, next(self._numbers), slots))
