@@ -11,8 +11,7 @@ import contextlib
 import itertools
 import socket
 import struct
-import threading
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from hicache_conformance.injectors.active_faults import (
     MAX_HANG_SECONDS,
@@ -20,11 +19,11 @@ from hicache_conformance.injectors.active_faults import (
     find_fault,
     flipped,
 )
-from hicache_conformance.injectors.injector import ProcessInjector, obey
+from hicache_conformance.injectors.injector import ProcessInjector
 from hicache_conformance.model.fault_plan import FaultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Mapping
     from multiprocessing.connection import Connection
 
     from hicache_conformance.model.fault_plan import FaultPlan
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 CHUNK_BYTES: Final = 1 << 16
 SILENT_SECONDS: Final = 2.0
 """A server that has not answered a request for as long may never do so."""
-T = TypeVar("T")
 _RESET: Final = struct.pack("ii", 1, 0)
 """Linger for no time: closing sends a reset."""
 
@@ -73,13 +71,11 @@ class TcpProxyInjector(ProcessInjector):
 
 
 def _serve(pipe: Connection, servers: Mapping[str, int]) -> None:
-    proxies = _Proxies(servers)
-    obey(pipe, proxies)
-    proxies.close()
+    asyncio.run(_Proxies(servers).obey(pipe))
 
 
 class _Proxies:
-    """All proxies, in a loop of their own; the injector's calls arrive in another thread."""
+    """All proxies, and the injector's calls, in one loop."""
 
     def __init__(self, servers: Mapping[str, int]) -> None:
         self._active = ActiveFaults()
@@ -87,21 +83,23 @@ class _Proxies:
         self._turns = itertools.count()
         self._seen = 0
         self.counter: _WaitCounter | None = None
-        """Counts waits, while replies are held; belongs to the loop."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="suite-network", daemon=True
-        )
-        self._thread.start()
+        """Counts waits, while replies are held."""
         self._proxies = {name: _Proxy(self, port) for name, port in servers.items()}
-        for proxy in self._proxies.values():
-            self._do(proxy.listen())
 
-    def ports(self) -> dict[str, int]:
+    async def obey(self, pipe: Connection) -> None:
+        """Listen, and execute calls until the other side has gone."""
+        await self.heal()
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                name, arguments = await loop.run_in_executor(None, pipe.recv)
+                pipe.send(await getattr(self, name)(*arguments))
+
+    async def ports(self) -> dict[str, int]:
         """The ports of the proxies."""
         return {name: proxy.port for name, proxy in self._proxies.items()}
 
-    def apply(self, plan: FaultPlan) -> None:
+    async def apply(self, plan: FaultPlan) -> None:
         """Activate a plan."""
         self._active = ActiveFaults(plan.faults)
         self._healed = asyncio.Event()
@@ -110,41 +108,31 @@ class _Proxies:
             self._active.injected_count += 1
             for name, proxy in self._proxies.items():
                 if refused.member in ("", name):
-                    self._do(proxy.refuse())
+                    proxy.refuse()
 
-    def heal(self) -> None:
+    async def heal(self) -> None:
         """End all faults, and release what hangs."""
         self._active.heal()
-        # asyncio's events are not thread-safe, and this runs in the suite's thread.
-        self._loop.call_soon_threadsafe(self._healed.set)
+        self._healed.set()
         for proxy in self._proxies.values():
-            self._do(proxy.listen())
+            await proxy.listen()
 
-    def count_requests(self) -> int:
+    async def count_requests(self) -> int:
         """Count the turns of requests so far."""
         return self._seen
 
-    def count_injected(self) -> int:
+    async def count_injected(self) -> int:
         """Count the turns that a fault of the present plan has hit."""
         return self._active.injected_count
 
-    def hold_replies(self, quiet_seconds: float) -> None:
+    async def hold_replies(self, quiet_seconds: float) -> None:
         """Hold replies back until nothing was sent for this time."""
-        self._do(self._start_counting(quiet_seconds))
+        self.counter = _WaitCounter(quiet_seconds)
 
-    def waits(self) -> int:
+    async def waits(self) -> int:
         """Let replies through again; how often the client has waited."""
-        return self._do(self._stop_counting())
-
-    def close(self) -> None:
-        """Reset all connections, and end the loop."""
-        self.heal()
-        for proxy in self._proxies.values():
-            self._do(proxy.refuse())
-        self._do(_settled())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        counter, self.counter = self.counter, None
+        return 0 if counter is None else counter.close()
 
     async def through(self, operation: str, content: bytes, *, begins: bool) -> bytes:
         """Pass bytes on, as the active faults let them.
@@ -178,19 +166,9 @@ class _Proxies:
         flip = find_fault(faults, FaultKind.BIT_FLIP)
         return flipped(content, flip.place) if flip else content
 
-    async def _start_counting(self, quiet_seconds: float) -> None:
-        self.counter = _WaitCounter(quiet_seconds)
-
-    async def _stop_counting(self) -> int:
-        counter, self.counter = self.counter, None
-        return 0 if counter is None else await counter.close()
-
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
-
 
 class _Proxy:
-    """One port in front of one server. All but the constructor runs in the injector's loop."""
+    """One port in front of one server."""
 
     def __init__(self, injector: _Proxies, server: int) -> None:
         self._injector = injector
@@ -211,7 +189,7 @@ class _Proxy:
             )
             self.port = self._listener.sockets[0].getsockname()[1]
 
-    async def refuse(self) -> None:
+    def refuse(self) -> None:
         """Stop listening, and reset all connections."""
         if self._listener is not None:
             self._listener.close()
@@ -335,7 +313,7 @@ class _WaitCounter:
         self._last = asyncio.get_running_loop().time()
         self._unanswered.discard(turn)
 
-    async def close(self) -> int:
+    def close(self) -> int:
         """Let everything through; the waits until now."""
         self._task.cancel()
         self._open.set()
@@ -362,11 +340,3 @@ def _reset(writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             bare.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     writer.transport.abort()
-
-
-async def _settled() -> None:
-    """Let the tasks of the connections end."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
