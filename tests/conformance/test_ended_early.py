@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache_conformance.harness.process_state import processes
 from tests.conformance.conftest import Ran
 
 pytestmark = pytest.mark.slow(seconds=60)
@@ -76,12 +76,12 @@ def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(site, tmp_
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        sessions = {session for _, parent, session in _processes() if parent == process.pid}
+        sessions = {fields[3] for _, _, fields in processes() if fields[1] == str(process.pid)}
         assert sessions
         process.send_signal(number)
         assert process.wait(60) == 128 + number
         # What was killed may take a moment to end.
-        while sessions & {session for _, _, session in _processes()}:
+        while sessions & {fields[3] for _, _, fields in processes() if fields[0] != "Z"}:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     ran = Ran(process.returncode, "", report)
@@ -97,16 +97,6 @@ def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(site, tmp_
     while any(scratch.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert list(scratch.iterdir()) == []
-
-
-def _processes():
-    """Every process that lives, with its parent and its session."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # Behind the name: state, parent, group, session.
-            state, parent, _, session, *_ = status.read_text().rpartition(")")[2].split()
-            if state != "Z":
-                yield int(status.parent.name), int(parent), int(session)
 
 
 def _outcomes(scratch):

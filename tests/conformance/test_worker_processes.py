@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hicache_conformance.harness.pools import PoolShape
+from hicache_conformance.harness.process_state import read_stat
 from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.events import Call
 from hicache_conformance.history.workload import Workload
@@ -66,10 +67,7 @@ def is_gone(worker):
 
 def threads_of(pid):
     """The state of each thread of a process, as ps(1) shows it."""
-    return [
-        stat.read_text().rpartition(")")[2].split()[0]
-        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
-    ]
+    return [read_stat(stat)[1][0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
 
 
 def test_what_one_process_sets_another_reads(start):

@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
@@ -29,29 +29,15 @@ if TYPE_CHECKING:
 INTERFACE_MODULE: Final = "sglang.srt.mem_cache.hicache_storage"
 FACTORY_MODULE: Final = "sglang.srt.mem_cache.storage.backend_factory"
 NAMESPACE_DIGITS: Final = 16
-
-
-@dataclass(kw_only=True)
-class EngineStorageConfig:
-    """The fields of SGLang's `HiCacheStorageConfig`, for a class that does without SGLang."""
-
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    attn_cp_rank: int
-    attn_cp_size: int
-    is_mla_model: bool
-    enable_storage_metrics: bool
-    is_page_first_layout: bool
-    model_name: str | None
-    tp_lcm_size: int | None = None
-    should_split_heads: bool = False
-    dp_rank: int = 0
-    extra_config: dict[str, Any] | None = None
-    dcp_size: int = 1
-    dcp_rank: int = 0
-    logical_page_size: int | None = None
+UNTOLD: Final = {
+    "tp_lcm_size": None,
+    "should_split_heads": False,
+    "dcp_size": 1,
+    "dcp_rank": 0,
+    "logical_page_size": None,
+}
+"""Fields of SGLang's `HiCacheStorageConfig` that are at their defaults, for a class that does without
+SGLang."""
 
 
 @cache
@@ -70,22 +56,25 @@ def types() -> Any:
 
 def storage_config(identity: StorageIdentity, layout: str, extra_config: Mapping[str, Any]) -> Any:
     """An identity as the engine's cache controller tells it to its driver."""
-    make: Any = types().HiCacheStorageConfig if has_sglang() else EngineStorageConfig
-    return make(
-        tp_rank=identity.tp_rank,
-        tp_size=identity.tp_size,
-        pp_rank=identity.pp_rank,
-        pp_size=identity.pp_size,
-        attn_cp_rank=identity.cp_rank,
-        attn_cp_size=identity.cp_size,
-        is_mla_model=identity.kv_replicated,
-        enable_storage_metrics=False,
-        is_page_first_layout=layout == "page_first",
-        model_name=identity.model,
+    told: dict[str, Any] = {
+        "tp_rank": identity.tp_rank,
+        "tp_size": identity.tp_size,
+        "pp_rank": identity.pp_rank,
+        "pp_size": identity.pp_size,
+        "attn_cp_rank": identity.cp_rank,
+        "attn_cp_size": identity.cp_size,
+        "is_mla_model": identity.kv_replicated,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": layout == "page_first",
+        "model_name": identity.model,
         # Ranks that hold equal bytes are one rank to the engine.
-        dp_rank=0 if identity.dp_replicated else identity.dp_rank,
-        extra_config=dict(extra_config),
-    )
+        "dp_rank": 0 if identity.dp_replicated else identity.dp_rank,
+        "extra_config": dict(extra_config),
+    }
+    if has_sglang():
+        return types().HiCacheStorageConfig(**told)
+    whole = told | UNTOLD
+    return make_dataclass("HiCacheStorageConfig", whole)(**whole)
 
 
 def namespace_suffix(identity: StorageIdentity) -> str:
