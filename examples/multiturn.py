@@ -21,12 +21,34 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
-from toy_hybrid_server import Server, Sizes
+import torch
+from tiny_hybrid_lm_parts.chat import settle
+from tiny_hybrid_lm_parts.requests import Request
+from tiny_hybrid_lm_parts.server import Server
 
-from hicache_storage import StorageIdentity, create_storage
+from hicache_storage import PoolName, StorageIdentity, create_storage
+from hicache_storage.hybrid import (
+    AttentionGeometry,
+    MambaGeometry,
+    PrefetchPolicy,
+    PrefetchRules,
+    StackConfig,
+    build_hybrid_stack,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tiny_hybrid_lm_parts.model import Segment
+
+    from hicache_storage.hybrid import HybridStack
+    from hicache_storage.pools import DevicePool
 
 VOCABULARY = 150_000
+WINDOW = 4
+"""Last tokens that a state holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,24 +73,110 @@ class Workload:
         """A session at its end, in whole pages."""
         return -(-self.rounds * (self.request + self.output) // self.page) * self.page
 
-    def sizes(self, state_slots: int, *, sessions: int, offload: bool) -> Sizes:
-        """A machine for it.
+    def config(self, state_slots: int, *, sessions: int, offload: bool) -> StackConfig:
+        """The cache of the toy model, on a machine for this workload.
 
         Args:
-            state_slots: on the device.
+            state_slots: on the device: two for each request that runs, and those that are kept.
             sessions: whose KV the device holds.
             offload: whether the host has memory to offload to: for two sessions. Otherwise it has a
                 single page.
         """
-        return Sizes(
-            page=self.page,
-            state_chunk=self.state_chunk,
-            interval=self.interval,
+        return StackConfig(
+            attention=AttentionGeometry(layers=(0,), head_num=1, head_dim=2, dtype=torch.int32),
+            mamba=MambaGeometry(
+                layers=(1,),
+                temporal_shape=(1,),
+                conv_shapes=((WINDOW,),),
+                temporal_dtype=torch.int64,
+                conv_dtype=torch.int32,
+                state_chunk=self.state_chunk,
+            ),
+            page_size=self.page,
+            checkpoint_interval=self.interval,
             device_tokens=sessions * self.longest,
             device_states=state_slots,
             host_tokens=2 * self.longest if offload else self.page,
             host_states=8 if offload else 1,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            prefetch=PrefetchRules(
+                policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=self.page, occupancy=1.0
+            ),
         )
+
+
+@dataclass(eq=False)
+class Turn(Request):
+    """A request whose answer is known."""
+
+    answer: Sequence[int] = ()
+
+
+class ToyServer(Server):
+    """Serves one attention layer and one recurrent layer, in integers: what they hold of a prefix is
+    exact.
+
+    The KV of a token is itself and its place. The state is a running sum weighted by place, and the
+    last tokens.
+    """
+
+    def __init__(self, stack: HybridStack, *, running: int) -> None:
+        super().__init__(_compute, stack, running=running)
+
+    def advance(self, request: Request, end: int, logits: torch.Tensor) -> None:
+        # What is computed first goes on from what was restored: it is right if that was.
+        if request.computed == request.restored.tokens:
+            self.check(request.rows[:end], request.slot, request.tokens[:end])
+        super().advance(request, end, logits)
+
+    def sample(self, request: Request, logits: torch.Tensor) -> Sequence[int]:
+        """All tokens that are computed together, and then the last, which is not computed."""
+        assert isinstance(request, Turn)
+        done = len(request.tokens) - len(request.prompt)
+        return request.answer[done:] if done else request.answer[: max(1, len(request.answer) - 1)]
+
+    def check(self, rows: torch.Tensor, slot: int, tokens: Sequence[int]) -> None:
+        """Compare what the device holds with a full recomputation."""
+        states, places = self.stack.states, torch.arange(1, len(tokens) + 1)
+        assert states is not None
+        found = [*(part[0][rows, 0] for part in self.stack.kv.parts), states.parts[0][0, slot]]
+        wanted = [*_kv(tokens, 0), (torch.tensor(tokens) * places).sum().view(1)]
+        window = torch.tensor([*[0] * WINDOW, *tokens][-WINDOW:], dtype=torch.int32)
+        pairs = zip([*found, states.parts[1][0, slot]], [*wanted, window], strict=True)
+        if not all(torch.equal(one.cpu(), other) for one, other in pairs):
+            raise AssertionError(
+                f"the cache of a prefix of {len(tokens)} tokens is not that of its tokens"
+            )
+
+
+def _compute(
+    segments: Sequence[Segment],
+    pools: Mapping[PoolName, DevicePool],
+    wait: Callable[[int], None],
+) -> list[torch.Tensor]:
+    """Compute the KV and the states of tokens; there are no logits."""
+    (keys, values), (sums, windows) = (pools[name].parts for name in (PoolName.KV, PoolName.MAMBA))
+    place = keys.device
+    for layer in range(2):
+        wait(layer)
+    for segment in segments:
+        new, slot = segment.rows[segment.start : segment.end].to(place), segment.slot
+        keys[0, new, 0], values[0, new, 0] = (
+            part.to(place) for part in _kv(segment.tokens, segment.start)
+        )
+        if not segment.start:
+            sums[0, slot], windows[0, slot] = 0, 0
+        tokens = torch.tensor(segment.tokens)
+        sums[0, slot] += int((tokens * torch.arange(segment.start + 1, segment.end + 1)).sum())
+        windows[0, slot] = torch.cat([windows[0, slot], tokens.int().to(place)])[-WINDOW:]
+    return [torch.empty(0)] * len(segments)
+
+
+def _kv(tokens: Sequence[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (tokens, 2) of tokens from place `start` on."""
+    words = torch.tensor(tokens, dtype=torch.int32)
+    places = torch.arange(start, start + len(tokens), dtype=torch.int32)
+    return torch.stack([words, places], dim=1), torch.stack([places, -words], dim=1)
 
 
 @dataclass
@@ -111,14 +219,11 @@ def play(
         model="examples/multiturn", kv_dtype="int32", page_size=workload.page, layout="page_first"
     )
     storage = create_storage("file", identity, {"path": str(store)}) if store else None
-    sizes = workload.sizes(
+    config = workload.config(
         state_slots, sessions=sessions or workload.clients + 1, offload=store is not None
     )
-    server = Server(sizes, storage)
-    try:
-        return _play(workload, server)
-    finally:
-        server.close()
+    with build_hybrid_stack(config, storage=storage) as stack:
+        return _play(workload, ToyServer(stack, running=workload.running))
 
 
 def _play(workload: Workload, server: Server) -> Result:
@@ -133,13 +238,28 @@ def _play(workload: Workload, server: Server) -> Result:
                 sessions[client] += _text(random, workload.request)
             outputs = [_text(random, workload.output) for _ in batch]
             prompts = [list(sessions[client]) for client in batch]
-            cached += sum(server.serve(prompts, outputs))
+            cached += serve(server, prompts, outputs)
             prompt_tokens += sum(map(len, prompts))
             for client, output in zip(batch, outputs, strict=True):
                 sessions[client] += output
         result.cached_tokens.append(cached)
         result.prompt_tokens.append(prompt_tokens)
     return result
+
+
+def serve(server: Server, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> int:
+    """Run requests at once; returns how many prompt tokens came from the cache.
+
+    What was cached is in storage when this returns, so that the rates do not depend on the speed of
+    a disk.
+    """
+    turns = [
+        Turn(str(number), prompt, len(output), answer=output)
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    server.serve(turns)
+    settle(server)
+    return sum(turn.restored.tokens for turn in turns)
 
 
 def _text(random: Random, length: int) -> list[int]:

@@ -75,7 +75,7 @@ def run(options: Options, storage: StorageConfig, conversation: Conversation) ->
     sizes = _sizes(options, storage, last)
     model = MODELS[options.model](sizes)
     with build_hybrid_stack(model.config) as stack:
-        server = Server(model, stack, running=talk.running)
+        server = Server(model.forward, stack, running=talk.running)
         play_round(talk, conversation, server, model)
         while conversation.rounds < last:
             squeeze(server)

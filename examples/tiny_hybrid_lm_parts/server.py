@@ -13,12 +13,16 @@ from tiny_hybrid_lm_parts.model import Segment
 from tiny_hybrid_lm_parts.requests import Restored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from hicache_storage import PoolName
     from hicache_storage.hybrid import HybridStack
     from hicache_storage.hybrid.radix import InsertResult, MatchResult
-    from tiny_hybrid_lm_parts.model import Model
+    from hicache_storage.pools import DevicePool
     from tiny_hybrid_lm_parts.requests import Request
+
+    Pools = Mapping[PoolName, DevicePool]
+    Forward = Callable[[Sequence[Segment], Pools, Callable[[int], None]], list[torch.Tensor]]
 
 Found = TypeVar("Found")
 
@@ -28,12 +32,13 @@ class Server:
     computed together.
 
     Args:
+        forward: of a model; see `Model.forward`.
         stack: built from the model's config.
         running: requests that are computed together.
     """
 
-    def __init__(self, model: Model, stack: HybridStack, *, running: int) -> None:
-        self._model = model
+    def __init__(self, forward: Forward, stack: HybridStack, *, running: int) -> None:
+        self._forward = forward
         self.stack = stack
         self._limit = running
         self._cache = stack.cache
@@ -44,8 +49,7 @@ class Server:
     def serve(self, requests: Iterable[Request]) -> None:
         """Answer all of them."""
         for request in requests:
-            request.known = self._cache.match(request.usable).length
-            self._cache.prefetch_from_storage(request.name, request.usable)
+            self._fetch(request)
             self._waiting.append(request)
         while self._waiting or self._running:
             self._step()
@@ -63,27 +67,38 @@ class Server:
             arrivals.wait(layer, self.stack.compute)
             self._wait_on_cpu()
 
-        logits = self._model.forward(segments, self.stack.device_pools, wait)
+        logits = self._forward(segments, self.stack.device_pools, wait)
         for request, segment, found in zip(list(self._running), segments, logits, strict=True):
-            self._advance(request, segment.end, found)
+            self.advance(request, segment.end, found)
 
     def _admit(self) -> None:
         """Let requests run whose prefetch is over, in the order in which they came."""
         for request in list(self._waiting):
             if len(self._running) == self._limit:
                 return
-            if self._cache.check_prefetch(request.name):
+            if not self._cache.check_prefetch(request.name):
+                continue
+            # What was there when it began to wait may have been evicted for those that run.
+            is_gone = self._cache.match(request.usable).length < request.known
+            if not (is_gone and self._fetch(request)):
                 self._waiting.remove(request)
                 self._begin(request)
                 self._running.append(request)
+
+    def _fetch(self, request: Request) -> bool:
+        """Begin to fetch what only the storage has of a prompt; False if there is nothing."""
+        request.known = self._cache.match(request.usable).length
+        return self._cache.prefetch_from_storage(request.name, request.usable)
 
     def _begin(self, request: Request) -> None:
         match = self._cache.match(request.usable)
         request.lock = self._cache.lock(match)
         if self._states:
             request.slot = self._new_slot()
-            request.checkpoint = self._new_slot()
         request.rows = self._restore(request, match)
+        if self._states:
+            # After the state that was hit is copied, and may go.
+            request.checkpoint = self._new_slot()
         request.tokens = list(request.prompt)
         request.computed = match.length
         request.cached = match.length
@@ -119,7 +134,8 @@ class Server:
             request.rows = torch.cat([request.rows, _got(self._cache.alloc_kv(need))])
         return Segment(request.tokens[start:end], start, request.rows, request.slot)
 
-    def _advance(self, request: Request, end: int, logits: torch.Tensor) -> None:
+    def advance(self, request: Request, end: int, logits: torch.Tensor) -> None:
+        """Go on with a request whose tokens up to `end` are computed."""
         request.computed = end
         request.logits.append(logits)
         if self._states and end % self._cache.grid == 0:
@@ -129,9 +145,13 @@ class Server:
             return
         if end == len(request.prompt):
             self._insert(request, end, self._donated(request))
-        request.tokens.append(int(logits[-1].argmax()))
+        request.tokens += self.sample(request, logits)
         if request.answered:
             self._finish(request)
+
+    def sample(self, request: Request, logits: torch.Tensor) -> Sequence[int]:
+        """Return the next tokens of an answer."""
+        return [int(logits[-1].argmax())]
 
     def _donated(self, request: Request) -> dict[int, int]:
         """A copy of the last checkpoint for the cache, if there is one and a slot for it."""

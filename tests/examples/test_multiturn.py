@@ -77,19 +77,15 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
         ),
         {"path": str(tmp_path / "store")},
     )
-    server = example.Server(workload.sizes(8, sessions=2, offload=True), storage)
-    try:
+    config = workload.config(8, sessions=2, offload=True)
+    with example.build_hybrid_stack(config, storage=storage) as stack:
+        server = example.ToyServer(stack, running=1)
         prompt, output = list(range(64)), list(range(100, 164))
-        assert server.serve([prompt], [output]) == [0]
-        server.cache.evict(10**6, 10**6)
-        if damaged == "kv":
-            server.stack.host_pools["kv"].parts[0].add_(1)
-        else:
-            server.stack.host_pools["mamba"].parts[0].add_(1)
+        assert example.serve(server, [prompt], [output]) == 0
+        stack.cache.evict(10**6, 10**6)
+        stack.host_pools["kv" if damaged == "kv" else "mamba"].parts[0].add_(1)
         with pytest.raises(AssertionError, match="not that of its tokens"):
-            server.serve([[*prompt, *output, 7]], [[8]])
-    finally:
-        server.close()
+            example.serve(server, [[*prompt, *output, 7]], [[8]])
 
 
 @pytest.mark.long

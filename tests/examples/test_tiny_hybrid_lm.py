@@ -225,7 +225,7 @@ def test_a_hit_with_wrong_bytes_is_seen(example, dtype):
     talk = example.chat.Talk(clients=2, rounds=2, request=(40, 40), output=(24, 24))
     conversation = example.chat.Conversation([[], []])
     with build_hybrid_stack(model.config) as stack:
-        server = example.server.Server(model, stack, running=2)
+        server = example.server.Server(model.forward, stack, running=2)
         example.chat.play_round(talk, conversation, server, model)
         stack.cache.evict(10**6, 10**6)
         stack.host_pools[PoolName.MAMBA].parts[0].neg_()
