@@ -61,8 +61,8 @@ class StorageLayer(HiCacheStorage):
     ) -> list[bool]:
         return self.inner.batch_present(keys, pool=pool, extra_info=extra_info)
 
-    # `batch_exists_cached`, `batch_present_cached` and `batch_get_cached` are not forwarded: the
-    # deadline layer would pass by a layer between it and the driver, such as one that counts.
+    # `answers_from_memory` is not forwarded: a layer between the deadline layer and the driver, such
+    # as one that injects faults, may hang by itself.
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:

@@ -174,16 +174,16 @@ class CircuitBreakerLayer(GuardedLayer):
         miss: Callable[[StorageUnavailableError], AnswerT],
         info: HiCacheStorageExtraInfo | None = None,
     ) -> AnswerT:
-        name, kind = type(self.inner).__name__, "read" if operation == "lookup" else operation
         if self._closed:
-            raise StorageClosedError(f"{name}: the storage is closed")
+            raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
         check_info(info)
+        kind = "read" if operation == "lookup" else operation
         breaker = self.breakers[kind]
         if not breaker.admits():
             return miss(
                 StorageUnavailableError(
-                    f"{name}: not asked: several calls in a row have failed, and the circuit "
-                    f"breaker of {kind}s is open"
+                    f"{type(self.inner).__name__}: not asked: several calls in a row have failed, "
+                    f"and the circuit breaker of {kind}s is open"
                 )
             )
         # A storage that does not report faults to the call has a counter, which calls of other

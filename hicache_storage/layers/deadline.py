@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -18,9 +19,11 @@ from hicache_storage.spec import (
     Health,
     HiCacheStorageExtraInfo,
     HungReads,
+    MayHangError,
     StorageClosedError,
     StorageTimeoutError,
     StorageUnavailableError,
+    from_memory,
     note_answer_from_memory,
     note_fault,
     seconds_since_asked,
@@ -78,22 +81,32 @@ class DeadlineLayer(GuardedLayer):
         info: HiCacheStorageExtraInfo | None = None,
     ) -> AnswerT:
         within, capabilities = info or self._default, self.inner.capabilities
+        if (
+            capabilities.may_hang
+            and self.inner.answers_from_memory(operation)
+            and (operation == "lookup" or capabilities.hung_reads is not HungReads.WAIT)
+            and (within.deadline_seconds is None or within.deadline_seconds > 0)
+        ):
+            # Handing a call to a thread takes longer than a whole lookup in memory, and a read out
+            # of the page cache takes up to a third longer there.
+            started = time.monotonic()
+            token = from_memory.set(True)
+            try:
+                answer = ask(within)
+            except MayHangError:
+                left = self._limit(within) - (time.monotonic() - started)
+                within = replace(within, deadline_seconds=max(0.0, left))
+            else:
+                note_answer_from_memory()
+                return answer
+            finally:
+                from_memory.reset(token)
         longest = capabilities.lookup_seconds
         # A read into the pool must not be abandoned; a lookup may end in time by itself.
         waits = (operation == "read" and capabilities.hung_reads is HungReads.WAIT) or (
             operation == "lookup" and longest is not None and longest <= self._limit(within)
         )
         return self._bounded(ask, miss, within, waits=waits)
-
-    # Handing a call to a thread takes longer than a whole lookup in memory, and a read out of the
-    # page cache takes up to a third longer there.
-    asks_memory = True
-
-    def may_ask_memory(self, operation: str, info: HiCacheStorageExtraInfo | None) -> bool:
-        capabilities = self.inner.capabilities
-        if not capabilities.may_hang or self._limit(info or self._default) <= 0:
-            return False
-        return operation == "lookup" or capabilities.hung_reads is not HungReads.WAIT
 
     def health(self) -> Health:
         return self._bounded(
@@ -163,12 +176,7 @@ class DeadlineLayer(GuardedLayer):
         finally:
             self._closed.set()
 
-    def limited(
-        self, extra_info: HiCacheStorageExtraInfo | None, spent: float = 0.0
-    ) -> HiCacheStorageExtraInfo:
-        if spent:
-            info = extra_info or self._default
-            return replace(info, deadline_seconds=max(0.0, self._limit(info) - spent))
+    def limited(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
         check_info(extra_info)
         waited = seconds_since_asked()
         if extra_info is None and not waited:

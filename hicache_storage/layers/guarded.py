@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.base import StorageLayer
 from hicache_storage.objects.requests import (
@@ -20,7 +19,6 @@ from hicache_storage.spec import (
     PoolPresence,
     PoolTransferResult,
     UnknownPoolError,
-    note_answer_from_memory,
 )
 from hicache_storage.spec.arguments import check_keys
 
@@ -65,18 +63,9 @@ class GuardedLayer(StorageLayer):
         """
         return ask(info)
 
-    def limited(
-        self, extra_info: HiCacheStorageExtraInfo | None, spent: float = 0.0
-    ) -> HiCacheStorageExtraInfo | None:
-        """Return what a call of this layer is made with, after so many seconds of it."""
+    def limited(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo | None:
+        """Return what a call of this layer is made with."""
         return extra_info
-
-    asks_memory: ClassVar[bool] = False
-    """Whether answers without I/O are taken first, where `may_ask_memory`."""
-
-    def may_ask_memory(self, operation: str, info: HiCacheStorageExtraInfo | None) -> bool:
-        """Return whether to ask the storage below for an answer without I/O."""
-        return True
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -90,17 +79,11 @@ class GuardedLayer(StorageLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        info = self.limited(extra_info)
-        if self.asks_memory and self.may_ask_memory("lookup", info):
-            found = self.inner.batch_exists_cached(keys, pool_transfers, info)
-            if found is not None:
-                note_answer_from_memory()
-                return found
         return self.guard(
             "lookup",
             lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
             lambda _: no_hit(keys, pool_transfers),
-            info,
+            self.limited(extra_info),
         )
 
     def batch_present(
@@ -110,35 +93,21 @@ class GuardedLayer(StorageLayer):
         pool: str = PoolName.KV,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        info = self.limited(extra_info)
-        if self.asks_memory and self.may_ask_memory("lookup", info):
-            found = self.inner.batch_present_cached(keys, pool=pool, extra_info=info)
-            if found is not None:
-                note_answer_from_memory()
-                return found
         return self.guard(
             "lookup",
             lambda info: self.inner.batch_present(keys, pool=pool, extra_info=info),
             lambda _: no_pages(keys, pool),
-            info,
+            self.limited(extra_info),
         )
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        info = self.limited(extra_info)
-        if self.asks_memory and self.may_ask_memory("read", info):
-            started = time.monotonic()
-            delivered = self.inner.batch_get_cached(transfers, info)
-            if delivered is not None:
-                note_answer_from_memory()
-                return delivered
-            info = self.limited(info, time.monotonic() - started)
         return self.guard(
             "read",
             lambda info: self.inner.batch_get_v2(transfers, info),
             lambda _: self.none_moved(transfers, reads=True),
-            info,
+            self.limited(extra_info),
         )
 
     def batch_set_v2(

@@ -38,6 +38,7 @@ from hicache_storage.spec import (
     Health,
     HiCacheError,
     HiCacheStorageExtraInfo,
+    MayHangError,
     PoolName,
     PoolPresence,
     PoolTransfer,
@@ -50,6 +51,7 @@ from hicache_storage.spec import (
     UnknownPoolError,
     common_hit,
     current_call_info,
+    from_memory,
     is_refusal,
     note_answer_from_memory,
 )
@@ -171,20 +173,7 @@ class ObjectStorage(ObjectDriver):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         asked = _asked_pools(keys, pool_transfers)
-        found = self._find(keys, asked, extra_info)
-        return _hit(keys, pool_transfers, found or {})
-
-    def batch_exists_cached(
-        self,
-        keys: Sequence[str],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult | None:
-        if not self._may_answer_from_memory:
-            return None
-        asked = _asked_pools(keys, pool_transfers)
-        found = self._find(keys, asked, extra_info, from_memory=True)
-        return None if found is None else _hit(keys, pool_transfers, found)
+        return _hit(keys, pool_transfers, self._find(keys, asked, extra_info))
 
     def batch_present(
         self,
@@ -195,23 +184,7 @@ class ObjectStorage(ObjectDriver):
     ) -> list[bool]:
         check_keys(keys)
         name = PoolName(pool)
-        found = self._find(keys, [name], extra_info) or {}
-        return found[name] if name in found else [False] * len(keys)
-
-    def batch_present_cached(
-        self,
-        keys: Sequence[str],
-        *,
-        pool: str = PoolName.KV,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool] | None:
-        if not self._may_answer_from_memory:
-            return None
-        check_keys(keys)
-        name = PoolName(pool)
-        found = self._find(keys, [name], extra_info, from_memory=True)
-        if found is None:
-            return None
+        found = self._find(keys, [name], extra_info)
         return found[name] if name in found else [False] * len(keys)
 
     def batch_get_v2(
@@ -221,45 +194,17 @@ class ObjectStorage(ObjectDriver):
         with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=True)
-            delivered = self._read([request for request in requests.values() if request.keys], call)
+            read = self._read_cached if from_memory.get() else self._read
+            delivered = read([request for request in requests.values() if request.keys], call)
             self.recorder.observe("get", requests, started)
         return {name: delivered.get(name, []) for name in requests}
 
-    def batch_get_cached(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]] | None:
-        # After a fault, or with damage to be repaired, `batch_get_v2` decides and counts.
-        if not self.caches_reads or "read" in self._guard.faulty or self._damaged:
-            return None
-        call = _call(extra_info)
-        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
-            started = time.perf_counter()
-            requests = pool_requests(transfers, self._pools, distinct_slots=True)
-            asked = [request for request in requests.values() if request.keys]
-            # Connecting is I/O, and a pool that stages may wait for a device in `deliver`: both
-            # need the thread that a deadline can abandon.
-            if not self._lifecycle.connected or any(
-                request.pool.access.stages for request in asked
-            ):
-                return None
-            try:
-                batches = [
-                    ReadBatch(part.pool.namespace, self._reads(part, call))
-                    for request in asked
-                    for part in request.parts
-                ]
-                if not self.read_objects_cached(batches, call) or not all(
-                    map(_is_verified, batches)
-                ):
-                    return None
-            except Exception as error:  # noqa: BLE001 - `batch_get_v2` meets it again, counts it and logs it
-                logger.debug("%s: cannot read from memory: %s", self.driver_name, error)
-                return None
-            pools = [request.pool for request in asked]
-            for request, parts in zip(asked, _of_pools(pools, batches), strict=True):
-                self._account_read(request, parts, [[True] * len(request.keys)] * len(parts), call)
-            self.recorder.observe("get", requests, started)
-        return {name: [True] * len(request.keys) for name, request in requests.items()}
+    def answers_from_memory(self, operation: str) -> bool:
+        # After a fault, or with damage to be repaired, a call that asks the store decides and counts.
+        if operation == "lookup":
+            return self.caches_lookups and "exists" not in self._guard.faulty
+        caches = operation == "read" and self.caches_reads
+        return caches and "read" not in self._guard.faulty and not self._damaged
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -380,23 +325,18 @@ class ObjectStorage(ObjectDriver):
     def _namespaces(self) -> list[Namespace]:
         return [part.namespace for pool in self._pools.values() for part in pool.parts]
 
-    @property
-    def _may_answer_from_memory(self) -> bool:
-        """Whether lookups may: after a fault, one that asks the store finds out if it serves."""
-        return self.caches_lookups and "exists" not in self._guard.faulty
-
     def _find(
         self,
         keys: Sequence[str],
         names: Iterable[PoolName],
         extra_info: HiCacheStorageExtraInfo | None,
-        *,
-        from_memory: bool = False,
-    ) -> dict[PoolName, list[bool]] | None:
+    ) -> dict[PoolName, list[bool]]:
         """Look pages up in pools: for each key, True if all objects of the page exist.
 
-        A pool that was never registered is left out: all its pages are absent (rule EX-7). None
-        where memory alone cannot answer.
+        A pool that was never registered is left out: all its pages are absent (rule EX-7).
+
+        Raises:
+            MayHangError: memory alone cannot answer, and shall.
         """
         call = _call(extra_info)
         with self._lifecycle.lock(), self._lifecycle:
@@ -407,13 +347,11 @@ class ObjectStorage(ObjectDriver):
             ]
             # From memory no request id is set: nothing is sent, and what is logged here is met
             # again by the lookup that asks the store.
-            if from_memory:
+            if from_memory.get():
                 parts = self._lookup_cached(batches, call)
             else:
                 with RequestScope(call.request_id):
                     parts = self._lookup(batches, call)
-            if parts is None:
-                return None
             if len(parts) == 1:
                 present = {pools[0].name: parts[0]}
             else:
@@ -431,16 +369,51 @@ class ObjectStorage(ObjectDriver):
         self._damaged.hide(batches, found)
         return found
 
-    def _lookup_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]] | None:
-        """Look objects up without I/O; None where that is not possible."""
+    def _lookup_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        """Look objects up without I/O.
+
+        Raises:
+            MayHangError: that is not possible.
+        """
         try:
             found = self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
-        except Exception as error:  # noqa: BLE001 - `_lookup` meets it again, counts it and logs it
-            logger.debug("%s: cannot answer from memory: %s", self.driver_name, error)
-            return None
-        if found is not None:
-            self._damaged.hide(batches, found)
+        except Exception as error:  # `_lookup` meets it again, counts it and logs it
+            raise MayHangError(f"{self.driver_name}: {error}") from error
+        if found is None:
+            raise MayHangError(f"{self.driver_name}: memory does not tell")
+        self._damaged.hide(batches, found)
         return found
+
+    def _read_cached(
+        self, requests: Sequence[PoolRequest], call: Call
+    ) -> dict[PoolName, list[bool]]:
+        """Read pages without I/O.
+
+        Raises:
+            MayHangError: that is not possible.
+        """
+        pools = [request.pool for request in requests]
+        # Connecting is I/O, and a pool that stages may wait for a device in `deliver`: both need the
+        # thread that a deadline can abandon.
+        if not self._lifecycle.connected or any(pool.access.stages for pool in pools):
+            raise MayHangError(f"{self.driver_name}: pages are not in memory")
+        try:
+            batches = [
+                ReadBatch(part.pool.namespace, self._reads(part, call))
+                for request in requests
+                for part in request.parts
+            ]
+            served = self.read_objects_cached(batches, call) and all(map(_is_verified, batches))
+        except Exception as error:  # `_read` meets it again, counts it and logs it
+            raise MayHangError(f"{self.driver_name}: {error}") from error
+        if not served:
+            raise MayHangError(f"{self.driver_name}: pages are not in memory")
+        return {
+            request.pool.name: self._account_read(
+                request, parts, [[True] * len(request.keys)] * len(parts), call
+            )
+            for request, parts in zip(requests, _of_pools(pools, batches), strict=True)
+        }
 
     def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         # All shards of all pools in one batch (rule BU-1).

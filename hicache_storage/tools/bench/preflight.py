@@ -32,7 +32,9 @@ def check_space(sweep: Sweep) -> None:
     """
     for workload in sweep.workloads:
         _check_workload(workload, sweep.max_stored_bytes)
-    memory = len(sweep.candidates) * max(workload.pool_bytes for workload in sweep.workloads)
+    # Each client writes from one batch of pages and reads into another.
+    pools = [2 * workload.clients * workload.batch_bytes for workload in sweep.workloads]
+    memory = len(sweep.candidates) * max(pools)
     disks = defaultdict[int, int](int)
     places = dict[int, Path]()
     for candidate in sweep.candidates:

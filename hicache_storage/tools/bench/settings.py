@@ -44,14 +44,6 @@ class BenchWorkload:
         """Bytes that one call of one client moves."""
         return self.page_bytes * self.batch_pages
 
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of host memory.
-
-        Each client writes from one batch of pages and reads into another.
-        """
-        return 2 * self.clients * self.batch_bytes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:

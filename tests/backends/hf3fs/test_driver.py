@@ -26,9 +26,11 @@ from hicache_storage import create_storage
 from hicache_storage.objects import Call
 from hicache_storage.spec import (
     ConfigError,
+    MayHangError,
     PoolTransfer,
     StorageTimeoutError,
     StorageUnavailableError,
+    from_memory,
     parse_config,
 )
 from tests.backends.file.harness import COMPONENTS, ScratchPool, identity
@@ -173,26 +175,35 @@ def test_sets_that_wait_for_a_quarantine_are_refused_with_what_a_file_takes_for_
     assert takes in health.detail
 
 
+def without_io(one, keys):
+    token = from_memory.set(True)
+    try:
+        return one.storage.batch_present(keys)
+    finally:
+        from_memory.reset(token)
+
+
 def test_without_a_server_lookups_are_answered_from_memory_and_count_as_uses(rig):
     one, old, new = rig(file_size="64KiB"), chain("old", 7), chain("new", 7)
     # The first call of a scope makes a file.
-    assert one.storage.batch_present_cached(old) is None
+    with pytest.raises(MayHangError):
+        without_io(one, old)
     assert all(one.put(old))
     assert all(one.put(new[:4]))
-    assert one.storage.batch_present_cached(new) == [True] * 4 + [False] * 3
-    assert one.storage.batch_exists_cached(old).kv_hit_pages == 7
+    assert without_io(one, new) == [True] * 4 + [False] * 3
+    assert without_io(one, old) == [True] * 7
     # 14 slots, and 11 pages: `new` is least recently used now.
     assert all(one.put(chain("more", 7)))
-    assert one.storage.batch_present_cached(old) == [True] * 7
-    assert one.storage.batch_present_cached(new) == [False] * 7
+    assert without_io(one, old) == [True] * 7
+    assert without_io(one, new) == [False] * 7
     one.storage.clear()
-    assert one.storage.batch_present_cached(old) == [False] * 7
+    assert without_io(one, old) == [False] * 7
 
 
 def test_with_a_server_lookups_are_not_answered_from_memory(rig, server):
     one, keys = rig(metadata_url=server.url, lease_seconds=LEASE_SECONDS), chain("a", 2)
     assert all(one.put(keys))
-    assert one.storage.batch_present_cached(keys) is None
+    assert not one.storage.answers_from_memory("lookup")
 
 
 def test_a_write_that_comes_too_late_is_not_published(mine):
