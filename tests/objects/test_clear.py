@@ -18,22 +18,6 @@ def failing(storage, error):
     storage.before = before
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(5, "I/O error"), StorageUnavailableError("half of it"), KeyError("a bug")]
-)
-def test_a_clear_that_fails_raises(kit, error):
-    storage, pool = kit.memory_storage()
-    stored(storage, pool, ["a"], [0])
-    failing(storage, error)
-    with pytest.raises(StorageUnavailableError):
-        storage.clear()
-    assert storage.fault_count() == 1
-    assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
-    failing(storage, None)
-    storage.clear()
-    assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
-
-
 def test_one_that_was_late_says_so(kit):
     storage, _pool = kit.memory_storage()
     failing(storage, TimeoutError("no answer"))
