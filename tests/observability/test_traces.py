@@ -13,7 +13,6 @@ from opentelemetry.trace import StatusCode
 
 from hicache_metadata_server.core.errors import StoreError
 from hicache_storage.layers import BreakerState, CircuitBreakerLayer, StorageOptions, wrap
-from hicache_storage.layers.tracing import TracingLayer
 from hicache_storage.observability import tracing
 from hicache_storage.observability.otel import provider_from_environment
 from hicache_storage.spec import ConfigError, HiCacheStorageExtraInfo
@@ -86,14 +85,6 @@ def test_misuse_ends_the_span_with_an_error(kit, finished):
     with pytest.raises(Exception, match="not registered"):
         storage.batch_get_v2([pool.transfer("mamba", ["a"], [0])])
     assert finished()[0].status.status_code is StatusCode.ERROR
-
-
-def test_without_traces_there_is_no_layer(kit):
-    driver, _ = kit.memory_storage()
-    storage = wrap(driver, StorageOptions())
-    while storage is not driver:
-        assert not isinstance(storage, TracingLayer)
-        storage = storage.inner
 
 
 async def test_a_server_that_fails_says_so_in_its_span(finished):

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hicache_storage.tools.bench.results import Report, compare
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,30 +56,12 @@ def test_the_table_has_the_part_of_the_limit_and_the_ratio_to_the_fastest_peer(f
     assert "| requests a page, 1 MiB, write, file | 1.50 |" in text
 
 
-def test_without_the_limit_the_table_has_rates(field, run):
-    alone = field.Run()
-    for one in run.report.measurements:
-        if not one.label.startswith("limit"):
-            alone.of(one.label, one.workload).rounds = one.rounds
-            alone.of(one.label, one.workload).cpu_us = one.cpu_us
-    assert "| 1 MiB | 1 x 32 |  | 0.17 GB/s, 2.00x | 0.08 GB/s |" in field.report(alone)
-
-
 def test_a_wrong_answer_is_no_result(field, run):
     from interleaved import Timed
 
     timed = Timed(31, 1.0, 1.0)
     with pytest.raises(AssertionError, match="file: exists answered 31"):
         run.time("file", (1 << 20, 1, 32, "exists"), lambda: timed, expect=32)
-
-
-def test_results_are_compared_by_the_command(run, tmp_path):
-    run.save(tmp_path, "text")
-    assert (tmp_path / "results.md").read_text() == "text"
-    kept = Report.read(tmp_path / "results.json")
-    assert kept.of("file").keys() == run.report.of("file").keys()
-    (_, _, ratio) = compare(kept.of("file").values(), kept.of("file").values(), paired=True)[0]
-    assert ratio[0] == 1.0
 
 
 @pytest.mark.parametrize("option", ["--sizes", "--calls", "--sides"])
