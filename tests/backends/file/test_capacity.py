@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from hicache_backends.file import capacity as capacity_module
 from hicache_backends.file import store
@@ -15,10 +15,8 @@ from hicache_backends.file import writer as writer_module
 from hicache_backends.file.events import WriterCursor
 from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import TemporaryName
-from hicache_storage.spec import PoolTransfer
 from tests.backends.file.harness import (
     Rig,
-    ScratchPool,
     bundle_bytes,
     chain,
     counted,
@@ -26,6 +24,9 @@ from tests.backends.file.harness import (
     raising,
     replaced,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BATCH_BYTES = bundle_bytes(8)
 HUGE = 1 << 40
@@ -66,19 +67,6 @@ def room(rig):
     return lambda count, **options: rig(capacity=int(BATCH_BYTES * count), **options)
 
 
-def test_the_capacity_is_kept(room):
-    a = room(3)
-    fill(a, "abcdefghijklmnopqrst")
-    assert hits(a, "aqrst") == [0, 0, 8, 8, 8]
-    assert a.stats().pages_evicted == 17 * 8
-
-
-def test_a_set_of_what_is_there_counts_as_use(room):
-    a = room(2)
-    fill(a, "abac")
-    assert hits(a, "abc") == [8, 0, 8]
-
-
 @pytest.mark.parametrize("by", ["flush", "close"])
 def test_use_by_another_process_counts_once_it_has_been_told(room, monkeypatch, by):
     monkeypatch.setattr(capacity_module, "STAT_SECONDS", -1.0)
@@ -102,29 +90,6 @@ def test_uses_are_told_in_the_background_and_not_for_each_call(room):
         for _ in range(100):
             assert a.holds(chain("a", 8))
     assert told == []
-
-
-def test_one_more_page_than_fits_costs_the_tail_of_a_chain_and_not_its_head(room):
-    """A least-recently-used list of pages evicts the head first, and the whole chain is worth
-    nothing."""
-    a, keys = room(1.05), chain("a", 8)
-    a.put(keys)
-    assert a.put(["one more"], prefix=keys) == [True]
-    assert a.hit(keys) == room(1.05).hit(keys) == 7
-    assert a.holds([*keys[:7], "one more"])
-    assert disk_bytes(a) <= a.store.capacity.limit
-
-
-def test_a_chain_written_page_by_page_loses_its_tail_first(room):
-    """With its prefix known, each new page makes the older ones of its chain the more recently
-    used."""
-    a, keys = room(1.3), chain("a", 8)
-    for number, key in enumerate(keys):
-        assert a.put([key], prefix=keys[:number]) == [True]
-    assert a.put(["one more"], prefix=keys) == [True]
-    assert a.hit(keys) >= 7
-    a.put(chain("b", 3))
-    assert 3 <= a.hit(keys) <= 7
 
 
 def test_the_bundles_of_one_batch_go_from_its_tail_also_for_others(room, monkeypatch):
@@ -175,17 +140,6 @@ def test_a_copy_that_was_shrunk_is_as_old_as_the_bundle_was(room, monkeypatch):
     assert [b.hit(chain("a", 8)[1:]), *hits(b, "bcd")] == [0, 8, 8, 8]
 
 
-def test_pools_of_one_call_share_the_capacity(room):
-    a, side = room(1), ScratchPool(8, (4096,))
-    a.storage.register_mem_host_pool_v2(side, "mamba")
-    transfers = [
-        PoolTransfer(name, torch.arange(32), keys=chain("a", 8)) for name in ("kv", "mamba")
-    ]
-    answer = a.storage.batch_set_v2(transfers)
-    assert answer == {"kv": [True] * 8, "mamba": [False] * 8}
-    assert disk_bytes(a) <= a.store.capacity.limit
-
-
 def test_a_file_that_is_no_bundle_goes_first(room):
     a = room(3)
     fill(a, "a")
@@ -208,19 +162,6 @@ def test_what_others_are_writing_counts(room):
     assert hits(a, "ab") == [0, 8]
 
 
-def test_leftovers_of_a_dead_process_are_collected(room):
-    a = room(2)
-    fill(a, "a")
-    living = a.store.temp_files.process
-    dead = ProcessId(living.pid_scope, living.pid, living.started + 1)
-    temporary(a, dead, BATCH_BYTES, b"x" * 1000)
-    assert a.store.capacity.used() == BATCH_BYTES
-    assert a.temporaries() == []
-    temporary(a, dead, BATCH_BYTES)
-    room(2).storage.open()
-    assert a.temporaries() == []
-
-
 def test_leftovers_of_another_machine_count_until_they_are_old(room):
     a = room(2, abandoned_seconds=600.0)
     fill(a, "a")
@@ -238,46 +179,65 @@ def test_leftovers_of_another_machine_count_until_they_are_old(room):
     assert path.exists()
 
 
-@pytest.mark.parametrize("process", ["another machine's", "own"])
-def test_a_length_that_no_writer_reserves_is_not_believed(room, process):
-    """An empty file with the name of a temporary one evicted the whole store, and every set was
-    refused."""
-    a = room(3)
-    fill(a, "a")
-    path = temporary(a, a.store.temp_files.process if process == "own" else FOREIGN, HUGE)
-    fill(a, "b")
-    assert hits(a, "ab") == [8, 8]
-    assert path.exists()
-
-
-@pytest.mark.parametrize("own_namespace", [True, False], ids=["own", "another model's"])
-@pytest.mark.parametrize(
-    ("kind", "size"), [("directory", HUGE), ("directory", 1 << 15), ("empty file", HUGE)]
-)
-def test_a_thing_with_the_name_of_a_bundle_counts_with_its_bytes(room, kind, own_namespace, size):
-    """A directory with the name of a bundle evicted the whole store, and every set was refused."""
-    a = room(3)
-    fill(a, "a")
-    bundles = a.bundles_path if own_namespace else Path(a.store.paths.bundles("0" * 32))
+def stranger(a: Rig, size: int = HUGE, *, own: bool = True) -> Path:
+    """A path with the name of a bundle of so many bytes, of this model's pages or another's."""
+    bundles = a.bundles_path if own else Path(a.store.paths.bundles("0" * 32))
     bundles.mkdir(parents=True, exist_ok=True)
-    path = bundles / f"aaaaaaaaaa-1-{size:x}-{1 << 52:x}-5.bundle"
-    path.mkdir() if kind == "directory" else path.write_bytes(b"")
-    b = room(3)
-    fill(b, "bc")
-    assert hits(b, "abc") == [8, 8, 8]
-    fill(b, "d")
-    assert hits(b, "bcd") == [8, 8, 8]
+    return bundles / f"aaaaaaaaaa-1-{size:x}-{1 << 52:x}-5.bundle"
 
 
-def test_an_announced_length_that_no_writer_makes_is_not_believed(room):
+def absurd(numbers: str) -> Callable[[Rig], None]:
+    """Numbers that no system call takes, or no writer gives."""
+    return lambda a: (a.bundles_path / f"aaaaaaaaaa-{numbers}.bundle").touch()
+
+
+def announced(a: Rig) -> None:
+    for number, event in enumerate(("a1-5-5", f"a{HUGE:x}-{1 << 52:x}-5"), start=1):
+        cursor = WriterCursor("0" * 32, "aaaaaaaaaa", number, (event,), 1)
+        Path(a.store.paths.writers, str(cursor)).write_bytes(b"")
+    a.store.feed.counter.advance()
+
+
+def numbered_alike(a: Rig) -> None:
+    (path,) = a.bundles()
+    writer, number, size, created, rest = path.name.split("-")
+    for sequence in (number, "ff"):
+        path.with_name(f"{writer}-{sequence}-{'f' * len(size)}-{created}-{rest}").touch()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda a: temporary(a, FOREIGN, HUGE),
+        lambda a: temporary(a, a.store.temp_files.process, HUGE),
+        lambda a: stranger(a).mkdir(),
+        lambda a: stranger(a, 1 << 15).mkdir(),
+        lambda a: stranger(a).touch(),
+        lambda a: stranger(a, own=False).mkdir(),
+        lambda a: stranger(a, 1 << 15, own=False).mkdir(),
+        lambda a: stranger(a, own=False).touch(),
+        absurd("1-ffffffffffffffff-0-0"),
+        absurd("1-100000000001-0-0"),
+        absurd("1-1000-ffffffffffffffff-0"),
+        absurd("ffffffffffffffff-0-0-ffffffffffffffff"),
+        announced,
+        numbered_alike,
+    ],
+)
+def test_what_a_name_claims_is_not_believed(room, place):
+    """A directory, or an empty file, with the name of a bundle or a temporary file evicted the
+    whole store, and every set was refused."""
     a = room(3)
     fill(a, "a")
-    for name, event in (("1", "a1-5-5"), ("2", f"a{HUGE:x}-{1 << 52:x}-5")):
-        cursor = WriterCursor("0" * 32, "aaaaaaaaaa", int(name), (event,), 1)
-        Path(a.store.paths.writers, str(cursor)).write_bytes(b"")
-        a.store.feed.counter.advance()
-        fill(a, name)
-    assert hits(a, "a12") == [8, 8, 8]
+    place(a)
+    b = room(3)
+    fill(a, "b")
+    fill(b, "c")
+    for side in (a, b):
+        assert hits(side, "abc") == [8, 8, 8]
+    assert b.holds(chain("a", 8))
+    fill(b, "d")
+    assert hits(b, "cd") == [8, 8]
 
 
 def test_on_a_mount_a_directory_counts_until_it_is_to_be_evicted(room, monkeypatch):
@@ -338,20 +298,6 @@ def test_what_cannot_be_removed_is_left_and_something_else_goes(room):
     assert disk_bytes(a) <= a.store.capacity.limit
 
 
-def test_a_file_counts_by_its_length_and_not_by_its_name(room):
-    a = room(3)
-    fill(a, "a")
-    (path,) = a.bundles()
-    writer, number, size, created, rest = path.name.split("-")
-    for sequence in (number, "ff"):
-        path.with_name(f"{writer}-{sequence}-{'f' * len(size)}-{created}-{rest}").touch()
-    b = room(3)
-    assert hits(b, "a") == [8]
-    assert b.put(chain("b", 8)) == [True] * 8
-    assert hits(b, "a") == hits(a, "a") == [8]
-    assert b.holds(chain("a", 8))
-
-
 def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):
     """It seemed to be gone, as one does that is claimed while its index is read; the old entry goes
     only in its turn."""
@@ -371,7 +317,6 @@ def test_who_only_reads_keeps_nothing_of_what_others_evict(room, monkeypatch):
     for name in "abcdefghijkl":
         fill(a, name)
         assert hits(b, name) == [8]
-        b.store.flush_touches()
     assert len(b.bundle_set.bundles) == 3
     assert len(b.store.capacity.queue) <= 3 + 5
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from hicache_backends.file.change_feed import ChangeCounter, ChangeFeed
 from hicache_backends.file.events import Added, Found, Removed, Unlisted, parse_cursor
 from hicache_backends.file.paths import StorePaths, random_writer
 from hicache_backends.file.temp_files import ServerClock
-from hicache_backends.posix.directories import server_attributes
 from tests.backends.file.harness import failing
 
 NAMESPACE = "0123456789abcdef" * 2
@@ -75,21 +73,6 @@ def listings(monkeypatch):
 
     monkeypatch.setattr(StorePaths, "list_names", counting)
     return listed
-
-
-def test_what_one_publishes_the_other_sees_at_once(party):
-    a, b = party(), party()
-    for _ in range(200):
-        name = a.publish()
-        assert name in b.sees()
-
-
-def test_what_one_removes_the_other_misses_at_once(party):
-    a, b = party(), party()
-    names = [a.publish() for _ in range(5)]
-    assert b.sees() == set(names)
-    b.remove(names[2])
-    assert a.sees() == set(names) - {names[2]}
 
 
 def test_a_few_events_are_told_without_listing_the_bundles(party, listings):
@@ -216,23 +199,6 @@ def test_a_removal_by_a_second_writer_counts_though_its_cursor_is_read_first(par
         assert name in b.sees()
         b.remove(name)
         assert name not in c.sees()
-
-
-def test_an_announcement_that_failed_is_made_good(party):
-    a, b = party(), party()
-    with failing("utime", errno.EIO), pytest.raises(OSError, match="Input/output"):
-        a.publish()
-    a.feed.announce()
-    assert len(b.sees()) == 1
-
-
-def test_an_unannounced_bundle_is_found_after_invalidation(party):
-    a, b = party(), party()
-    b.sees()
-    name = a.publish(announce=False)
-    assert b.sees() == set()
-    b.bundle_set.invalidate()
-    assert b.sees() == {name}
 
 
 def test_a_removed_cursor_loses_no_bundle(party):
@@ -369,20 +335,6 @@ def test_a_retired_cursor_goes_with_the_last_bundle_of_its_writer(party):
     assert [parse_cursor(path.name).writer for path in retired.iterdir()] == [other.writer]
 
 
-def test_a_deleted_store_is_an_empty_one_and_a_new_one_is_noticed(party):
-    a, b = party(), party()
-    a.publish()
-    assert len(b.sees()) == 1
-    shutil.rmtree(a.paths.root)
-    assert b.sees() == set()
-    a.paths.create()
-    assert b.sees() == set()
-    c = party()
-    name = c.publish()
-    assert b.sees() == {name}
-    assert name in a.sees()
-
-
 @pytest.mark.parametrize("asks_server", [False, True])
 def test_the_counter_changes_with_every_advance(tmp_path, asks_server):
     path = tmp_path / "stamp"
@@ -422,20 +374,6 @@ def test_a_counter_that_was_mounted_over_is_noticed_after_a_while(tmp_path, monk
     fresh.advance()
     monkeypatch.setattr(feed_module, "REVALIDATION_SECONDS", -1.0)
     assert counter.read() == fresh.read()
-
-
-def test_a_missing_counter_is_reported(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        ChangeCounter(str(tmp_path / "none"), asks_server=False).read()
-
-
-def test_attributes_that_the_server_tells_agree_with_the_kernels(tmp_path):
-    descriptor = os.open(tmp_path, os.O_PATH)
-    try:
-        status, found = os.fstat(descriptor), server_attributes(descriptor)
-        assert found == (status.st_nlink, status.st_ino, status.st_mtime_ns)
-    finally:
-        os.close(descriptor)
 
 
 def test_a_reader_confirms_the_counter_of_a_writer_killed_before_it_advanced_it(party, monkeypatch):

@@ -14,20 +14,6 @@ from hicache_backends.posix.directories import Attributes
 from tests.backends.file.harness import chain
 
 
-def test_a_store_that_is_deleted_made_again_and_deleted_again_is_empty(rig):
-    a, keys = rig(), chain("a", 3)
-    a.put(chain("before", 1))
-    shutil.rmtree(a.path)
-    assert a.hit(keys) == 0
-    assert a.put(keys) == [True] * 3
-    shutil.rmtree(a.path)
-    assert a.hit(keys) == 0
-    assert a.put(keys, version=1) == [True] * 3
-    assert a.path.exists()
-    for side in (a, rig()):
-        assert side.holds(keys, version=1)
-
-
 @pytest.mark.parametrize("counter", ["read", "stale"])
 def test_a_store_made_again_under_the_same_inode_number_is_another_one(rig, monkeypatch, counter):
     # As a file server may number it; on a local disk the open directory keeps its number taken.

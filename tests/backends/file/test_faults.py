@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_backends.file import page_index
 from hicache_backends.file.events import Unlisted
 from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import TemporaryName
@@ -64,25 +63,6 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_succeeds(rig, function, 
     assert a.holds(chain("before", 2))
     assert a.put(keys) == [True] * 4
     assert a.holds(keys)
-    assert b.holds(keys)
-
-
-@pytest.mark.parametrize(
-    "number", [errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT]
-)
-@pytest.mark.parametrize("function", ["preadv", "open", "fstat", "pread", "listdir"])
-def test_a_failed_read_is_a_miss_and_the_next_one_succeeds(rig, function, number, monkeypatch):
-    monkeypatch.setattr(page_index, "RETRY_SECONDS", 0.0)
-    a, keys = rig(), chain("a", 4)
-    a.put(keys)
-    b = rig(open_files=0)
-    b.storage.open()
-    when = in_store(a.path) if function == "open" else lambda *_: True
-    with failing(function, number, when=when):
-        found = b.get(keys)
-        b.hit(keys)
-    assert found == [None] * 4 or function in ("fstat", "listdir")
-    assert b.hit(keys) == 4
     assert b.holds(keys)
 
 
@@ -273,12 +253,6 @@ def test_a_directory_that_cannot_be_made_is_reported_and_tried_again(rig, tmp_pa
     a.storage.open()
     assert a.put(["k"]) == [True]
     assert a.holds(["k"])
-
-
-def test_a_directory_below_a_file_is_reported(rig, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageUnavailableError):
-        rig(tmp_path / "file" / "store").storage.open()
 
 
 def test_a_store_that_turns_read_only_still_serves(rig, disk):

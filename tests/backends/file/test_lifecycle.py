@@ -127,13 +127,6 @@ def test_every_option_is_described():
         assert field.type.extra_json_schema["description"]
 
 
-def test_text_options_are_understood():
-    config = parse_config(
-        FileConfig, {"path": "x", "capacity": "1.5GiB", "threads": "3", "direct_io": "true"}
-    )
-    assert (config.capacity_bytes, config.threads, config.direct_io) == (1_610_612_736, 3, True)
-
-
 def test_a_process_is_told_from_one_that_has_its_number_now():
     me = current_process()
     assert not has_exited(me)
@@ -200,6 +193,15 @@ def test_an_unknown_file_system_is_none(tmp_path, monkeypatch):
     assert mount_of(str(tmp_path)) == Mount("")
 
 
+def test_a_mount_point_is_not_made(rig, tmp_path):
+    a = rig(tmp_path / "not-mounted" / "store")
+    assert "mount what belongs there" in a.storage.health().detail
+    assert a.put(chain("a", 1)) == [False]
+    assert not (tmp_path / "not-mounted").exists()
+    (tmp_path / "not-mounted").mkdir()
+    assert a.storage.health().ok
+
+
 def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"abc")
@@ -212,23 +214,6 @@ def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
     del handle
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
-
-
-def test_a_mount_point_is_not_made(rig, tmp_path):
-    a = rig(tmp_path / "not-mounted" / "store")
-    assert "mount what belongs there" in a.storage.health().detail
-    assert a.put(chain("a", 1)) == [False]
-    assert not (tmp_path / "not-mounted").exists()
-    (tmp_path / "not-mounted").mkdir()
-    assert a.storage.health().ok
-
-
-def test_pages_larger_than_the_capacity_are_told_of(rig, caplog):
-    a = rig(components=(10_000,), capacity=8192)
-    assert "none will be stored" in caplog.text
-    assert a.put(chain("a", 2)) == [False, False]
-    assert not a.storage.health().ok
-    assert "larger than the capacity" in a.storage.health().detail
 
 
 def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path):
@@ -252,17 +237,3 @@ def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path
         (tmp_path / f"{number}").touch()
         made.borrow(str(tmp_path / f"{number}"))
     assert len(open_files(tmp_path)) == 8
-
-
-def test_a_file_that_goes_is_closed_however_it_was_opened(tmp_path):
-    path, other = tmp_path / "file", tmp_path / "other"
-    path.touch()
-    other.touch()
-    descriptors = Descriptors(4)
-    numbers = [descriptors.borrow(str(path), flags).descriptor for flags in (0, os.O_NOATIME)]
-    kept = descriptors.borrow(str(other)).descriptor
-    descriptors.forget(str(path))
-    for number in numbers:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(number)
-    assert os.fstat(kept).st_ino == other.stat().st_ino

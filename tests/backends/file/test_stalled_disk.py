@@ -104,6 +104,7 @@ def threads_that_look(rig: Rig) -> list[threading.Thread]:
 
 
 CALLS = {
+    "exists": lambda rig, keys: rig.hit([*keys, *chain("of another", 2)]),
     "set": lambda rig, keys: rig.put(chain("new", 3)),
     "get": lambda rig, keys: rig.get(keys),
     "delete": lambda rig, keys: rig.storage.delete(keys[:1]),
@@ -142,20 +143,6 @@ def test_what_is_known_is_answered_while_the_disk_stalls(guarded, disk):
     assert (a.hit(keys), a.hit(chain("b", 1)), a.hit([*keys, "more"])) == (4, 0, 4)
     assert set(threads) == {threading.current_thread()}
     assert not disk.operations
-
-
-def test_a_lookup_that_needs_the_disk_ends_at_its_deadline(guarded, rig, disk):
-    a, keys = guarded(), chain("a", 4)
-    a.put(keys[:2])
-    assert a.hit(keys) == 2
-    rig().put(keys[2:])
-    disk.stall()
-    a.storage.hurry()
-    assert a.hit(keys) == 0
-    assert not disk.thawed
-    disk.thaw()
-    a.storage.be_patient()
-    assert a.hit(keys) == 4
 
 
 def test_a_lookup_behind_a_hung_announcement_ends_at_its_deadline(guarded, disk):
@@ -237,40 +224,27 @@ def test_reads_from_the_page_cache_close_idle_files_in_another_thread(
 
 
 @LENGTHS
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP], ids=["evicted", "unsupported"])
-def test_what_has_left_the_page_cache_comes_through_buffers(
-    guarded, monkeypatch, components, number
+@pytest.mark.parametrize(
+    ("name", "number", "when"),
+    [
+        ("preadv", errno.EAGAIN, lambda *args: len(args) == 4 and args[3]),
+        ("preadv", errno.EOPNOTSUPP, lambda *args: len(args) == 4 and args[3]),
+        # Reading somebody else's file may set its time of access, which waits for the journal.
+        ("open", errno.EPERM, lambda _, flags, *__: flags & os.O_NOATIME),
+    ],
+    ids=["evicted", "unsupported", "somebody else's"],
+)
+def test_what_the_page_cache_does_not_give_comes_through_buffers(
+    guarded, monkeypatch, components, name, number, when
 ):
     a, keys = guarded(components=components, pages=8), chain("a", 8)
     a.put(keys)
-    with failing("preadv", number, when=lambda *args: len(args) == 4 and args[3]) as refused:
+    if name == "open":
+        monkeypatch.setattr(files, "_open_cached", lambda path, flags: None)
+        monkeypatch.setattr(reader, "read_cached_into", None)
+    with failing(name, number, when=when) as refused:
         assert a.holds(keys)
     assert refused
-
-
-def test_somebody_elses_files_are_read_through_buffers(guarded, monkeypatch):
-    """Reading them may set their time of access, which waits where the journal stalls."""
-    a, keys = guarded(), chain("a", 4)
-    a.put(keys)
-    monkeypatch.setattr(files, "_open_cached", lambda path, flags: None)
-    monkeypatch.setattr(reader, "read_cached_into", None)
-    with failing("open", errno.EPERM, when=lambda _, flags, *__: flags & os.O_NOATIME) as refused:
-        assert a.holds(keys)
-    assert refused
-
-
-@LENGTHS
-@pytest.mark.parametrize("verifies", [True, False], ids=["verified", "unverified"])
-def test_pages_come_through_buffers_whole(rig, components, verifies):
-    a, keys = (
-        rig(components=components, pages=8, hung_reads="bounce_buffer", verify_checksums=verifies),
-        chain("a", 8),
-    )
-    a.put(keys)
-    assert a.store.buffers is not None
-    assert a.holds(keys)
-    assert a.versions([keys[5], "missing", keys[0], keys[7]]) == [0, None, 0, 0]
-    assert a.store.hung_reads() == 0
 
 
 @LENGTHS
@@ -391,23 +365,17 @@ def test_a_straight_read_keeps_its_caller(rig, disk):
     reading.join(PATIENCE_SECONDS)
 
 
-def test_buffers_are_used_again():
-    buffers, seen = Buffers(4096, limit=2), set()
-    for _ in range(10):
-        with buffers.lend(Call()) as one, buffers.lend(Call()) as two:
-            assert len(one) == len(two) == 4096
-            seen |= {id(one), id(two)}
-    assert len(seen) == 2
-
-
 def test_who_waits_for_a_buffer_gets_the_next_one():
     buffers, order = Buffers(4096, limit=1), []
 
     def second():
-        with buffers.lend(Call(PATIENCE_SECONDS)):
+        with buffers.lend(Call(PATIENCE_SECONDS)) as again:
+            # Used again, and not another one beside it.
+            assert again is buffer
             order.append("second")
 
-    with buffers.lend(Call()):
+    with buffers.lend(Call()) as buffer:
+        assert len(buffer) == 4096
         waiting = threading.Thread(target=second)
         waiting.start()
         time.sleep(0.02)
@@ -464,18 +432,3 @@ def test_a_file_is_opened_from_memory_within_the_limit(tmp_path, monkeypatch):
     # A number that no kernel has, as 437 is before Linux 5.6.
     monkeypatch.setattr(files, "_OPENAT2", 1 << 20)
     assert descriptors.borrow_cached(str(paths[2]), os.O_NOATIME) is None
-
-
-def test_threads_that_open_a_file_at_the_same_moment_share_it(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
-    descriptors, faster = files.Descriptors(2), []
-    real = files._open_cached
-
-    def slow(path, flags):
-        descriptor = real(path, flags)
-        faster.append(descriptors.borrow(path, flags))
-        return descriptor
-
-    monkeypatch.setattr(files, "_open_cached", slow)
-    assert descriptors.borrow_cached(str(path), os.O_NOATIME) is faster[0]
