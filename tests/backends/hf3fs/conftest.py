@@ -34,9 +34,16 @@ def race_seconds():
     return float(os.environ.get("HICACHE_RACE_SECONDS", "2"))
 
 
+@pytest.fixture(scope="module")
+def kept_server():
+    """A metadata server of the module's, for tests that only talk to it; scopes are of one directory each."""
+    with Served(command=SERVE) as served:
+        yield served
+
+
 @pytest.fixture
 def server():
-    """A metadata server in a process of its own."""
+    """A metadata server of the test's own, which it may kill."""
     with Served(command=SERVE) as served:
         yield served
 

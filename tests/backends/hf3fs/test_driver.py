@@ -39,7 +39,7 @@ from tests.backends.hf3fs.harness import chain, interrupted, recycle
 from tests.support.forking import in_child
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow(seconds=115)
+pytestmark = pytest.mark.slow(seconds=20)
 
 PATIENCE_SECONDS = 60.0
 LEASE_SECONDS = 10.0
@@ -50,7 +50,7 @@ LEASE_SECONDS = 10.0
 def mine(request, rig):
     """Storages on one store, without and with a server."""
     if request.param == "remote":
-        url = request.getfixturevalue("server").url
+        url = request.getfixturevalue("kept_server").url
         return lambda **options: rig(
             **{"metadata_url": url, "lease_seconds": LEASE_SECONDS, **options}
         )
@@ -66,8 +66,8 @@ def test_pages_come_back_and_others_see_them(mine):
     assert writer.hits(keys) == 0
 
 
-def test_a_set_over_several_pools_asks_two_requests(rig, server, monkeypatch):
-    one, keys, sent = rig(metadata_url=server.url), chain("a", 4), list[str]()
+def test_a_set_over_several_pools_asks_two_requests(rig, kept_server, monkeypatch):
+    one, keys, sent = rig(metadata_url=kept_server.url), chain("a", 4), list[str]()
     one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "mamba")
     send = one.store.metadata.send
 
@@ -200,8 +200,8 @@ def test_without_a_server_lookups_are_answered_from_memory_and_count_as_uses(rig
     assert without_io(one, old) == [False] * 7
 
 
-def test_with_a_server_lookups_are_not_answered_from_memory(rig, server):
-    one, keys = rig(metadata_url=server.url, lease_seconds=LEASE_SECONDS), chain("a", 2)
+def test_with_a_server_lookups_are_not_answered_from_memory(rig, kept_server):
+    one, keys = rig(metadata_url=kept_server.url, lease_seconds=LEASE_SECONDS), chain("a", 2)
     assert all(one.put(keys))
     assert not one.storage.answers_from_memory("lookup")
 
@@ -331,13 +331,16 @@ def test_a_file_that_was_removed_is_made_anew(mine, monkeypatch):
 @pytest.mark.parametrize("first", ["local", "remote"])
 @pytest.mark.parametrize("second", ["local", "remote"])
 def test_a_directory_that_was_emptied_has_another_file_for_another_map(
-    rig, server, tmp_path, monkeypatch, first, second
+    rig, kept_server, tmp_path, monkeypatch, first, second
 ):
     """Two maps of one file give out its slots twice: acknowledged pages would be overwritten."""
     from hicache_backends.hf3fs.slots import files
 
     monkeypatch.setattr(files, "POLL_SECONDS", 0.0)
-    options = {"local": {}, "remote": {"metadata_url": server.url, "lease_seconds": LEASE_SECONDS}}
+    options = {
+        "local": {},
+        "remote": {"metadata_url": kept_server.url, "lease_seconds": LEASE_SECONDS},
+    }
     a, before, store = rig(**options[first]), chain("a", 5), tmp_path / "store"
     assert all(a.put(before))
     for path in store.iterdir():
@@ -350,8 +353,8 @@ def test_a_directory_that_was_emptied_has_another_file_for_another_map(
     b.expect(others)
 
 
-def test_maps_with_and_without_a_server_have_files_of_their_own(rig, server):
-    remote, local = rig(metadata_url=server.url, lease_seconds=LEASE_SECONDS), rig()
+def test_maps_with_and_without_a_server_have_files_of_their_own(rig, kept_server):
+    remote, local = rig(metadata_url=kept_server.url, lease_seconds=LEASE_SECONDS), rig()
     keys, others = chain("a", 20), chain("b", 20)
     assert all(remote.put(keys))
     assert all(local.put(others))
@@ -511,8 +514,11 @@ def test_a_server_that_takes_no_changes_is_no_store_for_sets(rig, server):
     one.expect(keys)
 
 
-def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, server):
-    with closing(Forward(server.port)) as one_way, closing(Forward(server.port)) as other_way:
+def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, kept_server):
+    with (
+        closing(Forward(kept_server.port)) as one_way,
+        closing(Forward(kept_server.port)) as other_way,
+    ):
         one = rig(metadata_url=f"{one_way.url},{other_way.url}", lease_seconds=1.0)
         keys = chain("a", 8)
         assert all(one.put(keys))
