@@ -1,4 +1,4 @@
-"""One rank of several processes, run by `test_ranks`: `python rank.py SCENARIOS RANK FOLDER JSON`.
+"""Ranks, each a process, run by `test_ranks`: `python rank.py SCENARIOS FOLDER JSON`.
 
 Ranks take the same decisions from `common`, and meet presence, faults and host pressure of their
 own. What a rank was told is written to FOLDER/SCENARIO.RANK.json; the test compares.
@@ -293,16 +293,28 @@ def refused(ask):
 
 
 def main(kinds):
-    """Run scenarios one after the other, each on a rank of one of these kinds."""
-    names, rank, folder, settings = (
-        sys.argv[1].split(","),
-        int(sys.argv[2]),
-        Path(sys.argv[3]),
-        json.loads(sys.argv[4]),
-    )
-    # A rank that hangs says where, in all of its threads.
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    """Run scenarios one after the other, each on a rank of one of these kinds.
+
+    Ranks are forks of this process, which has imported everything; each writes to a log of its own.
+    """
+    names, folder = sys.argv[1].split(","), Path(sys.argv[2])
+    settings = json.loads(sys.argv[3])
     world = settings.get("tp", 1) * settings.get("cp", 1) * settings.get("pp", 1)
+    for rank in range(world):
+        if not os.fork():
+            with (folder / f"{rank}.log").open("w") as log:
+                for stream in (1, 2):
+                    os.dup2(log.fileno(), stream)
+            play(kinds, names, rank, world, folder, settings)
+            return
+    statuses = [os.wait()[1] for _ in range(world)]
+    sys.exit(any(statuses))
+
+
+def play(kinds, names, rank, world, folder, settings):
+    """Be a rank."""
+    # One that hangs says where, in all of its threads.
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meet",

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,27 +29,21 @@ def run(scenarios, folder, *, gone=(), **settings):
     is its own."""
     world = settings.get("tp", 1) * settings.get("cp", 1) * settings.get("pp", 1)
     command = [sys.executable, "-W", "error", "-m", "tests.hybrid.rank", ",".join(scenarios)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), json.dumps(settings)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=SECONDS + 40)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    said = "".join(
-        f"\nrank {rank}, ended with {process.returncode}:\n{output[-4000:]}"
-        for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True))
+    process = subprocess.Popen(
+        [*command, str(folder), json.dumps(settings)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        process_group=0,
     )
-    assert not any(process.returncode for process in ranks), said
+    try:
+        status = process.wait(timeout=SECONDS + 40)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    said = "".join(
+        f"\nrank {log.stem}:\n{log.read_text()[-4000:]}" for log in sorted(folder.glob("*.log"))
+    )
+    assert not status, said
     return {
         name: _agreed(folder, name, [rank for rank in range(world) if rank not in gone])
         for name in scenarios
