@@ -59,9 +59,11 @@ def test_a_known_fault_is_found_by_its_rule(tmp_path, interface, driver):
     assert run.ran.status == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("interface", "driver"),
-    # That the bridges are not blamed either is for `make judged` to find.
+    # That the bridges are not blamed either is for `make judged` to find. In CI the cases that hold of a driver with
+    # a fault say it.
     [("vllm-tier", "sample_tier:SampleTier"), ("lmcache-l2", "sample_adapter:SampleAdapter")],
     ids=lambda text: text.replace(":", "-"),
 )
