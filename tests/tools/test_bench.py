@@ -21,7 +21,7 @@ from hicache_storage.tools.bench.settings import (
     Sweep,
 )
 from hicache_storage.tools.bench.sweep import run_sweep
-from tests.support.commands import run_hicache
+from tests.support.commands import run_here, run_hicache
 from tests.tools.conftest import FAULTY
 
 pytestmark = pytest.mark.slow(seconds=60)
@@ -197,8 +197,8 @@ def test_the_command(tmp_path):
     assert "checksums verified" in done.stdout
     assert len(Report.read(tmp_path / "r.json").measurements) == 6
     assert not stored_pages(tmp_path / "other")
-    compared = bench("--compare", result, result)
-    assert compared.returncode == 0, compared.stderr
+    compared = run_here("bench", "--compare", result, result)
+    assert compared.exit_code == 0, compared.stderr
     assert "1.00 (" in compared.stdout
 
 
@@ -215,6 +215,6 @@ def test_the_command(tmp_path):
     ],
 )
 def test_bad_arguments(arguments, said):
-    done = bench(*arguments)
-    assert done.returncode == 2
+    done = run_here("bench", *arguments)
+    assert done.exit_code == 2
     assert said in done.stderr

@@ -10,7 +10,7 @@ import pytest
 from hicache_storage.tools.doctor import DoctorTarget, Status, engine_command, lmcache, vllm
 from hicache_storage.tools.doctor.engine_command import EngineCommand
 from hicache_storage.tools.doctor.plan import planned, with_engines_driver
-from tests.support.commands import run_hicache
+from tests.support.commands import run_here, run_hicache
 
 
 @pytest.fixture(autouse=True)
@@ -304,6 +304,6 @@ def test_the_command_in_front_of_an_engines_own(tmp_path):
     ],
 )
 def test_arguments_that_do_not_go_together(arguments, said):
-    done = run_hicache("doctor", *arguments)
-    assert done.returncode == 2
+    done = run_here("doctor", *arguments)
+    assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())

@@ -9,7 +9,7 @@ import pytest
 
 from hicache_storage.tools.doctor import DoctorTarget, Status, examine
 from hicache_storage.tools.doctor.round_trip import check_round_trip
-from tests.support.commands import run_hicache
+from tests.support.commands import run_here, run_hicache
 from tests.tools.conftest import FAULTY
 
 pytestmark = pytest.mark.slow(seconds=46)
@@ -187,4 +187,4 @@ def test_the_command_on_a_broken_plugin(site):
     [["-c", "path=/tmp"], ["file", "-c", "path"], ["--nonsense"]],
 )
 def test_bad_arguments(arguments):
-    assert doctor(*arguments).returncode == 2
+    assert run_here("doctor", *arguments).exit_code == 2
