@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -61,7 +61,7 @@ class AddressedPages(PageAccess):
         # others.
         if is_on_device(pool) or not in_host_memory(ranges):
             raise NoAddressesError("the addresses of its pages are not host memory")
-        self._span = _Span.over(addresses, max(components))
+        self._span = _span_over(addresses, max(components))
         self.geometry = _with_heads(self.geometry, pool, addresses[: len(components)])
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
@@ -87,9 +87,9 @@ class AddressedPages(PageAccess):
         # A local reference: another thread may replace the attribute between the check and the
         # slicing.
         span = self._span
-        if not span.covers(addresses):
-            self._span = span = _Span.over(addresses, max(components))
-        start, view = span.start, span.view
+        if min(addresses) < span.start or max(addresses) > span.last:
+            self._span = span = _span_over(addresses, max(components))
+        start, _, view = span
         views = [
             view[at - start : at - start + length]
             for at, length in zip(addresses, lengths, strict=True)
@@ -174,22 +174,17 @@ def _is_split_alike(
     ]
 
 
-class _Span:
+class _Span(NamedTuple):
     """One view from the lowest to the highest address in use.
 
     Slicing it is twice as fast as a view for each address.
     """
 
-    __slots__ = ("_last", "start", "view")
+    start: int
+    last: int
+    view: memoryview
 
-    def __init__(self, start: int, last: int, size: int) -> None:
-        self.start = start
-        self._last = last
-        self.view = span_view(start, last - start + size)
 
-    @classmethod
-    def over(cls, addresses: Sequence[int], size: int) -> _Span:
-        return cls(min(addresses), max(addresses), size)
-
-    def covers(self, addresses: Sequence[int]) -> bool:
-        return self.start <= min(addresses) and max(addresses) <= self._last
+def _span_over(addresses: Sequence[int], size: int) -> _Span:
+    start, last = min(addresses), max(addresses)
+    return _Span(start, last, span_view(start, last - start + size))
