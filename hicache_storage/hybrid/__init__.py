@@ -8,7 +8,6 @@ from hicache_storage.hybrid.hashing import namespace_seed, page_hashes
 from hicache_storage.hybrid.policies import (
     PrefetchPolicy,
     PrefetchRules,
-    PrefetchTimeout,
     WritePolicy,
 )
 from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolEntry
@@ -45,7 +44,6 @@ __all__ = [
     "PrefetchOperation",
     "PrefetchPolicy",
     "PrefetchRules",
-    "PrefetchTimeout",
     "RankGroup",
     "RankGroupError",
     "SingleRank",

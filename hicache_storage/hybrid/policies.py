@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from hicache_storage.spec import ConfigError
@@ -47,34 +47,6 @@ class PrefetchPolicy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchTimeout:
-    """Time limit of `PrefetchPolicy.TIMEOUT`, counted from `prefetch`.
-
-    Raises:
-        ConfigError: a time is negative.
-    """
-
-    # SGLang's defaults; so are the threshold of 256 tokens and the half of the host in
-    # `PrefetchRules`.
-    base_seconds: float = 1.0
-    seconds_per_1024_tokens: float = 0.25
-    maximum_seconds: float = 30.0
-    """Limit of the sum of both, however long the prefetch is."""
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            # Not `< 0`, which is false for NaN.
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-
-    def seconds(self, tokens: int) -> float:
-        """Return the limit, in seconds, of a prefetch of so many tokens."""
-        return min(
-            self.maximum_seconds, self.base_seconds + self.seconds_per_1024_tokens * tokens / 1024
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchRules:
     """Rules by which prefetches are started and requests stop waiting for them.
 
@@ -82,8 +54,14 @@ class PrefetchRules:
         ConfigError: a value is out of range.
     """
 
+    # SGLang's defaults.
     policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    timeout: PrefetchTimeout = field(default_factory=PrefetchTimeout)
+    base_seconds: float = 1.0
+    """`PrefetchPolicy.TIMEOUT`: its time, counted from the start of a prefetch."""
+    seconds_per_1024_tokens: float = 0.25
+    """More time for each 1,024 tokens."""
+    maximum_seconds: float = 30.0
+    """Limit of the sum of both, however long the prefetch is."""
     threshold_tokens: int = 256
     """Minimum length of a prefetch; fewer tokens are computed."""
     occupancy: float = 0.5
@@ -91,8 +69,11 @@ class PrefetchRules:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", PrefetchPolicy(self.policy))
-        if self.threshold_tokens < 0:
-            raise ConfigError(f"threshold_tokens must not be negative, got {self.threshold_tokens}")
+        times = ("base_seconds", "seconds_per_1024_tokens", "maximum_seconds")
+        for name in (*times, "threshold_tokens"):
+            # Not `< 0`, which is false for NaN.
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 < self.occupancy <= 1:
             raise ConfigError(f"occupancy must be in (0, 1], got {self.occupancy}")
 
@@ -120,4 +101,5 @@ class PrefetchRules:
             case PrefetchPolicy.WAIT_COMPLETE:
                 return False
             case PrefetchPolicy.TIMEOUT:
-                return elapsed_seconds >= self.timeout.seconds(tokens)
+                grown = self.base_seconds + self.seconds_per_1024_tokens * tokens / 1024
+                return elapsed_seconds >= min(self.maximum_seconds, grown)

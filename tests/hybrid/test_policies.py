@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules, PrefetchTimeout, WritePolicy
+from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules, WritePolicy
 from hicache_storage.spec import ConfigError
 
 BEST, COMPLETE, TIMEOUT = (
@@ -33,7 +33,9 @@ def test_when_pages_are_written(policy, on_hits, on_eviction):
     [(0, 1.0), (1024, 1.25), (512, 1.125), (4096, 2.0), (2**20, 3.0), (10_240, 3.0), (8192, 3.0)],
 )
 def test_the_timeout_grows_to_its_maximum(tokens, seconds):
-    assert PrefetchTimeout(maximum_seconds=3.0).seconds(tokens) == seconds
+    rules = PrefetchRules(policy=TIMEOUT, maximum_seconds=3.0)
+    assert rules.stops_waiting(seconds, tokens)
+    assert not rules.stops_waiting(seconds - 1e-6, tokens)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +91,9 @@ def test_how_much_is_fetched_at_a_time(occupied, size, occupancy, admitted):
         (lambda: PrefetchRules(threshold_tokens=-1), "threshold_tokens"),
         (lambda: PrefetchRules(occupancy=0.0), "occupancy"),
         (lambda: PrefetchRules(occupancy=1.5), "occupancy"),
-        (lambda: PrefetchTimeout(base_seconds=-1), "base_seconds"),
-        (lambda: PrefetchTimeout(maximum_seconds=float("nan")), "maximum_seconds"),
-        (lambda: PrefetchTimeout(seconds_per_1024_tokens=-0.1), "seconds_per_1024_tokens"),
+        (lambda: PrefetchRules(base_seconds=-1), "base_seconds"),
+        (lambda: PrefetchRules(maximum_seconds=float("nan")), "maximum_seconds"),
+        (lambda: PrefetchRules(seconds_per_1024_tokens=-0.1), "seconds_per_1024_tokens"),
     ],
 )
 def test_values_out_of_range_are_named(make, name):

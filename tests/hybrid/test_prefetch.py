@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hicache_storage.hybrid import PrefetchRules, PrefetchTimeout
+from hicache_storage.hybrid import PrefetchRules
 from hicache_storage.hybrid.storage_io.prefetch_jobs import ReadStep, plan_reads
 from hicache_storage.spec import PoolTransferResult, seconds_since_asked
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, hashes
@@ -127,10 +127,7 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
     peer)."""
     store.fill(8, ends=(8,))
     storage, hang = store.open(), gate("read")
-    rules = PrefetchRules(
-        **{**WAIT, "policy": policy},
-        timeout=PrefetchTimeout(base_seconds=0, seconds_per_1024_tokens=0),
-    )
+    rules = PrefetchRules(**{**WAIT, "policy": policy}, base_seconds=0, seconds_per_1024_tokens=0)
     stack = make_stack(prefetch=rules)
     stack.controller.attach(storage)
     operation = stack.controller.prefetcher.begin("r", hashes(8))
