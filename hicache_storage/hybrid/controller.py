@@ -161,8 +161,6 @@ class HybridCacheController:
 
         A collective while there are any.
         """
-        # Here, because it is called once in every step.
-        self.group.release()
         return self._writes.completed()
 
     def load(
@@ -198,7 +196,7 @@ class HybridCacheController:
             device = self._allocate(self.group.device, host, into)
         finally:
             if device is None:
-                operation.drop()
+                operation.is_queued = False
         if device is None:
             self._counter.count(loads_without_room=1)
             return None
@@ -328,7 +326,7 @@ class HybridCacheController:
             given = {PoolName.MAMBA: states}
         fits, _ = tier.make_room(needs, self.rank_group)
         taken = tier.alloc(needs) if fits else None
-        return None if taken is None else self.group.span(taken | given, like.endpoints)
+        return None if taken is None else self.group.span(given | taken, like.endpoints)
 
     def _check_given(self, host: HybridIndices, states: torch.Tensor) -> None:
         wanted = host.states.numel()

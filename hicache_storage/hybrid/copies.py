@@ -22,27 +22,18 @@ CopyT = TypeVar("CopyT", bound=Acknowledgement)
 class CacheOperation:
     """A span to be copied in one direction, all pools.
 
-    Its host pages stay reserved until the copy has ended.
+    Its host pages stay reserved until it is launched; after that the copies' fences keep them.
     """
 
     host: HybridIndices
     node_ids: Sequence[int]
     """Ids of the cache nodes that it copies; returned when the copy has ended."""
     device: HybridIndices = field(default_factory=HybridIndices)
-    copy: Acknowledgement | None = None
-    """The copy, once it is launched."""
+    is_queued: bool = True
 
     def query(self) -> bool:
-        """Return whether the copy was launched and has ended; does not block.
-
-        Raises:
-            StreamFailedError: the copy failed.
-        """
-        return self.copy is not None and self.copy.done()
-
-    def drop(self) -> None:
-        """End the operation without a copy."""
-        self.copy = Acknowledgement(())
+        """Return whether the operation was launched or dropped."""
+        return not self.is_queued
 
 
 class CopyQueue(Generic[CopyT]):
@@ -88,12 +79,9 @@ class CopyQueue(Generic[CopyT]):
                 pages[name] = Indices(device, host)
         try:
             copy = self._copy(pages)
-        except BaseException:
+        finally:
             for operation in operations:
-                operation.drop()
-            raise
-        for operation in operations:
-            operation.copy = copy
+                operation.is_queued = False
         nodes = [node for operation in operations for node in operation.node_ids]
         self.running.append((copy, nodes))
         return spans[0].tokens
@@ -125,6 +113,6 @@ class CopyQueue(Generic[CopyT]):
     def reset(self) -> None:
         """Drop all operations; the host pages of running ones stay reserved until they end."""
         for operation in self.queued:
-            operation.drop()
+            operation.is_queued = False
         self.queued = []
         self.running = []

@@ -304,17 +304,6 @@ class HostPoolGroup:
         if last > pages:
             raise InvalidTransferError(f"a state has its endpoint at page {last} of {pages}")
 
-    def release(self) -> None:
-        """Release the pages of pools in the slots of KV whose copies have ended.
-
-        Other pools do so in `alloc`.
-        """
-        for entry in self.entries.values():
-            if entry.device_pool is None:
-                # Called for its effect: it drops the reservations of copies that have ended.
-                # Nothing is allocated from such a pool, so no other call does.
-                entry.host_slots.available_size()
-
 
 def _check(entry: PoolEntry, kv: PagedHostPool) -> None:
     ours = entry.host_pool

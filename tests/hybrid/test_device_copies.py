@@ -105,7 +105,9 @@ def test_a_state_is_loaded_into_the_slot_of_a_request(stack):
     own = stack.take("device", 0, ends=(1,)).states
     alone = HybridIndices(states=host.states, endpoints=(0,))
     node = stack.controller.load(host, [1])
+    free = stack.free("device")
     request = stack.controller.load(alone, [], into=own)
+    assert stack.free("device") == free, "nothing is taken for it"
     assert request.states.tolist() == own.tolist() != node.states.tolist()
     counter = stack.controller.start_loading()
     counter.synchronize()
