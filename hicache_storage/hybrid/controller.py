@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -108,12 +108,6 @@ class HybridCacheController:
         """Reads spans of pages from the storage to the host."""
         self.backups = StorageBackups(group, rank_group, self._counter, self._link)
         """Writes spans of host pages to the storage."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     # Device and host -----------------------------------------------------------------------------
 

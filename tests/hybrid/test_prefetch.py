@@ -141,11 +141,12 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
         assert finished(stack, operation).tokens == 8 * PAGE
 
 
+@pytest.mark.parametrize("call", [3, 4])
 def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
-    make_stack, store, gate, monkeypatch
+    make_stack, store, gate, monkeypatch, call
 ):
     """Calls of 4 pages end at checkpoints: a prefix that was saved is handed over, what is on its
-    way is not."""
+    way, pages or the next state, is not."""
     monkeypatch.setattr("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 4)
     keys = store.fill(12, ends=(3, 7, 12))
     storage, hang = store.open(), gate("read")
@@ -153,12 +154,12 @@ def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
     stack.controller.attach(storage)
     reads = []
 
-    def third_hangs(operation):
+    def one_hangs(operation):
         reads.append(operation)
-        if reads.count("read") == 3:
+        if reads.count("read") == call:
             hang(operation)
 
-    storage.before = third_hangs
+    storage.before = one_hangs
     operation = stack.controller.prefetcher.begin("r", hashes(12))
     eventually(lambda: operation.poll() or hang.hanging)
     result = stack.controller.prefetcher.terminate(operation)
