@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -287,6 +288,19 @@ clears(
 
 LEFT: list[Any] = []
 """What is kept for good."""
+
+
+def late_once(right, store):
+    right()
+    if not store.seen:
+        store.seen.add("late")
+        time.sleep(1.0)
+
+
+MAY_HANG = replace(IN_PROCESS, may_hang=True)
+right("OpensLate test_a_clear_that_hangs test_closing_a_hung_store", OBJECTS,
+    promises=MAY_HANG, registered=MAY_HANG, connect=late_once,
+)  # fmt: skip
 
 
 def opening(then):
