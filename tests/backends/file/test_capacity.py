@@ -246,7 +246,10 @@ def test_on_a_mount_a_directory_counts_until_it_is_to_be_evicted(room, monkeypat
     a = room(3)
     a.store.paths.asks_server = True
     fill(a, "a")
-    (a.bundles_path / f"aaaaaaaaaa-1-{BATCH_BYTES:x}-1-5.bundle").mkdir()
+    directory = a.bundles_path / f"aaaaaaaaaa-1-{BATCH_BYTES:x}-1-5.bundle"
+    directory.mkdir()
+    # Older than the pages: with another tick of the clock it would be the younger one.
+    os.utime(directory, (1, 1))
     for name in "bc":
         assert a.put(chain(name, 8)) == [True] * 8
     assert hits(a, "abc") == [8, 8, 8]
