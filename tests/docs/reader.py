@@ -220,7 +220,8 @@ def _furnished(home: Path) -> dict[str, str]:
         (scripts / name).write_text(f'#!/bin/sh\nexec "{scripts}/python" -P {code} "$@"\n')
         (scripts / name).chmod(0o755)
     (home / "venv" / "hicache.py").write_text(
-        "from hicache_storage.cli.main import main\n\nmain()\n"
+        # As pip writes it: `doctor` starts a process that imports this file again.
+        "from hicache_storage.cli.main import main\n\nif __name__ == '__main__':\n    main()\n"
     )
     # Everything that is needed is installed, the build backend included.
     return {
