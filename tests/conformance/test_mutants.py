@@ -105,13 +105,11 @@ def test_the_project_s_own_drivers_conform(reports, name):
 def test_without_a_way_to_damage_a_page_the_verdict_is_incomplete(reports):
     report = reports["Plain"]
     assert report["verdict"] == "incomplete"
-    assert {"GET-5", "GET-7", "EX-9", "SET-3"} <= {
-        rule["id"] for rule in report["rules"] if rule["outcome"] == "untested"
-    }
+    rules = {rule["id"]: rule for rule in report["rules"] if rule["outcome"] == "untested"}
     untested = {
         case["reason"]
-        for rule in report["rules"]
-        for case in rule["cases"]
+        for name in ("GET-5", "GET-7", "EX-9", "SET-3")
+        for case in rules[name]["cases"]
         if case["outcome"] == "untested"
     }
     assert untested

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from statistics import linear_regression
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Final, cast
 
 from hicache_conformance.harness.driver_calls import counted, require_steps
@@ -263,9 +264,10 @@ def _time_to_ask(sut: StorageUnderTest, keys: Sequence[str]) -> float:
 
 
 def forecast(taken: Mapping[int, float]) -> tuple[float, float]:
-    """Forecast the time of a call of all keys, by the power law that fits the largest calls best.
+    """Forecast the time of a call of all keys, by the power law of the largest calls.
 
-    The exponent is the slope of a line of least squares through the logarithms.
+    The exponent is the median of the slopes between the logarithms of neighbours: one call that a
+    busy machine has made slow does not decide.
 
     Args:
         taken: seconds by number of keys, ascending.
@@ -279,10 +281,11 @@ def forecast(taken: Mapping[int, float]) -> tuple[float, float]:
     exponent = 1.0
     # Times that do not even grow with the number of keys are those of a busy machine.
     if len(fitted) > 1 and sorted(fitted, key=lambda one: one[1]) == fitted:
-        sizes, times = zip(
-            *[(math.log(size), math.log(time)) for size, time in fitted], strict=True
-        )
-        exponent = max(1.0, linear_regression(sizes, times).slope)
+        slopes = [
+            math.log(later / earlier) / math.log(larger / smaller)
+            for (smaller, earlier), (larger, later) in pairwise(fitted)
+        ]
+        exponent = max(1.0, median(slopes))
     return seconds * (MANY_KEYS / count) ** exponent, exponent
 
 
