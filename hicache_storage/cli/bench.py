@@ -190,7 +190,6 @@ def _replay(
         plot,
         reference,
         replay,
-        size_text,
     )
 
     sizes = _sizes(pages or "4KiB")
@@ -198,6 +197,8 @@ def _replay(
         raise ValueError(f"--pages: with --trace one size, a multiple of {MIN_PAGE_BYTES} bytes")
     requests = Trace.read(path)
     capacities = capacities_of(requests, driver, sizes[0], capacity)
+    if plot_file is not None and capacities == [None]:
+        raise ValueError(f"driver {driver!r} has no capacity to plot hit rates by; leave --plot out")
     results = list[ReplayResult]()
     with _progress() as bar:
         for limit in capacities:

@@ -113,8 +113,10 @@ def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | N
     }
 
 
-def size_text(count: int) -> str:
-    """Format a number of bytes with a binary unit."""
+def size_text(count: int | None) -> str:
+    """Format a number of bytes with a binary unit; None is no limit."""
+    if count is None:
+        return "no limit"
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

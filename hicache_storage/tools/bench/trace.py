@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections import OrderedDict
+from contextlib import closing
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -32,7 +33,7 @@ from hicache_storage.spec import (
 from hicache_storage.tools.bench.client import PAGE_SIZE, WrongAnswerError, make_pool, open_storage
 from hicache_storage.tools.bench.preflight import InsufficientSpaceError
 from hicache_storage.tools.bench.settings import BATCH_PAGES, BenchWorkload, Candidate
-from hicache_storage.tools.options import directories, nearest_directory
+from hicache_storage.tools.options import directories, nearest_directory, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -97,8 +98,8 @@ class Trace:
             yield self.keys[start:end]
 
     @classmethod
-    def read(cls, path: Path, limit: int | None = None) -> Trace:
-        """Read a trace, or its first requests.
+    def read(cls, path: Path) -> Trace:
+        """Read a trace.
 
         A key is computed from a block and all blocks before it: the Bailian traces hash each block
         by itself, and a page is found with its whole prefix only.
@@ -123,8 +124,6 @@ class Trace:
                     key = hash((key, block)) & _POSITIVE
                     keys.append(key)
                 ends.append(len(keys))
-                if len(ends) - 1 == limit:
-                    break
         if not keys:
             raise ValueError(
                 f"{path} has no request with blocks; known are `hash_ids` (Mooncake, Bailian) and "
@@ -227,20 +226,19 @@ def replay(
     result = ReplayResult(candidate.label, capacity, trace.requests, len(trace.keys))
     # Keys of its own: pages of an earlier replay would be hits.
     prefix = secrets.token_hex(8)
-    storage = open_storage(Candidate(candidate.driver, options))
-    try:
-        caller = _Caller(storage, page_bytes, prefix)
-        started = time.perf_counter()
-        for number, keys in enumerate(trace):
-            caller.request(keys, result)
-            if not number % PROGRESS_REQUESTS:
-                progress(number / trace.requests)
-        result.seconds = time.perf_counter() - started
-    finally:
-        stored = np.unique(trace.keys).tolist()
-        for start in range(0, len(stored), DELETE_PAGES):
-            storage.delete([f"{prefix}{key:016x}" for key in stored[start : start + DELETE_PAGES]])
-        storage.close()
+    with closing(open_storage(Candidate(candidate.driver, options))) as storage:
+        try:
+            caller = _Caller(storage, page_bytes, prefix)
+            started = time.perf_counter()
+            for number, keys in enumerate(trace):
+                caller.request(keys, result)
+                if not number % PROGRESS_REQUESTS:
+                    progress(number / trace.requests)
+            result.seconds = time.perf_counter() - started
+        finally:
+            stored = [f"{prefix}{key:016x}" for key in np.unique(trace.keys).tolist()]
+            for start in range(0, len(stored), DELETE_PAGES):
+                storage.delete(stored[start : start + DELETE_PAGES])
     return result
 
 
@@ -319,14 +317,6 @@ class _Caller:
 
     def _transfer(self, half: int, names: list[str]) -> PoolTransfer:
         return PoolTransfer(PoolName.KV, self._slots[half][: len(names) * PAGE_SIZE], keys=names)
-
-
-def size_text(size: int | None) -> str:
-    """Format a number of bytes; None is no limit."""
-    if size is None:
-        return "no limit"
-    power = max(0, min(4, (size.bit_length() - 1) // 10))
-    return f"{size / (1 << 10 * power):.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def plot(results: Sequence[ReplayResult]) -> str:
