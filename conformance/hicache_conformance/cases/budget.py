@@ -60,10 +60,7 @@ class BudgetCases:
 
     @covers("EX-10", levels=Level.BUDGET)
     def test_one_question_for_all_pools(self, context: CaseContext) -> None:
-        """128 keys over three pools are answered right.
-
-        An `ObjectStorage` driver is asked once for all of them.
-        """
+        """128 keys over three pools are answered right, by one question to the driver."""
         sut, keys = _three_pools(context), context.keys(BATCH)
         _store_chain(sut, keys[:40])
         with counted(sut.storage) as calls:
@@ -90,11 +87,7 @@ class BudgetCases:
 
     @covers("EX-10", levels=Level.BUDGET, needs=["networked"])
     def test_one_round_trip(self, context: CaseContext, injector: FaultInjector) -> None:
-        """128 keys over three pools cost one wait for the server.
-
-        Where each page is a request, as many as the declared number of requests in flight makes
-        necessary, and one request for each page of a pool.
-        """
+        """128 keys over three pools cost one wait, or those of its requests in flight."""
         owner = cast("DriverTarget", self)
         if TcpProxyInjector.name not in owner.driver_setup().injectors():
             raise Inconclusive(
@@ -109,10 +102,7 @@ class BudgetCases:
 
     @covers("EX-10", levels=Level.BUDGET)
     def test_many_keys(self, context: CaseContext) -> None:
-        """250,000 keys in one call are answered right; 1,000, where each page is a request.
-
-        The time grows with their number and not with its square.
-        """
+        """250,000 keys in one call, or 1,000 requests: the time does not grow squared."""
         each = context.capabilities.requests_in_flight is not None
         many = MANY_REQUESTS if each else MANY_KEYS
         sut, keys = _three_pools(context), context.keys(many)
@@ -147,10 +137,7 @@ class BudgetCases:
 
     @covers("BU-2", levels=Level.BUDGET)
     def test_pages_are_not_staged(self, context: CaseContext) -> None:
-        """A set and a get of 128 pages of 256 KiB need memory for a quarter of them at most.
-
-        Beside what the store keeps, and once they have warmed up.
-        """
+        """A set and a get of 128 pages of 256 KiB need memory for a quarter at most."""
         if context.capabilities.networked:
             raise NotPromised("the driver is networked: its messages take memory of their own")
         limit = context.capabilities.max_page_bytes or PAGE_BYTES

@@ -40,11 +40,7 @@ class ClearingCases:
 
     @covers("LC-4", levels=Level.IDENTITY, needs=["clears"])
     def test_clear_removes_its_own(self, context: CaseContext) -> None:
-        """Every page of every registered pool is gone, and can be set anew.
-
-        Those that were looked up and read, too. A clear of nothing is one, and a clear that has
-        returned removes nothing any more.
-        """
+        """Cleared pages of every pool are gone, those that were read, too; sets stay."""
         sut, keys = context.storage(pools=kv_and_state()), context.keys(6)
         for _ in range(2):
             sut.call("clear", sut.storage.clear)
@@ -95,10 +91,7 @@ class ClearingCases:
 
     @covers("LC-4", levels=Level.IDENTITY, needs=["clears"])
     def test_clear_leaves_others_alone(self, context: CaseContext) -> None:
-        """Other models, tenants, ranks and salts keep their pages, those of equal bytes, too.
-
-        A storage without pools has nothing to clear.
-        """
+        """Other models, tenants, ranks and salts keep their pages, equal ones, too."""
         own = context.storage(context.identity(tp_size=2), pools=kv_and_state())
         keys, equal, words = context.keys(4), context.keys(1)[0], "a page of equal bytes"
         content = context.random.randbytes(own.memories[PoolName.KV].page_bytes)
@@ -172,20 +165,14 @@ class FailedClearCases:
 
     @covers("LC-7", "FT-4", levels=Level.FAULTS, needs=["clears"])
     def test_a_clear_that_is_refused(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While nothing works, clear() raises StorageUnavailableError, or has cleared.
-
-        Done again afterwards, it clears.
-        """
+        """A clear while nothing works, and another one afterwards."""
         sut, keys = serving_storage(context, injector, pages=4)
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         _clear_under(context, injector, sut, keys, plan)
 
     @covers("LC-7", "FT-3", "FT-4", levels=Level.FAULTS, needs=["clears"])
     def test_a_clear_that_hangs(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While the store hangs, clear() raises StorageTimeoutError in time, or has cleared.
-
-        Done again afterwards, it clears.
-        """
+        """A clear while the store hangs, and another one afterwards."""
         sut, keys = serving_storage(context, injector, pages=4, options=HURRIED)
         _clear_under(context, injector, sut, keys, _lost(injector, sut), hangs=True)
 

@@ -34,10 +34,7 @@ class ConcurrencyCases:
 
     @covers("CC-1")
     def test_many_threads(self, context: CaseContext) -> None:
-        """Eight threads set, read and look up the same few keys, and ask for counters.
-
-        Their history can be.
-        """
+        """Eight threads set, read and look up the same few keys, and ask for counters."""
         group, sut, keys = _group(context)
         # Counters are asked for at the same time, because an engine exports them from a thread of
         # its own; a driver that copies its tables without a lock raises here.
@@ -82,10 +79,7 @@ class ConcurrencyCases:
 
     @covers("CC-1", "GET-1", "ID-6")
     def test_pages_are_read_while_they_are_set(self, context: CaseContext) -> None:
-        """Two threads ask for each page while a third one sets it: it is whole, or not there.
-
-        What exists finds, a get delivers.
-        """
+        """Two threads ask for each page while a third one sets it."""
         sut = context.storage(pools={PoolName.KV: GuardedPool(pages=12)})
         keys, ended = context.keys(FRESH_PAGES), threading.Event()
         writer, *readers = context.clients(sut, 3)

@@ -78,10 +78,7 @@ class CorruptObjectCases:
     @covers("GET-5", "GET-3", "SET-6", "GET-1", corrupts=True)
     @pytest.mark.parametrize("place", [0, 3, 6])
     def test_each_page_of_a_batch_is_verified(self, context: CaseContext, place: int) -> None:
-        """A damaged page at the beginning, in the middle and at the end of a batch.
-
-        The pages around it are delivered, and a set over all of them stores all.
-        """
+        """A damaged page at the beginning, middle and end of a batch, read and set."""
         sut, keys = context.storage(), context.keys(7)
         sound = keys[:place] + keys[place + 1 :]
         sut.store(sound)
@@ -256,10 +253,7 @@ class BitRotCases:
     def test_stored_bytes_rot(
         self, context: CaseContext, injector: FaultInjector, decay: FileCorruption
     ) -> None:
-        """Stored pages rot: none is delivered wrong, none raises, and a set repairs them all.
-
-        None that was found damaged goes on existing.
-        """
+        """Stored pages rot below the driver; they are looked up, read twice and set."""
         sut, keys = serving_storage(context, injector, pages=PAGES)
         context.require_checksums(sut)
         sut = _damaged(context, injector, sut, keys, decay)

@@ -76,10 +76,7 @@ class DeadlineCases:
 
     @covers("FT-3", "FT-1", "FT-4", levels=Level.FAULTS)
     def test_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While the store hangs, exists, get and set end within the deadline and a second.
-
-        Afterwards the same storage serves.
-        """
+        """Calls while the store hangs end in time; afterwards the storage serves."""
         sut, keys = serving_storage(context, injector)
         plan = hang_plan(injector, sut)
         # An interface without deadlines has a patience of its own, that of the engine which calls
@@ -97,10 +94,7 @@ class DeadlineCases:
 
     @covers("FT-3", "LC-1", levels=Level.FAULTS)
     def test_opening_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """open() and health() of a store that hangs end within the deadline and a second.
-
-        The one with a HiCacheError, the other with ok=False.
-        """
+        """open() and health() of a store that hangs end in time, and say so."""
         plan = hang_plan(injector, serving_storage(context, injector, pages=1)[0])
         options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
         sut = context.unopened(options=options)
@@ -134,11 +128,7 @@ class DeadlineCases:
     def test_calls_of_a_hung_store_are_over(
         self, context: CaseContext, injector: FaultInjector, hung: str
     ) -> None:
-        """Calls end at their deadline, whatever it is, and have no effect after that.
-
-        One whose deadline has passed ends at once, an endless one at the storage's own, NaN is
-        misuse. Destinations and sources belong to the caller then, also when what hung goes on.
-        """
+        """Calls with all kinds of deadlines while the store hangs, and what they leave."""
         options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
         sut, keys = serving_storage(context, injector, pages=2, options=options)
         plan = hang_plan(injector, sut, *HUNG_SORTS[hung])
@@ -171,10 +161,7 @@ class DeadlineCases:
 
     @covers("FT-3", "FT-1", "FT-2", levels=Level.FAULTS)
     def test_unusual_deadlines_of_a_working_store(self, context: CaseContext) -> None:
-        """Without the SDK's deadline layer, the driver itself ends at once and raises nothing.
-
-        For any deadline but NaN.
-        """
+        """All kinds of deadlines without the SDK's deadline layer."""
         sut, keys = (
             context.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)),
             context.keys(2),
@@ -206,10 +193,7 @@ class DeadlineCases:
 
     @covers("LC-2", "FT-3", levels=Level.FAULTS)
     def test_closing_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """close() while calls hang ends in time, twice; calls after it say so.
-
-        When the store comes back, nothing is left.
-        """
+        """close() while calls hang, twice; when the store comes back, nothing is left."""
         # A first life that is not counted: it fills pools of connections and threads that a library
         # keeps for good.
         _life_under_hang(context, injector)
@@ -229,11 +213,7 @@ class DeadlineCases:
 
     @covers("FT-4", "FT-3", levels=Level.FAULTS, needs=["the injector network"])
     def test_half_open_connections(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Calls on connections that stay open and silent for good end, and the storage serves.
-
-        A call without a timeout of its own is answered by the deadline layer, and holds a thread
-        and a connection from then on.
-        """
+        """Calls on connections that stay open and silent for good."""
         sut, keys = serving_storage(context, injector, pages=4)
         # Each connection that is used meanwhile, because a store with one request for each page may
         # be asked by many before the get.

@@ -36,10 +36,7 @@ class DirectoryCases:
 
     @covers("FT-4", "SET-1", levels=Level.FAULTS, needs=[DIRECTORY])
     def test_a_store_that_is_deleted_and_made_again(self, context: CaseContext) -> None:
-        """The directory is emptied under an open storage, again and again.
-
-        What sets acknowledge after a while is there again.
-        """
+        """The directory is emptied under an open storage, which sets again."""
         config, home = context.apart()
         sut, keys = open_long_pages(context, config), context.keys(3)
         sut.store(keys)
@@ -51,10 +48,7 @@ class DirectoryCases:
 
     @covers("SET-1", "GET-1", "FT-4", levels=Level.FAULTS, needs=[DIRECTORY, "sharing>=process"])
     def test_a_store_that_is_deleted_and_opened_anew(self, context: CaseContext) -> None:
-        """The directory is emptied under an open storage, and another starts in it.
-
-        Neither loses a page to the other; of the other's they find the right ones or none.
-        """
+        """The directory is emptied under an open storage, and another starts in it."""
         config, home = context.apart()
         early = open_long_pages(context, config)
         early.store(context.keys(3))
@@ -77,10 +71,7 @@ class DirectoryCases:
 
     @covers("SET-1", "FT-1", levels=Level.FAULTS, needs=[DIRECTORY])
     def test_strangers_with_names_like_the_store_s_own(self, context: CaseContext) -> None:
-        """Empty files whose names are the store's own with other numbers: all pages stay.
-
-        For storages that were open before and for those that open later.
-        """
+        """Empty files whose names are the store's own with other numbers."""
         option = registry().get(context.driver).capacity_option
         config, home = context.apart()
         if option:

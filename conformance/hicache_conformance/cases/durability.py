@@ -50,18 +50,12 @@ class DurabilityCases:
 
     @covers("FT-5", levels=Level.DURABLE, needs=SURVIVING)
     def test_the_engine_is_killed_while_it_sets(self, context: CaseContext) -> None:
-        """Each restart finds every acknowledged page and no half one.
-
-        It sets what is missing, and is killed in turn.
-        """
+        """Each restart sets what is missing, and is killed in turn."""
         _kill_and_restart(context, {Call.SET: 8, Call.GET: 2, Call.EXISTS: 1})
 
     @covers("FT-5", levels=Level.DURABLE, needs=(*SURVIVING, "deletes"))
     def test_the_engine_is_killed_while_it_deletes(self, context: CaseContext) -> None:
-        """The same while pages are set and deleted again.
-
-        What was deleted does not come back, nor do others' bytes.
-        """
+        """The same while pages are set and deleted again."""
         _kill_and_restart(context, {Call.SET: 6, Call.GET: 2, Call.DELETE: 3})
 
     @covers("FT-5", levels=Level.DURABLE, needs=(*SURVIVING, "clears"))
@@ -100,10 +94,7 @@ class DurabilityCases:
 
     @covers("FT-5", "SET-1", levels=Level.DURABLE, needs=(*WITNESSED, "evicts", CAPACITY))
     def test_an_evictor_is_killed_at_a_step(self, context: CaseContext) -> None:
-        """Another process sets a page that a killed one may have evicted: acknowledged, it is there.
-
-        Its last look at the page was before the kill.
-        """
+        """A page that a killed process may have evicted is set by one that knew it."""
         _kill_removers(context, Call.SET, context.capped(capacity_of(REMOVED_PAGES)))
 
     @covers("FT-5", "SET-1", levels=Level.DURABLE, needs=(*WITNESSED, "deletes"))
@@ -118,10 +109,7 @@ class DurabilityCases:
 
     @covers("FT-5", levels=Level.DURABLE, needs=SURVIVING)
     def test_killed_writers_leave_no_litter(self, context: CaseContext) -> None:
-        """Processes killed in the middle of long writes, one after another.
-
-        Where a store is a directory, it does not grow by what they left.
-        """
+        """Processes killed in the middle of long writes, one after another."""
         group, random = ProcessGroup(context, LONG), context.chance("strikes")
         engine, sizes, payload = group.worker("engine0"), list[int](), 0
         for kill in range(LITTER_KILLS):

@@ -50,10 +50,7 @@ class EvictionCases:
 
     @covers("EV-1", "OB-1", levels=Level.FAULTS, needs=["evicts"])
     def test_capacity_is_kept(self, context: CaseContext) -> None:
-        """What can be read and what lies on the disk stays within the capacity and one batch.
-
-        However much is written.
-        """
+        """What can be read, and what lies on the disk, however much is written."""
         pages = 40
         config = context.capped(capacity_of(pages))
         sut, stored, occupied = open_capped(context, config), list[str](), 0
@@ -102,10 +99,7 @@ class EvictionCases:
 
     @covers("EV-1", levels=Level.FAULTS, needs=["evicts", "sharing>=process"])
     def test_models_with_similar_names(self, context: CaseContext) -> None:
-        """Making room for a model takes no page of one with a similar name.
-
-        Not while older pages of an unlike one stay.
-        """
+        """Room is made for a model, while there are older pages of an unlike one."""
         pages, config, base = 48, context.capped(capacity_of(48)), context.identity(model="b")
         # The oldest: a right driver that evicts other models' pages at all begins with these.
         unlike = open_capped(context, config, context.identity(model="quite/another"))
@@ -130,10 +124,7 @@ class EvictionCases:
 
     @covers("EV-2", "GET-1", levels=Level.FAULTS, needs=["evicts"])
     def test_pages_pushed_out_between_lookup_and_read(self, context: CaseContext) -> None:
-        """A reader that was told of pages gets their bytes or a miss.
-
-        Whatever was written in between.
-        """
+        """Pages that others push out between a lookup and a read."""
         config, identity = context.capped(capacity_of(24)), context.identity()
         reader = open_capped(context, config, identity)
         writer = open_capped(context, config, identity) if context.shares else reader
@@ -294,10 +285,7 @@ class EvictionProcessCases:
 
     @covers("EV-1", levels=Level.FAULTS, needs=["evicts", "sharing>=processes"])
     def test_leftovers_of_killed_writers(self, context: CaseContext) -> None:
-        """Files that killed writers have left are counted and removed.
-
-        A full store takes no more room than before, and holds as much.
-        """
+        """A store that is full before and after writers were killed holds as much."""
         pages, random = 24, context.chance("strikes")
         config = context.capped(capacity_of(pages))
         group = ProcessGroup(context, POOLS, config=config)
@@ -344,10 +332,7 @@ class EvictionProcessCases:
 
     @covers("EV-2", "CC-2", levels=Level.FAULTS, needs=["evicts", "sharing>=processes"])
     def test_processes_push_each_other_s_pages_out(self, context: CaseContext) -> None:
-        """Several processes look up, read and write in a store that is always full.
-
-        None of them reads what took a page's place.
-        """
+        """Several processes look up, read and write in a store that is always full."""
         group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(16)))
         keys, mix = group.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
         workers = [group.worker(name) for name in ("one", "two", "three")]
@@ -358,10 +343,7 @@ class EvictionProcessCases:
     @covers("EV-4", levels=Level.FAULTS, needs=["evicts", "sharing>=processes"])
     @pytest.mark.parametrize("clock", [YEAR_SECONDS, -YEAR_SECONDS], ids=["ahead", "behind"])
     def test_clocks_a_year_apart(self, context: CaseContext, clock: float) -> None:
-        """Two processes whose clocks are a year apart fill a store in turn: the oldest pages go.
-
-        Whichever of them set them.
-        """
+        """Two processes whose clocks are a year apart fill a store in turn."""
         pages = 24
         group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(pages)))
         here, there = group.worker("here"), group.worker("there", clock=clock)

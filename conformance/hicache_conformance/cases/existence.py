@@ -86,10 +86,7 @@ class ExistenceCases:
 
     @covers("EX-1", levels=[Level.CORE, Level.POOLS])
     def test_the_greatest_common_endpoint(self, context: CaseContext) -> None:
-        """The hit is the greatest common endpoint.
-
-        Here each pool's own greatest one is legal for no other.
-        """
+        """Pools whose own greatest endpoints are legal for no other pool."""
         library = _Library(context, [PoolName.KV, SIDE, OTHER], length=8)
         kv, state, index = 1, 2, 4
         # KV ends after 7 pages, the index after 5; a state was kept after 2, 6 and 8.
@@ -120,10 +117,7 @@ class ExistenceCases:
 
     @covers("EX-1", "EX-5", "EX-6")
     def test_the_form_of_a_hit(self, context: CaseContext) -> None:
-        """Numbers of pages are of type int, and endpoints come in a list, hit or miss.
-
-        An answer does not change with the calls that follow.
-        """
+        """Numbers and lists of an answer, which does not change with later calls."""
         # Without the layers, whose counters add up numbers of any type.
         sut, keys = context.storage(pools=_kv_and_side(), options=NO_LAYERS), context.keys(4)
         for pool in sut.memories:
@@ -158,10 +152,7 @@ class ExistenceCases:
 
     @covers("EX-7", "EX-6", levels=[Level.CORE, Level.POOLS])
     def test_unknown_pool(self, context: CaseContext) -> None:
-        """A pool that nobody registered, KV among them: the hit is 0, and so is its verdict.
-
-        Each other pool of the call has its own.
-        """
+        """A pool that nobody registered, KV among them, alone and beside others."""
         both, keys = context.stored(3, pools=_kv_and_side())
         alone = context.storage(pools={SIDE: GuardedPool(page_size=1)})
         both.store(keys[:2], SIDE)
@@ -256,10 +247,7 @@ class ExistenceCases:
 
     @covers("EX-11")
     def test_presence_of_each_key(self, context: CaseContext) -> None:
-        """Each page has its own answer, in any order, with holes and repeated keys.
-
-        What was missing, and is set then, is there; what is removed is not.
-        """
+        """Holes and repeated keys in any order; pages that are set and removed then."""
         sut, keys = context.storage(), context.keys(12)
         stored = context.random.sample(keys, 5)
         _check_presence(sut, keys, [])

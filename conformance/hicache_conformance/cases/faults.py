@@ -74,11 +74,7 @@ class FaultCases:
     def test_a_trouble_is_a_miss(
         self, context: CaseContext, injector: FaultInjector, named_fault: str
     ) -> None:
-        """Under each kind of fault no call raises, no page is wrong, and misses are counted.
-
-        There is no line of the log for each page, and afterwards all is well. While nothing works
-        at all, a single lookup and a single read count, and are told.
-        """
+        """Calls under each kind of fault, their counters and log lines, and afterwards."""
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][named_fault])
         outage = plan.faults == UNAVAILABLE[injector.name]
         sut, keys = serving_storage(context, injector)
@@ -107,10 +103,7 @@ class FaultCases:
 
     @covers("FT-1", "FT-4", "LC-1", levels=Level.FAULTS)
     def test_a_store_that_is_away(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Opened while nothing works, the storage serves when the store comes.
-
-        Until then open() raises a HiCacheError, and calls are misses.
-        """
+        """Opened while nothing works, the storage serves when the store comes."""
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         # Served once without faults, by another storage: otherwise a driver that never works here
         # would pass, since misses are legal.
@@ -124,10 +117,7 @@ class FaultCases:
 
     @covers("FT-4", levels=Level.FAULTS)
     def test_the_same_storage_recovers(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Several outages in a row, behind a circuit breaker.
-
-        After each, the same storage serves again and the breaker is closed.
-        """
+        """Several outages in a row, behind a circuit breaker."""
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector, options=IMPATIENT)
         # Twice: a breaker that has been half open and closed again must trip and recover as it did
@@ -147,10 +137,7 @@ class FaultCases:
     @covers("FT-6", "FT-4", levels=Level.FAULTS)
     @pytest.mark.parametrize("scarce", ["descriptors", "threads"])
     def test_the_process_is_at_its_limit(self, context: CaseContext, scarce: str) -> None:
-        """Misses while the process may open or start nothing more; later the same storage serves.
-
-        Storages that are opened meanwhile leave nothing behind.
-        """
+        """Calls and new storages while the process may open or start nothing more."""
         sut, keys = context.stored(6, options=UNGUARDED)
         here, (limit, error) = DriverMethodInjector(), _LIMITS[scarce]
         fault = Fault(kind=FaultKind.ERROR, error=error, operations=(scarce,))
@@ -179,10 +166,7 @@ class FaultCases:
     def test_a_store_that_takes_nothing(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """While sets fail for want of room or permission, pages are found, and health() tells.
-
-        By a storage that opens meanwhile, too. Afterwards sets work again.
-        """
+        """Sets fail for want of room or permission: pages are found, health() tells."""
         sut, keys = serving_storage(context, injector, options=IMPATIENT)
         for fault in REFUSALS[injector.name]:
             plan, refused = FaultPlan(injector.name, (fault,)), 0
@@ -247,10 +231,7 @@ class FaultCases:
 
     @covers("SET-6", "GET-3", "FT-6", levels=Level.FAULTS)
     def test_one_page_fails(self, context: CaseContext, injector: FaultInjector) -> None:
-        """One page of a batch cannot be moved: the others are stored and delivered.
-
-        Each answer stands in its own place.
-        """
+        """One page of a batch cannot be moved: the others are stored and delivered."""
         sut, keys = serving_storage(context, injector)
         # Drawn, because answers that shift behind a failed page show only where pages follow it.
         number = context.chance("which page").randrange(len(keys))
@@ -282,10 +263,7 @@ class FaultCases:
     def test_one_fault_beside_calls_that_succeed(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """One request fails while eight calls in other threads are served.
-
-        It is one fault, after which the storage serves on.
-        """
+        """One request fails while eight calls in other threads are served."""
         sut, keys = serving_storage(context, injector, pages=4, options=StorageOptions())
         # Slow writes let all nine calls overlap. A breaker that counts one failure beside eight
         # successes as an outage opens here.

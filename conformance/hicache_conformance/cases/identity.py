@@ -180,10 +180,7 @@ class IdentityCases:
 
     @covers("ID-2", levels=Level.IDENTITY, needs=["sharing>=process"], probes=True)
     def test_equal_identities_share(self, context: CaseContext) -> None:
-        """Two storages of one process: what one sets, the other finds and reads.
-
-        And the other way round, also what it has missed before.
-        """
+        """Two storages of one process, one after the other as writer and reader."""
         one = context.storage(context.identity(**BASE), pools=kv_and_state())
         two = context.storage(replace(one.identity), pools=kv_and_state())
         for writer, reader in ((one, two), (two, one)):
@@ -235,10 +232,7 @@ class IdentityCases:
 
     @covers("ID-3", levels=BOTH, needs=["sharing>=process"], probes=True)
     def test_all_ranks_read_the_writer_s_pages(self, context: CaseContext) -> None:
-        """Pages set by rank 0 are found by every rank.
-
-        A set by another rank then answers True and changes nothing.
-        """
+        """Pages set by rank 0 are found by every rank, whose sets change nothing."""
         ranks = _ranks(context, 4)
         keys = context.keys(4)
         ranks[0].store(keys[:3])

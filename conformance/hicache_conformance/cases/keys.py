@@ -44,10 +44,7 @@ class KeyCases:
 
     @covers("ID-5", "ID-6", levels=Level.IDENTITY)
     def test_every_key_is_its_own(self, context: CaseContext) -> None:
-        """Each odd key is absent for exists and get until it is set, and there for both then.
-
-        In the end, each has its own bytes.
-        """
+        """Each odd key is absent until it is set; in the end each has its own bytes."""
         sut, keys = context.storage(), [*KEYS, *_long_keys(context)]
         for key in keys:
             shown = f"key {key!r:.100} was set, and"
@@ -103,10 +100,7 @@ class KeyCases:
 
     @covers("ID-6", "GET-1", levels=Level.IDENTITY)
     def test_the_next_call_has_the_same_list_and_tensor(self, context: CaseContext) -> None:
-        """A caller writes its keys and indices where those of the call before were.
-
-        Each page is read twice into the same host page, which is overwritten in between.
-        """
+        """A caller writes keys and indices where those of the call before were."""
         sut, keys = context.storage(), context.keys(16)
         memory, chain = sut.memories[PoolName.KV], keys[:4]
         slots = slots_of(range(4), memory.page_size)

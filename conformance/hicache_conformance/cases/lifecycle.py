@@ -50,10 +50,7 @@ class LifecycleCases:
 
     @covers("LC-1")
     def test_import_and_construct(self, context: CaseContext) -> None:
-        """In a fresh process: no engine, no GPU, no connection, no signal handler.
-
-        Nothing is written, and no logging is set up.
-        """
+        """Imported and constructed in a fresh process."""
         before = sorted(context.tmp.rglob("*"))
         found = probe(context.driver, context.config)
         check(not found, "LC-1", f"importing and constructing the driver {found}")
@@ -65,10 +62,7 @@ class LifecycleCases:
 
     @covers("LC-1")
     def test_the_first_call_connects(self, context: CaseContext) -> None:
-        """Without open(), the first call finds its own way.
-
-        open() after that, and twice, does no harm.
-        """
+        """Without open(), the first call finds its own way; open() after it is harmless."""
         sut, keys = context.unopened(), context.keys(3)
         sut.store(keys)
         for _ in range(2):
@@ -180,10 +174,7 @@ class LifecycleCases:
 
     @covers("LC-2")
     def test_close_during_calls(self, context: CaseContext) -> None:
-        """close() ends while eight threads call.
-
-        Each thread gets answers and then StorageClosedError.
-        """
+        """close() while eight threads call, which get answers until then."""
         sut, keys = context.stored(8, pools={PoolName.KV: GuardedPool(pages=128)})
         busy = threading.Semaphore(0)
         clients = context.clients(sut, 8)
@@ -216,10 +207,7 @@ class LifecycleCases:
 
     @covers("LC-5")
     def test_a_forked_child(self, context: CaseContext) -> None:
-        """A child that was forked from an opened storage gets an error that says why, or its pages.
-
-        Its parent goes on.
-        """
+        """A child gets a clear error or its parent's pages, and the parent goes on."""
         sut, keys = context.stored(4)
         sut.expect(keys)
         told = ask_in_child(sut, keys)
@@ -231,10 +219,7 @@ class LifecycleCases:
 
     @covers("LC-5")
     def test_children_forked_during_calls(self, context: CaseContext) -> None:
-        """Children that are forked while threads call get a clear error or a storage that works.
-
-        They never hang.
-        """
+        """Children are forked while threads call."""
         sut, keys = (
             context.storage(pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)}),
             context.keys(4),

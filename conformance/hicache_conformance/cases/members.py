@@ -71,10 +71,7 @@ class MemberCases:
     def test_one_of_several_stores(
         self, context: CaseContext, members: MemberInjector, outage: str
     ) -> None:
-        """One store after the other is killed, stopped or cut off, under reads and sets.
-
-        Pages of the others are delivered, and what was acknowledged meanwhile is kept.
-        """
+        """One store after the other is killed, stopped or cut off, under calls."""
         load, kind = _Load(context, members), OUTAGES[outage]
         if kind is FaultKind.HANG and may_wait(load.storage):
             raise NotPromised("a get may wait for a store that is stopped (hung_reads)")

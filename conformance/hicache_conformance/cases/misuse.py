@@ -197,10 +197,7 @@ class MisuseCases:
 
     @covers("FT-2", "FT-4")
     def test_misuse_is_no_fault_of_the_store(self, context: CaseContext) -> None:
-        """Refused calls, as many as would open a circuit breaker, count as no fault.
-
-        Calls of others are served.
-        """
+        """Refused calls, as many as would open a circuit breaker, count as no fault."""
         sut, keys = context.stored(3, options=StorageOptions())
         before = sut.call("get_stats", sut.storage.get_stats).faults
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
@@ -232,10 +229,7 @@ class MisuseCases:
 
     @covers("FT-2")
     def test_undeclared_operations(self, context: CaseContext) -> None:
-        """delete() and clear() work where they are declared.
-
-        Elsewhere they raise UnsupportedOperationError.
-        """
+        """delete() and clear(), where they are declared and elsewhere."""
         sut, keys = context.storage(), context.keys(1)
         for name, declared, ask in (
             ("delete", context.capabilities.deletes, lambda: sut.storage.delete(keys)),

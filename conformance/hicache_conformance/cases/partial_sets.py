@@ -63,10 +63,7 @@ class AppliedCases:
     def test_requests_that_took_effect_and_failed(
         self, context: CaseContext, injector: FaultInjector, error: str
     ) -> None:
-        """What sets acknowledge under a struck request is found by all, then and later.
-
-        Each request of a set is struck in turn; storages that open later find it, too.
-        """
+        """Each request of a set in turn takes effect and fails."""
         writer, keys = serving_storage(context, injector, pages=2)
         # A second storage, because the writer itself may answer from what it remembers of its own
         # set: only another one shows what the store holds.
@@ -104,10 +101,7 @@ class AppliedCases:
 
     @covers("SET-1", "FT-4", "GET-1", levels=Level.FAULTS, needs=["sharing>=process"])
     def test_sets_are_interrupted(self, context: CaseContext) -> None:
-        """A KeyboardInterrupt after each step of a set: what later sets acknowledge is there.
-
-        As of Ctrl-C, of a handler that raises, or of a test's time limit.
-        """
+        """A KeyboardInterrupt after each step of a set, as of Ctrl-C or a time limit."""
         writer = context.storage(options=NO_LAYERS)
         reader, steps = context.storage(writer.identity), CallSteps(writer.storage, _interrupt)
         counts = list[int]()
@@ -203,10 +197,7 @@ class StallCases:
     def test_a_clear_in_the_middle_of_a_set(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """One storage is held up in a set, another one clears and sets.
-
-        The late writer spoils no page of the other one.
-        """
+        """One storage is held up in a set; another one clears and sets."""
         met = [
             _meet(context, injector, config, plan, lambda other, _: other.clear())
             for config in _configs(context)
@@ -216,10 +207,7 @@ class StallCases:
 
     @covers("SET-1", "GET-1", "EV-2", levels=Level.FAULTS)
     def test_a_writer_that_is_held_up(self, context: CaseContext, injector: FaultInjector) -> None:
-        """A storage is held up in a set for longer than a lease, while another deletes and sets.
-
-        The other one's pages stay right.
-        """
+        """A set is held up for longer than a lease, while another deletes and sets."""
         after = LEASE_SECONDS.get(injector.name, BRIEF_SECONDS)
         plans, config = _held_up(injector), _configs(context)[-1]
         # Leases take their time, so that only some requests are tried, other ones with another

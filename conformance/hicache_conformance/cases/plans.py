@@ -61,10 +61,7 @@ class PlanCases:
 
     @covers("GET-1", "SET-1", "FT-1", "FT-3", "FT-4", "FT-6", levels=Level.FAULTS)
     def test_random_faults(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Random faults under random calls: each hit is right, and nothing raises.
-
-        What was acknowledged outlives the faults that did not destroy it.
-        """
+        """Random faults under random calls, and what was acknowledged afterwards."""
         search = _Search(context, injector)
         plans = fault_plans(
             injector.name,

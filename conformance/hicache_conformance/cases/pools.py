@@ -48,10 +48,7 @@ class PoolCases:
 
     @covers("GET-3", levels=Level.POOLS)
     def test_each_pool_has_its_own_holes(self, context: CaseContext) -> None:
-        """Random holes in each pool and each of several transfers.
-
-        Every answer stands in its place.
-        """
+        """Random holes in each pool and each of several transfers."""
         sut = context.storage(pools=_four_pools())
         pools, keys = list(sut.memories), context.keys(12)
         stored = {pool: set(context.random.sample(keys, 6)) for pool in pools}
@@ -282,10 +279,7 @@ class HostPoolCases:
 
     @covers("GET-2", "FT-1")
     def test_a_pool_that_fails(self, context: CaseContext) -> None:
-        """An engine's pool that raises while pages are taken from it or put into it: misses.
-
-        The storage serves again when the pool works.
-        """
+        """An engine's pool that raises while pages are taken from it or put into it."""
         memory = FailingPool()
         if not _is_admitted(context, memory):
             raise NotPromised("the driver refuses the host pool that this case lets fail")

@@ -37,10 +37,7 @@ class SharingCases:
 
     @covers("ID-2", levels=Level.SHARED, needs=BETWEEN_PROCESSES)
     def test_processes_share_pages(self, context: CaseContext) -> None:
-        """Pages set by one process are found by others.
-
-        Whether they were opened before the set or after it, and also if they had asked before.
-        """
+        """Pages of one process in others, opened before and after, asked before or not."""
         group = ProcessGroup(context, SHAPES)
         # Interpreters of their own: what differs between two of them must not be part of a name.
         writer, early = group.worker("writer", fresh=True), group.worker("early")
@@ -89,10 +86,7 @@ class SharingCases:
 
     @covers("SET-1", levels=ALSO_SHARED, needs=(*BETWEEN_PROCESSES, "deletes"))
     def test_what_another_process_deleted(self, context: CaseContext) -> None:
-        """Pages that another process deletes are gone at once.
-
-        Processes that had known them can set them anew.
-        """
+        """Pages that another process deletes, and that are set anew."""
         _remove_and_set_anew(context, lambda worker, keys: worker.delete(keys), "SET-1")
 
     @covers(
@@ -102,10 +96,7 @@ class SharingCases:
         needs=(*BETWEEN_PROCESSES, "clears"),
     )
     def test_what_another_process_cleared(self, context: CaseContext) -> None:
-        """Pages that another process clears are gone at once.
-
-        Processes that had known them can set them anew.
-        """
+        """Pages that another process clears, and that are set anew."""
         _remove_and_set_anew(context, lambda worker, keys: worker.clear(), "LC-4")
 
     @covers("GET-7", "EX-9", "SET-3", levels=ALSO_SHARED, needs=BETWEEN_PROCESSES, corrupts=True)
@@ -190,10 +181,7 @@ class ProcessCases:
 
     @covers("SET-2", levels=Level.SHARED, needs=BETWEEN_PROCESSES)
     def test_writers_are_killed(self, context: CaseContext) -> None:
-        """A writer is killed at a random instant, again and again.
-
-        Others read what it writes meanwhile, and then set it anew.
-        """
+        """Writers are killed under readers, again and again; others set the pages anew."""
         group, random = ProcessGroup(context, LONG), context.chance("strikes")
         readers = [group.worker(f"reader{number}") for number in range(2)]
         for kill in range(context.profile.kills):
@@ -218,10 +206,7 @@ class ProcessCases:
 
     @covers("SET-4", levels=Level.SHARED, needs=BETWEEN_PROCESSES)
     def test_writers_race(self, context: CaseContext) -> None:
-        """Three processes set the same new keys at the same time, each its own bytes.
-
-        Where a store is a directory, it does not grow.
-        """
+        """Three processes set the same new keys at the same time, each its own bytes."""
         group = ProcessGroup(context, {PoolName.KV: PoolShape(pages=24, components=(3_000, 5_000))})
         workers = [group.worker(f"writer{number}") for number in range(PROCESSES)]
         raced, sizes, payload, empties = 0, list[int](), 0, context.capabilities.clears

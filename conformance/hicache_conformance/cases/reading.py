@@ -71,10 +71,7 @@ class ReadingCases:
 
     @covers("GET-1", "GET-3", "GET-2")
     def test_holes(self, context: CaseContext) -> None:
-        """Every pattern of stored and missing pages in a batch of 5.
-
-        And one long batch with every third page missing. No get touches another page (GET-2).
-        """
+        """Every pattern of stored and missing pages in a batch of 5, and a long one."""
         sut, stored = context.stored(64)
         missing = context.keys(64)
         third = [index % 3 != 1 for index in range(64)]
@@ -103,10 +100,7 @@ class ReadingCases:
 
     @covers("GET-3")
     def test_the_form_of_answers(self, context: CaseContext) -> None:
-        """Lists of truth values, for the pools of the call alone, also where all pages are missing.
-
-        Batches of several sizes, so that no list is as long as the one before.
-        """
+        """Answers of batches of several sizes, also where all pages are missing."""
         pools: dict[str, PoolMemory] = {PoolName.KV: GuardedPool(), PoolName.SWA: GuardedPool()}
         # Without the layers, because their counters would fail on a wrong form before the driver's
         # answer arrives here.
@@ -161,11 +155,7 @@ class ReadingCases:
     @covers("GET-1", "SET-1")
     @pytest.mark.parametrize("order", ORDERS)
     def test_host_pages_in_order(self, context: CaseContext, order: str) -> None:
-        """Host pages that adjoin, that descend, and that lie at the end of the pool.
-
-        Drivers copy those in one piece that engines most often have. What was set from one order is
-        read into another, so that two errors do not cancel out.
-        """
+        """Host pages that adjoin, descend, or lie at the end, as engines have them."""
         sut = context.storage()
         for size in (2, 7, 64):
             ordered, scattered = context.keys(size), context.keys(size)
@@ -190,10 +180,7 @@ class ReadingCases:
 
     @covers("GET-1", "GET-2")
     def test_one_destination_for_two_keys(self, context: CaseContext) -> None:
-        """Two keys that are to be read into one page are refused, or one of them is.
-
-        At most one is said to be there.
-        """
+        """Two keys that are to be read into one page: at most one is there."""
         sut, keys = context.stored(2)
         transfer = PoolTransfer(PoolName.KV, slots_of([3, 3], 2), keys=keys)
         try:

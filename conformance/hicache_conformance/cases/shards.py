@@ -40,10 +40,7 @@ class ShardCases:
     @covers("ID-7", levels=IDENTITY, needs=SHARED)
     @pytest.mark.parametrize("layout", HeadsPool.LAYOUTS)
     def test_every_tp_size_reads_every_other(self, context: CaseContext, layout: str) -> None:
-        """Pages set by the ranks of TP 1, 2, 4 and 8, each read by the ranks of all of them.
-
-        Each rank gets its own heads.
-        """
+        """Pages set by the ranks of TP 1, 2, 4 and 8, each read by all of them."""
         model = _model(context, layout)
         sizes = {size: model.ranks(size) for size in SIZES}
         for ranks in sizes.values():
@@ -88,10 +85,7 @@ class ShardCases:
 
     @covers("ID-7", levels=IDENTITY, needs=SHARED)
     def test_a_hit_needs_the_pools_of_every_kind(self, context: CaseContext) -> None:
-        """KV in shards, an indexer for all ranks, and states that are bound to the rank.
-
-        Another TP size finds all of them but its own states, without which it has no hit.
-        """
+        """KV in shards, an indexer for all ranks, and states bound to the rank."""
         model = _model(context, side_pools=_side_pools)
         replicated = {"tp_replicated_pools": frozenset({PoolName.INDEXER})}
         keys = context.keys(4)
@@ -234,10 +228,7 @@ class ShardCases:
 
     @covers("GET-10", "SET-4", levels=Level.POOLS, needs=SHARED)
     def test_writers_of_two_tp_sizes_at_once(self, context: CaseContext) -> None:
-        """TP 1 and the ranks of TP 4 set the same pages at the same time.
-
-        Each shard of a page is of one of them, whole.
-        """
+        """TP 1 and the ranks of TP 4 set the same pages at the same time."""
         model = _model(context)
         writers = [*model.ranks(1), *model.ranks(4)]
         readers = [*model.ranks(2), *model.ranks(8)]

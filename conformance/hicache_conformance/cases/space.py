@@ -45,10 +45,7 @@ class SpaceCases:
 
     @covers("SET-5", "GET-1", levels=Level.FAULTS, needs=["capacity_option"])
     def test_batches_larger_than_the_store(self, context: CaseContext) -> None:
-        """Batches of three times the capacity: their first pages are stored.
-
-        Smaller batches go on to be.
-        """
+        """Batches of three times the capacity, and smaller ones after them."""
         sut = open_small_store(context, PAGES)
         for turn in range(5 * context.profile.store_fills):
             keys = context.keys(3 * PAGES)
@@ -69,10 +66,7 @@ class SpaceCases:
 
     @covers("SET-5", levels=Level.FAULTS, needs=["capacity_option"])
     def test_pages_longer_than_the_store(self, context: CaseContext) -> None:
-        """A page that is longer than the whole capacity is refused, or evicted at once.
-
-        Others are stored as before.
-        """
+        """Pages longer than the whole capacity, and others after them."""
         sut = open_small_store(context, PAGES)
         length = 2 * capacity_of(PAGES)
         small = list[str]()
@@ -154,10 +148,7 @@ class SpaceCases:
     @covers("SET-5", "SET-6", "OB-1", levels=Level.FAULTS, needs=["steps"])
     @pytest.mark.parametrize("room", [0, 1, 3], ids=lambda room: f"room-for-{room}")
     def test_a_store_that_says_it_is_full(self, context: CaseContext, room: int) -> None:
-        """A store below that takes no more pages: False for these, True for the rest.
-
-        Everything is stored again when there is room.
-        """
+        """A store below that takes no more pages, and has room again."""
         sut, before, keys = context.storage(), context.keys(3), context.keys(6)
         sut.store(before)
         with _full(sut, room):

@@ -25,10 +25,7 @@ class StatsCases:
 
     @covers("OB-1")
     def test_counters(self, context: CaseContext) -> None:
-        """Pages and bytes set, read, found and missed are counted, no more and no fewer.
-
-        Once for each page, however many transfers a call has, and lookups apart from gets.
-        """
+        """Pages set, read, found and missed, in one transfer and in several."""
         sut, keys, missing = context.storage(), context.keys(5), context.keys(2)
         page_bytes = sut.memories[PoolName.KV].page_bytes
         groups = [PageGroup(keys[:2]), PageGroup(keys[2:3]), PageGroup(keys[3:])]

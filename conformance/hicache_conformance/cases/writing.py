@@ -37,10 +37,7 @@ class WritingCases:
 
     @covers("SET-1", needs=["deletes"])
     def test_deleted_pages_are_gone(self, context: CaseContext) -> None:
-        """delete() removes what it is told, and makes room for other bytes.
-
-        It says where there was something. The pages have been found and read before.
-        """
+        """delete() of pages that were read, of a missing one and of none; set anew."""
         sut, keys = context.stored(6)
         missing = context.keys(1)
         sut.expect_existing(keys, rule="SET-1")
@@ -60,10 +57,7 @@ class WritingCases:
 
     @covers("SET-1", needs=["deletes", "sharing>=process"])
     def test_pages_that_another_storage_deletes(self, context: CaseContext) -> None:
-        """Pages that two storages have read are gone for both when one of them deletes them.
-
-        The other one can set them anew.
-        """
+        """Pages that two storages have read, deleted by one, and set by the other."""
         one, keys = context.stored(4)
         two = context.storage(replace(one.identity))
         for sut in (one, two):
@@ -103,10 +97,7 @@ class WritingCases:
 
     @covers("SET-1", "GET-1")
     def test_pages_of_any_bytes(self, context: CaseContext) -> None:
-        """Pages of zeros, pages that end with zeros, and pages with bytes of file formats in them.
-
-        What a page holds says nothing about whether it is there or where it ends.
-        """
+        """Pages of zeros, and pages with bytes of file formats in them."""
         sut, keys = context.storage(), context.keys(len(CONTENTS))
         length = sut.memories[PoolName.KV].page_bytes
         for key, (words, cell) in zip(keys, CONTENTS.items(), strict=True):
@@ -168,10 +159,7 @@ class WritingCases:
 
     @covers("SET-3")
     def test_a_key_that_stands_twice_in_a_set(self, context: CaseContext) -> None:
-        """A key repeated in one set, in one transfer and in two, is stored once.
-
-        Every place is answered with True.
-        """
+        """A key repeated in one set, in one transfer and in two."""
         sut, keys = context.storage(), context.keys(3)
         chain = [keys[0], keys[1], keys[0], keys[2], keys[0]]
         sut.store(chain)
@@ -187,10 +175,7 @@ class WritingCases:
 
     @covers("SET-6")
     def test_each_page_is_answered_by_itself(self, context: CaseContext) -> None:
-        """Batches of existing pages, repeated keys and new pages: all are stored.
-
-        Each under its own key.
-        """
+        """Batches of existing pages, repeated keys and new pages."""
         sut, stored = context.stored(8)
         for _ in range(10):
             new = context.keys(6)
@@ -202,10 +187,7 @@ class WritingCases:
 
     @covers("SET-7", "SET-1", "GET-1")
     def test_host_pages_are_reused_at_once(self, context: CaseContext) -> None:
-        """The source pages of each set are overwritten when it returns.
-
-        They are the next set's source at once. All pages are there in the end.
-        """
+        """The source pages of each set are overwritten, and are the next one's."""
         sut, batches = context.storage(), [context.keys(60) for _ in range(8)]
         for keys in batches:
             # 60 of 64 pages: every batch reuses the pages of the one before.
