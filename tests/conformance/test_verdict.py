@@ -18,7 +18,6 @@ def planned(name, *rules, levels=(Level.CORE,)):
         rules=rules,
         levels=tuple(levels),
         needs=(),
-        probes=False,
         corrupts=False,
         summary="",
     )

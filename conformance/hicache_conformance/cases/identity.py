@@ -178,7 +178,7 @@ class IdentityCases:
         for rank in group:
             rank.expect_own(keys, rule="ID-4")
 
-    @covers("ID-2", levels=Level.IDENTITY, needs=["sharing>=process"], probes=True)
+    @covers("ID-2", levels=Level.IDENTITY, needs=["sharing>=process"])
     def test_equal_identities_share(self, context: CaseContext) -> None:
         """Two storages of one process, one after the other as writer and reader."""
         one = context.storage(context.identity(**BASE), pools=kv_and_state())
@@ -193,7 +193,7 @@ class IdentityCases:
                 reader.expect(keys, pool, rule="ID-2")
             reader.expect_existing(keys, rule="ID-2")
 
-    @covers("ID-2", levels=Level.IDENTITY, needs=["sharing>=process"], probes=True)
+    @covers("ID-2", levels=Level.IDENTITY, needs=["sharing>=process"])
     def test_what_does_not_decide(self, context: CaseContext) -> None:
         """DP ranks that serve the same weights share, whatever their rank."""
         one = context.storage(context.identity(**{**BASE, "dp_replicated": True}))
@@ -203,7 +203,7 @@ class IdentityCases:
         one.expect(keys)
         two.expect(keys, writer=one.identity, rule="ID-2")
 
-    @covers("ID-2", levels=Level.IDENTITY, needs=["durability>=reopen"], probes=True)
+    @covers("ID-2", levels=Level.IDENTITY, needs=["durability>=reopen"])
     def test_pages_survive_reopening(self, context: CaseContext) -> None:
         """All storages are closed; one that is opened afterwards finds the pages of every pool."""
         one, keys = context.storage(context.identity(**BASE), pools=kv_and_state()), context.keys(8)
@@ -230,7 +230,7 @@ class IdentityCases:
         other.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
         writer.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
 
-    @covers("ID-3", levels=BOTH, needs=["sharing>=process"], probes=True)
+    @covers("ID-3", levels=BOTH, needs=["sharing>=process"])
     def test_all_ranks_read_the_writer_s_pages(self, context: CaseContext) -> None:
         """Pages set by rank 0 are found by every rank, whose sets change nothing."""
         ranks = _ranks(context, 4)
@@ -249,7 +249,7 @@ class IdentityCases:
             )
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
 
-    @covers("ID-3", levels=BOTH, needs=["sharing>=process"], probes=True)
+    @covers("ID-3", levels=BOTH, needs=["sharing>=process"])
     def test_replicated_pages_outlive_the_tp_size(self, context: CaseContext) -> None:
         """Replicated bytes are the same for every TP size, so another TP size finds them."""
         two = _ranks(context, 2)

@@ -164,6 +164,7 @@ class ReadingCases:
             sut.arrange = lambda pages: pages.sort(key=ORDERS[order])
             sut.expect(scattered)
             sut.store(ordered)
+            # Read into another order than it was set from, so that two errors do not cancel out.
             sut.arrange = shuffle
             sut.expect(ordered)
 

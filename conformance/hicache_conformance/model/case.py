@@ -21,8 +21,6 @@ class Case:
     levels: tuple[Level, ...]
     needs: tuple[str, ...]
     """Capabilities without which it says nothing."""
-    probes: bool
-    """Safe to try also where a capability is not declared."""
     corrupts: bool
     """Needs a way to damage a stored page below the API."""
     summary: str
@@ -32,7 +30,6 @@ def covers(
     *rules: str,
     levels: Level | Sequence[Level] = Level.CORE,
     needs: Sequence[str] = (),
-    probes: bool = False,
     corrupts: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Say which rules a case tests, in which levels, and what it needs."""
@@ -46,7 +43,7 @@ def covers(
     # own.
     mark = getattr(pytest.mark, CASE_MARK)
     decorate: Callable[[Callable[..., None]], Callable[..., None]] = mark(
-        rules=rules, levels=several, needs=tuple(needs), probes=probes, corrupts=corrupts
+        rules=rules, levels=several, needs=tuple(needs), corrupts=corrupts
     )
     return decorate
 

@@ -51,8 +51,6 @@ class CaseOutcome:
     broken_rule: str = ""
     """The rule that a failure is about."""
     seconds: float = 0.0
-    passes_undeclared: bool = False
-    """The capability is not declared and the case passed all the same."""
     plans: tuple[FaultPlan, ...] = ()
     """The faults that it put below the driver, in their order."""
     causes: tuple[Cause, ...] = ()

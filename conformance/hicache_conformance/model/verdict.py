@@ -203,8 +203,6 @@ def _verdicts(
         # It stopped at another rule's violation, so that it did not get as far as this one.
         if case.outcome is Outcome.FAIL and case.broken_rule not in ("", rule.id):
             yield Outcome.UNTESTED, f"{case.case}{STOPPED_AT}{case.broken_rule}"
-        elif case.passes_undeclared:
-            yield Outcome.NOT_DECLARED, f"{case.reason}; it passes all the same"
         else:
             yield case.outcome, case.reason
     planned = [

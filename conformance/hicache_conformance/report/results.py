@@ -158,7 +158,6 @@ def _case(header: Header, case: CaseOutcome) -> dict[str, Any]:
         "reason": case.reason,
         "detail": case.detail,
         "broken_rule": case.broken_rule,
-        "passes_undeclared": case.passes_undeclared,
         "causes": msgspec.to_builtins(case.causes),
         "plans": msgspec.to_builtins(case.plans),
         "reproduce": reproduction(header, case.case)

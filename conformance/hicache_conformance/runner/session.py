@@ -148,13 +148,9 @@ def _unwrapped(error: BaseException) -> Iterator[BaseException]:
 def _finding(
     report: pytest.TestReport, error: BaseException | None, record: CaseRecord, *, injects: bool
 ) -> CaseOutcome:
-    is_undeclared = hasattr(report, "wasxfail") or (report.skipped and bool(record.gate))
-    if is_undeclared:
+    if report.skipped and record.gate:
         return CaseOutcome(
-            outcome=Outcome.NOT_DECLARED,
-            reason=record.gate,
-            seconds=report.duration,
-            passes_undeclared=report.passed,
+            outcome=Outcome.NOT_DECLARED, reason=record.gate, seconds=report.duration
         )
     if report.skipped:
         text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -193,7 +189,6 @@ def _outcome(
         checked=checked,
         seconds=round(sum(finding.seconds for finding in findings), 4),
         plans=tuple(record.plans),
-        passes_undeclared=any(finding.passes_undeclared for finding in findings),
     )
 
 
