@@ -273,13 +273,8 @@ class BitRotCases:
             f"stored bytes were changed below the driver, a get answers {found.count(None)} misses "
             f"and counts none as damaged",
         )
-        for index, (key, content) in enumerate(zip(keys, found, strict=True)):
-            check(
-                content is not None or not sut.has(key),
-                "EX-9",
-                f"a get does not deliver page {index} key {short(key)} ({decay} below the "
-                f"driver), and it goes on existing",
-            )
+        gone = [page is not None or not sut.has(key) for key, page in zip(keys, found, strict=True)]
+        check_each(keys, gone, "EX-9", f"is not delivered ({decay}), and it goes on existing")
         lost = f"was lost ({decay} below the driver), and a set of it answers False"
         check_each(keys, sut.set(keys), "SET-3", lost)
         sut.expect(keys, rule="SET-3")

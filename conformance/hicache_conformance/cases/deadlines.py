@@ -162,11 +162,8 @@ class DeadlineCases:
     @covers("FT-3", "FT-1", "FT-2", levels=Level.FAULTS)
     def test_unusual_deadlines_of_a_working_store(self, context: CaseContext) -> None:
         """All kinds of deadlines without the SDK's deadline layer."""
-        sut, keys = (
-            context.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)),
-            context.keys(2),
-        )
-        sut.store(keys)
+        options = StorageOptions(deadline_seconds=None, breaker_threshold=0)
+        sut, keys = context.stored(2, options=options)
         # No fault and no deadline layer: what a deadline that has passed does is up to the driver
         # alone here.
         plan = FaultPlan("none", ())
@@ -226,18 +223,16 @@ class DeadlineCases:
         try:
             # A get that is allowed to wait has to give the connection up by itself.
             check_hits(sut, keys, _come_back(context, reading, "batch_get_v2", plan), plan)
-            until = time.monotonic() + SILENCE_SECONDS
-            while waiting := places_in_driver():
-                checked("FT-4")
-                if time.monotonic() > until:
-                    raise Violation(
-                        "FT-4",
-                        f"{SILENCE_SECONDS:.0f} s after connections became half-open, "
-                        f"calls still wait for them, the first of {len(waiting)} in {waiting[0]}: "
-                        f"its connection has no timeout; each such call keeps its thread, and "
-                        f"beyond {MAX_HUNG_CALLS} of them every call is a miss",
-                    )
-                time.sleep(0.05)
+            eventually(lambda: not places_in_driver(), SILENCE_SECONDS, 0.05)
+            waiting = places_in_driver()
+            check(
+                not waiting,
+                "FT-4",
+                f"{SILENCE_SECONDS:.0f} s after connections became half-open, {len(waiting)} calls "
+                f"still wait for them, the first one in {''.join(waiting[:1])}: its connection has "
+                f"no timeout; each such call keeps its thread, and beyond {MAX_HUNG_CALLS} of them "
+                f"every call is a miss",
+            )
             set_deadline(sut, None)
             wait_until_serving(context, sut, plan)
         finally:
@@ -336,13 +331,16 @@ class _Calls:
         Raises:
             Violation: GET-9.
         """
-        checked("GET-9")
-        for page in self._memory.changed(self._pages, spent(self._memory.page_bytes)):
-            raise Violation(
-                "GET-9",
-                f"host page {page} was written after the get with "
-                f"deadline_seconds={self.seconds} had ended ({plan}){_copied(self._sut)}",
-            )
+        changed = self._memory.changed(self._pages, spent(self._memory.page_bytes))
+        advice = (
+            "; copy with ObjectRead.fill(), or within call.shield(), which know if the call is over"
+        )
+        check(
+            not changed,
+            "GET-9",
+            f"host pages {changed} were written after the get with deadline_seconds="
+            f"{self.seconds} had ended ({plan}){advice * has_steps(self._sut.storage)}",
+        )
 
     def check_unpublished(self, plan: FaultPlan) -> None:
         """Make sure that nothing was stored of what the host pages hold since.
@@ -355,28 +353,16 @@ class _Calls:
 
 
 def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
-    sut, keys = serving_storage(
-        context,
-        injector,
-        pages=4,
-        options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0),
-    )
-    plan = hang_plan(injector, sut)
-    new = context.keys(4)
-    pools = context.clients(sut, 3)
+    options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
+    sut, keys = serving_storage(context, injector, pages=4, options=options)
+    plan, one, two, three = hang_plan(injector, sut), *context.clients(sut, 3)
     # Far beyond the closing deadline, so that it is close() that ends the calls and not their own
     # deadline.
-    for client in pools:
+    for client in (one, two, three):
         set_deadline(client, 60.0)
     injector.inject(plan)
-    calls = [
-        Pending(partial(_until_closed, ask))
-        for ask in (
-            partial(pools[0].exists, keys),
-            partial(pools[1].get, keys),
-            partial(pools[2].set, new),
-        )
-    ]
+    asks = partial(one.exists, keys), partial(two.get, keys), partial(three.set, context.keys(4))
+    calls = [Pending(partial(_until_closed, ask)) for ask in asks]
     # Each of them shall hang; some drivers have one call wait for another.
     eventually(lambda: injector.injected_count() >= len(calls), DEADLINE_SECONDS, 0.005)
     allowed = CLOSING_SECONDS + SLACK_SECONDS
@@ -443,7 +429,12 @@ def _check_time(
 ) -> AnswerT:
     """The answer of a call that has to end in time; FT-3 if it does not."""
     checked("FT-1")
-    check(call.ended(within), "FT-3", _late(name, plan, within))
+    check(
+        call.ended(within),
+        "FT-3",
+        f"{name} has not ended {within:.1f} s after it began, with a deadline of "
+        f"{within - SLACK_SECONDS:.1f} s; {plan}",
+    )
     return call.answer()
 
 
@@ -455,16 +446,3 @@ def _come_back(context: CaseContext, call: Pending[AnswerT], name: str, plan: Fa
         f"{name} has not come back {allowed:.0f} s after the fault was gone ({plan})",
     )
     return call.answer()
-
-
-def _late(name: str, plan: FaultPlan, within: float = IN_TIME) -> str:
-    return f"{name} has not ended {within:.1f} s after it began, with a deadline of {within - SLACK_SECONDS:.1f} s; {plan}"
-
-
-def _copied(sut: StorageUnderTest) -> str:
-    """Advice to a driver of the SDK that writes to destinations by itself."""
-    return (
-        "; copy with ObjectRead.fill(), or within call.shield(), which know if the call is over"
-        if has_steps(sut.storage)
-        else ""
-    )

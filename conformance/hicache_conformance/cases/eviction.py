@@ -195,10 +195,9 @@ class EvictionCases:
             check(
                 not any(left[usable:]),
                 "EV-3",
-                f"a chain of {CHAIN} pages, written in {manner}, and {pressure} other pages "
-                f"after it, in a store of {pages}: a page of the chain was evicted before the "
-                f"pages behind it; left is {drawn(left)}, head first, so that only {usable} of "
-                f"the {sum(left)} pages left can be used",
+                f"a chain of {CHAIN} pages, written in {manner}, and {pressure} others after it, in "
+                f"a store of {pages}: a page of the chain was evicted before the pages behind it; "
+                f"left is {drawn(left)}, head first: {usable} of {sum(left)} pages can be used",
             )
             # Closed here, because the case opens a store for each pressure, and each would keep its
             # threads and files until the end.

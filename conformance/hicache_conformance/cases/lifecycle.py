@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import select
@@ -33,7 +32,7 @@ from hicache_storage.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
@@ -220,11 +219,7 @@ class LifecycleCases:
     @covers("LC-5")
     def test_children_forked_during_calls(self, context: CaseContext) -> None:
         """Children are forked while threads call."""
-        sut, keys = (
-            context.storage(pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)}),
-            context.keys(4),
-        )
-        sut.store(keys)
+        sut, keys = context.stored(4, pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)})
         clients = context.clients(sut, CALLERS + 1)
         ended = threading.Event()
 
@@ -243,22 +238,13 @@ class LifecycleCases:
             finally:
                 ended.set()
 
-        with _threads_in_turns():
-            together(
-                "LC-5", [*(partial(call, client, context.keys(3)) for client in clients[:-1]), fork]
-            )
+        # Threads take turns so often that a fork meets another one at any place.
+        context.opened.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH_SECONDS)
+        together(
+            "LC-5", [*(partial(call, client, context.keys(3)) for client in clients[:-1]), fork]
+        )
         sut.expect(keys, rule="LC-5")
-
-
-@contextlib.contextmanager
-def _threads_in_turns() -> Generator[None]:
-    """Let threads take turns so often that a fork meets another one at any place."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _live_once(context: CaseContext, memory: GuardedPool | None = None) -> None:
@@ -336,11 +322,8 @@ def _answer(
     try:
         answer = sut.storage.batch_get_v2(transfers)[PoolName.KV]
     except HiCacheError as error:
-        return (
-            ""
-            if str(error)
-            else f"a forked child was refused with {type(error).__name__}, which says nothing"
-        )
+        silent = f"a forked child was refused with {type(error).__name__}, which says nothing"
+        return "" if str(error) else silent
     except BaseException as error:  # noqa: BLE001 - told to the parent
         return f"a forked child that used its parent's storage got {type(error).__name__}: {error}"
     memory = sut.memories[PoolName.KV]

@@ -132,12 +132,9 @@ class _Load:
         faults = count_faults(self.storage)
         self._members.inject(plan)
         acknowledged, away, violation = self._use(plan)
-        check(
-            not away or count_faults(self.storage) != faults,
-            "FT-1",
-            f"{len(away)} stored pages are missed because of {plan}, and get_stats() counts no "
-            f"fault",
-        )
+        missed = f"{len(away)} stored pages are missed because of {plan}"
+        counted = count_faults(self.storage) != faults
+        check(counted or not away, "FT-1", f"{missed}, and get_stats() counts no fault")
         loses = loses_pages(self._context, plan)
         if away and loses:
             # As an engine does that has missed them. Those that are stored may lie elsewhere then.

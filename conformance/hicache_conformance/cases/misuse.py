@@ -188,11 +188,8 @@ class MisuseCases:
         name, value = BAD_INFO[how]
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
         for call in ("batch_exists_v2", "batch_get_v2", "batch_set_v2"):
-            _refused(
-                partial(_call_with, sut, call, keys, transfer, {name: value}),
-                f"{call} with {how}",
-                name,
-            )
+            ask = partial(_call_with, sut, call, keys, transfer, {name: value})
+            _refused(ask, f"{call} with {how}", name)
         sut.expect_missing(keys, rule="FT-2", why=f"was set by a call that was refused ({how})")
 
     @covers("FT-2", "FT-4")
@@ -203,16 +200,10 @@ class MisuseCases:
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
         for how in ("a-number-among-them", "an-iterator", "none"):
             for _ in range(MISUSES):
+                prefix = {"prefix_keys": _bad_keys(how)}
                 asks: list[Callable[[], object]] = [
                     partial(sut.storage.batch_exists_v2, _bad_keys(how)),
-                    partial(
-                        _call_with,
-                        sut,
-                        "batch_set_v2",
-                        keys,
-                        transfer,
-                        {"prefix_keys": _bad_keys(how)},
-                    ),
+                    partial(_call_with, sut, "batch_set_v2", keys, transfer, prefix),
                 ]
                 if context.capabilities.deletes:
                     asks.append(partial(sut.storage.delete, _bad_keys(how)))

@@ -6,6 +6,7 @@ import contextlib
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
+from unittest import mock
 
 import pytest
 
@@ -79,13 +80,12 @@ class AppliedCases:
             with under_fault(injector, plan, writer, APPLIED_SECONDS):
                 # The one that is struck, and others of other sizes, which may take what it has left
                 # behind for theirs.
-                new = [
-                    key
+                written = {
+                    key: plan
                     for pages in (3, 1 + step % 2, 2)
                     for key in _set(context, injector, writer, pages, plan)
-                ]
+                }
                 reached = injector.injected_count()
-            written = dict.fromkeys(new, plan)
             stored |= written
             for sut in suts:
                 _check_there(sut, written)
@@ -103,7 +103,8 @@ class AppliedCases:
     def test_sets_are_interrupted(self, context: CaseContext) -> None:
         """A KeyboardInterrupt after each step of a set, as of Ctrl-C or a time limit."""
         writer = context.storage(options=NO_LAYERS)
-        reader, steps = context.storage(writer.identity), CallSteps(writer.storage, _interrupt)
+        reader = context.storage(writer.identity)
+        steps = CallSteps(writer.storage, mock.Mock(side_effect=KeyboardInterrupt))
         counts = list[int]()
         for steps.at in (0, 0, 0):
             writer.store(context.keys(2))
@@ -124,10 +125,6 @@ class AppliedCases:
                 _check_there(sut, stored)
             late.storage.close()
             wait_until_serving(context, writer, plan)
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def _applied(injector: FaultInjector, error: str, step: int) -> FaultPlan:
@@ -339,4 +336,4 @@ def _check_right(
 
 def _delete(context: CaseContext, other: StorageUnderTest, keys: Sequence[str]) -> None:
     if context.capabilities.deletes:
-        other.call("delete", lambda: other.storage.delete(list(keys)))
+        other.delete(keys)

@@ -67,17 +67,14 @@ class PoolCases:
     def test_names_of_pools_and_keys_do_not_run_together(self, context: CaseContext) -> None:
         """Pools and keys that would be one text if they were only written one after the other."""
         names = ["a", "a_b", "a_b_c", "b", "x" * 64]
-        sut = context.storage(
-            pools={
-                PoolName.KV: GuardedPool(pages=16),
-                **{name: GuardedPool(pages=16) for name in names},
-            }
-        )
+        sut = context.storage(pools={name: GuardedPool(pages=16) for name in (PoolName.KV, *names)})
+        keys = {
+            pool: ["b_c", "c", "_b_c", "a", f"{pool}_c", f"{pool}/c", f"c.{pool}"] for pool in names
+        }
         for pool in names:
-            keys = ["b_c", "c", "_b_c", "a", f"{pool}_c", f"{pool}/c", f"c.{pool}"]
-            sut.store(keys, pool)
+            sut.store(keys[pool], pool)
         for pool in names:
-            sut.expect(["b_c", "c", "_b_c", "a", f"{pool}_c", f"{pool}/c", f"c.{pool}"], pool)
+            sut.expect(keys[pool], pool)
 
     @covers("SET-1", levels=Level.POOLS, needs=["deletes"])
     def test_a_delete_is_of_one_pool(self, context: CaseContext) -> None:
@@ -85,12 +82,11 @@ class PoolCases:
         sut, keys = context.storage(pools=_four_pools()), context.keys(3)
         pools = list(sut.memories)
         sut.store_many([PageGroup(keys, pool) for pool in pools])
-        doomed = PoolName.MAMBA
+        pools.remove(doomed := PoolName.MAMBA)
         sut.delete(keys, doomed)
         sut.expect_missing(keys, doomed, rule="SET-1", why="was deleted from this pool")
         for pool in pools:
-            if pool != doomed:
-                sut.expect(keys, pool)
+            sut.expect(keys, pool)
 
     @covers("GET-1", "GET-3", "SET-1", levels=Level.POOLS)
     def test_borrowed_indices(self, context: CaseContext) -> None:

@@ -73,15 +73,11 @@ class ShardCases:
         for writer in stores:
             keys = context.keys(3)
             writer.store(keys)
+            writer.expect(keys)
+            why = f"was set with store_tp_size={writer.identity.store_tp_size}"
             for reader in stores:
-                if reader is writer:
-                    reader.expect(keys)
-                else:
-                    reader.expect_missing(
-                        keys,
-                        rule="ID-7",
-                        why=f"was set with store_tp_size={writer.identity.store_tp_size}",
-                    )
+                if reader is not writer:
+                    reader.expect_missing(keys, rule="ID-7", why=why)
 
     @covers("ID-7", levels=IDENTITY, needs=SHARED)
     def test_a_hit_needs_the_pools_of_every_kind(self, context: CaseContext) -> None:
@@ -234,13 +230,8 @@ class ShardCases:
         readers = [*model.ranks(2), *model.ranks(8)]
         for _ in range(4):
             keys = context.keys(6)
-            together(
-                "SET-4",
-                [
-                    partial(rank.store, keys, generation=number)
-                    for number, rank in enumerate(writers)
-                ],
-            )
+            stores = [partial(rank.store, keys, generation=n) for n, rank in enumerate(writers)]
+            together("SET-4", stores)
             for rank in readers:
                 for key, page in zip(keys, rank.get(keys), strict=True):
                     _check_shards(context, rank, key, page)

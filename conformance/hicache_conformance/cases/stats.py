@@ -83,14 +83,11 @@ class StatsCases:
         sut, keys = context.stored(3)
         first = sut.call("get_stats", sut.storage.get_stats)
         sut.get(keys)
-        check(
-            first.pools[PoolName.KV].pages_read == 0,
-            "OB-1",
-            "a snapshot changed after it was taken",
-        )
+        kept = first.pools[PoolName.KV].pages_read == 0
+        check(kept, "OB-1", "a snapshot changed after it was taken")
         sut.call("close", sut.storage.close)
-        _check(sut, pages_written=3, pages_read=3)
-        _check(sut, pages_written=3, pages_read=3)
+        for _ in range(2):
+            _check(sut, pages_written=3, pages_read=3)
 
     @covers("OB-2", levels=Level.BUDGET)
     def test_metrics_can_be_switched_off(self, context: CaseContext) -> None:
