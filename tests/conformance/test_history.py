@@ -158,28 +158,6 @@ def test_a_history(scribe, calls, found):
     assert kinds(scribe) == found
 
 
-def test_a_value_that_was_begun_too_late(scribe):
-    scribe.get(0, 1, 7)
-    later = scribe.set(2, 3, 7)
-    (anomaly,) = HistoryChecker(scribe.events).check()
-    assert (anomaly.kind, anomaly.witnesses) == (AnomalyKind.UNBEGUN, (later,))
-
-
-def test_an_acknowledged_page_that_is_lost(scribe):
-    acknowledged = scribe.set(0, 1, 7)
-    scribe.get(2, 3, None)
-    (anomaly,) = HistoryChecker(scribe.events).check()
-    assert (anomaly.kind, anomaly.witnesses) == (AnomalyKind.LOST, (acknowledged,))
-    assert kinds(scribe, keeps=False) == []
-
-
-def test_only_the_first_missing_page_is_denied(scribe):
-    scribe.set(0, 1, 7, keys=("a", "b", "c"))
-    scribe.exists(2, 3, 1, keys=("a", "b", "c"))
-    (anomaly,) = HistoryChecker(scribe.events).check()
-    assert (anomaly.kind, anomaly.key, anomaly.index) == (AnomalyKind.DENIED, "b", 1)
-
-
 # Against a definition by quantifiers
 # -----------------------------------------------------------
 
@@ -431,12 +409,6 @@ def test_a_mixed_page_names_both_writers(scribe):
     assert [line.split()[4] for line in lines] == ["A", "B", "D"]
     assert "never" in lines[1]
     assert lines[1].endswith("killed in the call")
-
-
-def test_another_page_s_bytes_are_told_by_their_key(scribe):
-    patterns = PagePatterns()
-    scribe.get(3, 4, patterns.render(Page(IDENTITY, "kv", "other", 5), PAGE_BYTES))
-    assert "holds bytes of key 'other' at byte 0" in str(told(scribe, patterns))
 
 
 def test_wrong_bytes_are_told_before_missing_ones(scribe):

@@ -24,7 +24,6 @@ from hicache_conformance.suite.driver_conformance import DriverConformance, cata
 from hicache_storage.spec import Capabilities, Durability, Sharing
 
 SPEC = Path(__file__).parents[2] / "docs" / "spec.md"
-FIRST_HALF = (Level.CORE, Level.POOLS, Level.IDENTITY)
 
 
 def test_ids_are_those_of_the_specification():
@@ -62,18 +61,6 @@ def test_no_case_hides_another_of_its_name():
         if any(mark.name == CASE_MARK for mark in getattr(function, "pytestmark", ()))
     ]
     assert sorted(cases) == sorted(catalogue())
-
-
-@pytest.mark.parametrize("level", FIRST_HALF)
-def test_no_rule_of_the_first_half_is_without_a_case(level):
-    for rule in rules().values():
-        if level in rule.levels:
-            cases = [
-                case
-                for case in catalogue().values()
-                if rule.id in case.rules and level in case.levels
-            ]
-            assert cases, f"{rule.id} has no case in level {level}"
 
 
 def _silent_ends(case_class):

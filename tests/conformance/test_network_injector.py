@@ -26,9 +26,6 @@ from tests.conformance.fault_helpers import (
 from tests.support.commands import run_python
 from tests.support.waiting import eventually
 
-QUIET_SECONDS = 1.0
-"""Silence after which a client is taken to wait for answers."""
-
 
 class Echo(socketserver.BaseRequestHandler):
     def handle(self):
@@ -187,46 +184,3 @@ def test_the_process_of_a_network_ends_with_the_one_that_started_it():
             or not Path(f"/proc/{int(done.stdout)}/cmdline").read_bytes()
         )
     )
-
-
-class TestWaits:
-    """What counts as a wait for the server, whatever packets and connections it takes."""
-
-    def test_packets_that_are_sent_while_answers_come_are_one_wait(self, network, client):
-        network.hold_replies(0.1)
-        for packet in range(20):
-            client.sendall(bytes([packet]))
-            time.sleep(0.002)
-        assert said(client, 20) == bytes(range(20))
-        assert network.waits() == 1
-
-    def test_requests_on_several_connections_are_one_wait(self, network):
-        with contextlib.ExitStack() as open_clients:
-            clients = [open_clients.enter_context(connect(network)) for _ in range(8)]
-            longest = 2 * QUIET_SECONDS
-            # A round takes a quiet time and a quarter. One that takes two has been stopped by the
-            # machine between two of its requests or replies, and is more than one wait.
-            while longest > 1.75 * QUIET_SECONDS:
-                longest = 0.0
-                network.hold_replies(QUIET_SECONDS)
-                for _ in range(2):
-                    begun = time.monotonic()
-                    for client in clients:
-                        client.sendall(b"x")
-                    assert [client.recv(1) for client in clients] == [b"x"] * 8
-                    longest = max(longest, time.monotonic() - begun)
-                waits = network.waits()
-        assert waits == 2
-
-    def test_each_answer_that_is_needed_is_a_wait(self, network, client):
-        network.hold_replies(0.02)
-        for _ in range(5):
-            client.sendall(b"x")
-            client.recv(1)
-        assert network.waits() == 5
-
-    def test_nothing_is_held_afterwards(self, network, client):
-        network.hold_replies(MAX_SECONDS * 10)
-        client.sendall(b"x")
-        assert network.waits() == 0
-        assert client.recv(1) == b"x"

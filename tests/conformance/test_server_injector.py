@@ -238,26 +238,6 @@ def test_a_killed_store_is_back_on_its_port_and_the_other_has_run_on(members):
     assert members.injected_count() == 1
 
 
-def test_a_stopped_store_answers_when_it_goes_on(members):
-    find_fault(members, FaultKind.HANG, member="b")
-    thread, answers = background(lambda: told(members, b"1", "b"))
-    assert told(members, b"1", "a") == b"1"
-    thread.join(0.1)
-    assert thread.is_alive()
-    members.heal()
-    thread.join(MAX_SECONDS)
-    assert answers == [b"1"]
-
-
-def test_a_store_that_is_cut_off_refuses_connections_and_runs_on(members):
-    find_fault(members, FaultKind.REFUSE, member="a")
-    with pytest.raises(ConnectionRefusedError):
-        told(members, b"1", "a")
-    assert told(members, b"1", "b") == b"1"
-    members.heal()
-    assert told(members, b"1", "a") == b"1"
-
-
 def test_stores_are_gone_when_closed(members):
     port = members.ports["a"]
     members.close()

@@ -338,7 +338,7 @@ class _Calls:
         check(
             not changed,
             "GET-9",
-            f"host pages {changed} were written after the get with deadline_seconds="
+            f"host pages {changed}: each was written after the get with deadline_seconds="
             f"{self.seconds} had ended ({plan}){advice * has_steps(self._sut.storage)}",
         )
 
