@@ -435,6 +435,9 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     """Address of the server that owns it; empty for none, and where servers share no store."""
     log_bytes: Natural = 0
     """Length of its log, which a takeover replays; 0 where servers share no store."""
+    closed_seconds: float = 0.0
+    """Seconds for which no slot is given, because writers may hold leases that the server does not
+    know; 0 if slots are given."""
 
 
 class ServerState(StrEnum):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import sqlite3
 import subprocess
 import time
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
@@ -137,6 +139,16 @@ def test_a_serving_server_is_backed_up(tmp_path):
         assert turns == list(range(len(turns))), "all up to some moment"
         assert len(keys) == 500 + 20 * len(turns)
         assert len(turns) >= 20 * number
+    for file in tmp_path.glob("m.db*"):
+        file.unlink()
+    shutil.copy(tmp_path / "b2", tmp_path / "m.db")
+    with served(DURABLE.replace("{tmp}", str(tmp_path))) as (place, _):
+        told = run_metadata("status", "--url", place.url)
+        assert (told.exit_code, told.output.endswith("ready\n")) == (0, True)
+        seconds = re.search("1 scopes give no slot for ([0-9]+) s", told.output)
+        found = msgspec.json.decode(run_metadata("status", "--json", "--url", place.url).output)
+        # The longest lease of this server is ten of its usual ones.
+        assert 20 < found["closed_seconds"] <= int(seconds[1]) + 1 <= 33
 
 
 def test_a_backup_that_fails_leaves_nothing(stored, tmp_path):

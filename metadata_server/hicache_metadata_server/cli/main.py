@@ -137,6 +137,12 @@ def status(
                 f"{server.log_bytes:,} bytes"
             )
         )
+    if closed := [one.closed_seconds for one in scopes if one.closed_seconds]:
+        console.print(
+            f"{len(closed)} scopes give no slot for {max(closed):.0f} s, in which earlier leases "
+            f"may be held: sets are refused, lookups are served",
+            style="yellow",
+        )
     console.print(Text(f"not ready: {reason}", "yellow") if reason else "ready")
     # A status of its own, so that a probe can tell "not ready" from "not reached" (2).
     raise typer.Exit(exit_status)
@@ -214,6 +220,7 @@ def _status_json(about: Any, listed: Any, problem: str) -> str:
         "ready": not problem,
         "problem": problem,
         "scopes": len(listed.scopes),
+        "closed_seconds": max((one.closed_seconds for one in listed.scopes), default=0.0),
         **counts,
         "servers": msgspec.to_builtins(listed.servers),
     }

@@ -233,11 +233,10 @@ class MetadataService:
             scope.model = request.model
             self._made[request.scope] = scope
 
-    def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
-        """List the scopes visible to the caller, with their slots by state."""
-        return p.Scopes(
-            scopes=[self._status(self.scopes[name]) for name in sorted(self._visible_to(caller))]
-        )
+    def list_scopes(self, caller: Caller = ANYBODY, now: float = math.inf) -> p.Scopes:
+        """List the scopes visible to the caller, with their slots by state at a time."""
+        names = sorted(self._visible_to(caller))
+        return p.Scopes(scopes=[self._status(self.scopes[name], now) for name in names])
 
     def totals(self) -> Totals:
         """Sum over all scopes. Called every second, so it scans no slots."""
@@ -726,7 +725,7 @@ class MetadataService:
                 if number in self._by_number and number not in self._gone:
                     self._by_number[number].unpin(record.pin, slots, now)
 
-    def _status(self, scope: Scope) -> p.ScopeStatus:
+    def _status(self, scope: Scope, now: float) -> p.ScopeStatus:
         geometry = scope.geometry
         return p.ScopeStatus(
             scope=geometry.scope,
@@ -746,6 +745,7 @@ class MetadataService:
             model=scope.model,
             owner=self.url,
             log_bytes=self.log_bytes(scope.number),
+            closed_seconds=max(0.0, scope.closed_until - now),
         )
 
 

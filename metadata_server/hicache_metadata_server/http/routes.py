@@ -105,7 +105,7 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         return service.about
 
     def list_scopes(_: None, now: float, caller: Caller) -> p.Scopes:
-        return service.list_scopes(caller)
+        return service.list_scopes(caller, now)
 
     def fsck(request: p.Fsck, now: float, caller: Caller) -> Iterator[p.FsckReport | None]:
         return service.fsck(request, caller)

@@ -195,7 +195,8 @@ class OwnerHandlers(Handlers):
             if may_use(caller, status.tenant)
         }
         # Only now: a scope that is taken meanwhile is no other's any more.
-        own = {status.scope: status for status in self.service.list_scopes(caller).scopes}
+        found = self.service.list_scopes(caller, self.clock()).scopes
+        own = {status.scope: status for status in found}
         listed = [status for _, status in sorted((others | own).items())]
         servers = list[p.ServerStatus]()
         for url, state in sorted(self.owner.members().items()):

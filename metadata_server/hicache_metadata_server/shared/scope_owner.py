@@ -466,7 +466,7 @@ class ScopeOwner:
         if now < self._next_statuses:
             return
         self._next_statuses = now + STATUS_SECONDS
-        mine = self._service.list_scopes().scopes
+        mine = self._service.list_scopes(now=self._now()).scopes
         await self._connection.command("HSET", STATUSES, self.incarnation.id, _ENCODE(mine))
         owners = {entry.owner for entry in self.entries.values()}
         for name in self.servers:
