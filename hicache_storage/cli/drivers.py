@@ -94,6 +94,6 @@ def _declared(capabilities: Capabilities) -> list[str]:
         # `may_hang` is the default and no promise.
         if value is True and field.name != "may_hang":
             rows.append(field.name)
-        elif field.name in {"sharing", "durability"}:
+        elif field.name in {"sharing", "durability"} or value in {"process", "store"}:
             rows.append(f"{field.name}={value}")
     return rows

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         HiCacheStorageExtraInfo,
         PoolTransfer,
         PoolTransferResult,
+        Removals,
         StorageIdentity,
         StorageStats,
     )
@@ -78,6 +79,11 @@ class StorageLayer(HiCacheStorage):
 
     def clear(self) -> None:
         self.inner.clear()
+
+    def removals(
+        self, since: int | None = None, *, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> Removals:
+        return self.inner.removals(since, extra_info=extra_info)
 
     def get_stats(self) -> StorageStats:
         return self.inner.get_stats()

@@ -18,9 +18,11 @@ from hicache_storage.spec import (
     PoolName,
     PoolPresence,
     PoolTransferResult,
+    RemovalScope,
     UnknownPoolError,
 )
 from hicache_storage.spec.arguments import check_keys
+from hicache_storage.spec.removals import no_removals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         HiCacheStorage,
         HiCacheStorageExtraInfo,
         PoolTransfer,
+        Removals,
         StorageUnavailableError,
     )
 
@@ -146,6 +149,18 @@ class GuardedLayer(StorageLayer):
         else:
             ask = partial(_with_info, call=self.inner.clear)
             self.guard("delete", ask, refuse, self.limited(None))
+
+    def removals(
+        self, since: int | None = None, *, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> Removals:
+        if self.capabilities.removals is RemovalScope.NONE:
+            return super().removals(since, extra_info=extra_info)
+        return self.guard(
+            "lookup",
+            lambda info: self.inner.removals(since, extra_info=info),
+            lambda _: no_removals(since),
+            self.limited(extra_info),
+        )
 
     def none_moved(
         self, transfers: Sequence[PoolTransfer], *, reads: bool

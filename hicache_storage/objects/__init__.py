@@ -15,6 +15,7 @@ from hicache_storage.objects.namespace import (
     checksum,
     running_checksum,
 )
+from hicache_storage.objects.removals import ObjectRemoval, this_process
 from hicache_storage.objects.requests import RegisteredPool
 from hicache_storage.objects.storage import ObjectStorage
 
@@ -25,6 +26,7 @@ __all__ = [
     "LookupBatch",
     "Namespace",
     "ObjectRead",
+    "ObjectRemoval",
     "ObjectStorage",
     "ObjectWrite",
     "ReadBatch",
@@ -32,4 +34,5 @@ __all__ = [
     "WriteBatch",
     "checksum",
     "running_checksum",
+    "this_process",
 ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hicache_storage.objects.batches import Call, LookupBatch, ReadBatch, WriteBatch
     from hicache_storage.objects.namespace import Namespace
     from hicache_storage.objects.recorder import StatsRecorder
+    from hicache_storage.objects.removals import ObjectRemoval
     from hicache_storage.objects.requests import RegisteredPool
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,31 @@ class ObjectDriver(HiCacheStorage):
             not know of the damage, takes them as existing (rule SET-3).
         """
         return False
+
+    def collect_removals(
+        self, namespaces: Sequence[Namespace], call: Call
+    ) -> tuple[list[ObjectRemoval], bool]:
+        """Return the objects that were removed since the last call. Only with `removals`.
+
+        Those that `discard_objects` has removed included, and none that was only moved. The first
+        call that names a namespace begins its watch, and has no objects of it. One call at a time.
+        It ends as `objects_exist` does, where `lookup_seconds` is declared. After an error the next
+        call returns what this one would have.
+
+        Returns:
+            The objects, in the order of their removals as far as it is known; and True if some may
+            be missing.
+        """
+        raise DriverContractError(
+            f"{type(self).__name__} declares 'removals' without collect_removals()"
+        )
+
+    def recall_removals(self, batches: Sequence[LookupBatch], call: Call) -> list[ObjectRemoval]:
+        """Return what the store remembers of removals of these objects, the oldest first.
+
+        For `hicache why`. A store that remembers nothing need not implement it.
+        """
+        return []
 
     def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
         """Remove the remains of namespaces without objects, such as their files.

@@ -21,6 +21,7 @@ from hicache_storage.objects.driver import ObjectDriver
 from hicache_storage.objects.faults import DamagedPages, FaultGuard
 from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.recorder import StatsRecorder
+from hicache_storage.objects.removals import RemovalLog
 from hicache_storage.objects.requests import (
     PoolRequest,
     RegisteredPool,
@@ -43,6 +44,7 @@ from hicache_storage.spec import (
     PoolPresence,
     PoolTransfer,
     PoolTransferResult,
+    RemovalScope,
     StorageIdentity,
     StorageRefusedError,
     StorageStats,
@@ -57,12 +59,14 @@ from hicache_storage.spec import (
 )
 from hicache_storage.spec.arguments import check_keys
 from hicache_storage.spec.calls import check_info
+from hicache_storage.spec.removals import check_cursor, no_removals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicache_storage.objects.namespace import Namespace
     from hicache_storage.pools.access import PageAccess
+    from hicache_storage.spec import Removal, Removals
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +114,7 @@ class ObjectStorage(ObjectDriver):
         self._verifies_checksums = verifies_checksums
         self._pools: dict[PoolName, RegisteredPool] = {}
         self._damaged = DamagedPages()
+        self._removals = RemovalLog()
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(
             driver_name, enabled=metrics, verifies_checksums=verifies_checksums
@@ -266,6 +271,22 @@ class ObjectStorage(ObjectDriver):
             # Not before: what is damaged and still there stays hidden.
             self._damaged.clear()
 
+    def removals(
+        self, since: int | None = None, *, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> Removals:
+        if self._capabilities.removals is RemovalScope.NONE:
+            return super().removals(since, extra_info=extra_info)
+        check_cursor(since)
+        call = _call(extra_info)
+        if from_memory.get():
+            raise MayHangError(f"{self.driver_name}: the store is asked for removals")
+        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
+            if call.expired():
+                note_answer_from_memory()
+            elif self._guard.run("removals", partial(self._collect_removals, call)):
+                return self._removals.since(since)
+        return no_removals(since)
+
     def remove_pools(self, seconds: float) -> bool:
         """Remove what the namespaces of all registered pools leave in the store.
 
@@ -280,6 +301,30 @@ class ObjectStorage(ObjectDriver):
         with self._lifecycle.lock(), self._lifecycle:
             self._lifecycle.ensure_connected(insist=True)
             return self.remove_namespaces(self._namespaces(), Call(seconds))
+
+    def last_removals(
+        self, keys: Sequence[str], *, pool: str = PoolName.KV, seconds: float
+    ) -> dict[str, Removal]:
+        """Return the last removal of each page, as far as the store remembers it.
+
+        For tools: no engine does it.
+
+        Args:
+            seconds: after which the store is no longer waited for.
+
+        Raises:
+            HiCacheError, OSError: the store refuses, or cannot be reached.
+        """
+        with self._lifecycle.lock(), self._lifecycle:
+            self._lifecycle.ensure_connected(insist=True)
+            registered = self._pools.get(PoolName(pool))
+            if registered is None:
+                raise UnknownPoolError(f"pool {pool!r} is not registered")
+            batches = [LookupBatch(part.namespace, keys) for part in registered.parts]
+            found = self.recall_removals(batches, Call(seconds))
+        return {
+            one.key: one.of(registered.name) for one in sorted(found, key=lambda one: one.seconds)
+        }
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()
@@ -324,6 +369,16 @@ class ObjectStorage(ObjectDriver):
 
     def _namespaces(self) -> list[Namespace]:
         return [part.namespace for pool in self._pools.values() for part in pool.parts]
+
+    def _collect_removals(self, call: Call) -> bool:
+        """Add what the driver reports to the removals; always `True`, unless it raises."""
+        pools = list(self._pools.values())
+        with self._removals.collecting(call.remaining()):
+            removed, lost = self.collect_removals(
+                [part.namespace for pool in pools for part in pool.parts], call
+            )
+            self._removals.add(pools, removed, lost=lost)
+        return True
 
     def _find(
         self,
@@ -524,10 +579,10 @@ class ObjectStorage(ObjectDriver):
             else sum(map(len, damaged)),
         )
         for batch in damaged:
-            self._retire(request.pool.name, batch, call)
+            self._retire(request.pool, batch, call)
         return whole
 
-    def _retire(self, pool: PoolName, damaged: ReadBatch, call: Call) -> None:
+    def _retire(self, pool: RegisteredPool, damaged: ReadBatch, call: Call) -> None:
         """Remove or hide damaged objects, and log them once (rule GET-7)."""
         keys = [read.key for read in damaged.reads]
         defect = damaged.reads[0].defect()
@@ -538,13 +593,15 @@ class ObjectStorage(ObjectDriver):
             "%s: %d damaged pages in pool %s, first %r, %s; they are misses until they are set again",
             self.driver_name,
             len(keys),
-            pool,
+            pool.name,
             keys[0],
             defect,
-            extra=fields(driver=self.driver_name, pool=pool, pages=len(keys), defect=defect),
+            extra=fields(driver=self.driver_name, pool=pool.name, pages=len(keys), defect=defect),
         )
         if self._guard.run("discard", lambda: self.discard_objects([damaged], call)):
             self._damaged.forget(damaged.namespace, keys)
+        else:
+            self._removals.add_damaged(pool, keys)
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         parts = [part for request in requests for part in request.parts]

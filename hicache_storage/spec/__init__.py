@@ -49,6 +49,7 @@ from hicache_storage.spec.policies import (
     leading_pages,
     legal_endpoints,
 )
+from hicache_storage.spec.removals import Removal, RemovalReason, Removals, RemovalScope
 from hicache_storage.spec.stats import Latency, PoolStats, StorageStats
 from hicache_storage.spec.storage import Health, HiCacheStorage
 from hicache_storage.spec.transfers import (
@@ -98,6 +99,10 @@ __all__ = [
     "PoolStats",
     "PoolTransfer",
     "PoolTransferResult",
+    "Removal",
+    "RemovalReason",
+    "RemovalScope",
+    "Removals",
     "Sharing",
     "SlotError",
     "StorageClosedError",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from hicache_storage.spec.removals import RemovalScope
 from hicache_storage.spec.transfers import MAX_KEY_BYTES
 
 
@@ -56,6 +57,8 @@ class Capabilities:
     """`clear()` is implemented."""
     evicts: bool = False
     """A configured capacity is kept by evicting pages (rules EV)."""
+    removals: RemovalScope = RemovalScope.NONE
+    """`removals()` is implemented, and reports these (rules RM)."""
     networked: bool = False
     """Calls leave the machine, so that round trips count (rule EX-10)."""
     requests_in_flight: int | None = None
@@ -109,6 +112,7 @@ _PROMISES: Final = (
     "deletes",
     "clears",
     "evicts",
+    "removals",
     "device_memory",
     "max_page_bytes",
     "max_key_bytes",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec.calls import HiCacheStorageExtraInfo
     from hicache_storage.spec.capabilities import Capabilities
     from hicache_storage.spec.identity import StorageIdentity
+    from hicache_storage.spec.removals import Removals
     from hicache_storage.spec.stats import StorageStats
     from hicache_storage.spec.transfers import PoolTransferResult
 
@@ -177,6 +178,29 @@ class HiCacheStorage(ABC):
         """
         raise UnsupportedOperationError(
             f"{type(self).__name__} does not declare the capability 'clears'"
+        )
+
+    def removals(
+        self, since: int | None = None, *, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> Removals:
+        """Report the pages that have ceased to exist since an earlier call.
+
+        The first call begins the watch. Each listener keeps a cursor of its own. A page that was
+        reported may have been stored again since: a listener that stores pages itself asks
+        `batch_present` for those that it has stored since its last call. After a fault the answer
+        is empty and has the cursor of the call, so that the next call catches up.
+
+        Args:
+            since: the `cursor` of the listener's last answer; None begins with what is removed from
+                now on.
+            extra_info: deadline and request id.
+
+        Raises:
+            InvalidTransferError: `since` is neither None nor an integer.
+            UnsupportedOperationError: `capabilities.removals` is `none`.
+        """
+        raise UnsupportedOperationError(
+            f"{type(self).__name__} does not declare the capability 'removals'"
         )
 
     @abstractmethod

@@ -2,11 +2,12 @@
 
 from hicache_storage.testing.faults import FaultLayer, FaultOptions
 from hicache_storage.testing.host_pool import BytePool
-from hicache_storage.testing.storage import MemoryStorage
+from hicache_storage.testing.storage import MemoryObjects, MemoryStorage
 
 __all__ = [
     "BytePool",
     "FaultLayer",
     "FaultOptions",
+    "MemoryObjects",
     "MemoryStorage",
 ]

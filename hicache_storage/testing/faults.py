@@ -24,11 +24,13 @@ from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import (
     ConfigError,
     PoolName,
+    RemovalScope,
     StorageTimeoutError,
     StorageUnavailableError,
     note_fault,
 )
 from hicache_storage.spec.arguments import check_list, check_seconds
+from hicache_storage.spec.removals import no_removals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         HiCacheStorageExtraInfo,
         PoolTransfer,
         PoolTransferResult,
+        Removals,
         StorageStats,
     )
 
@@ -47,7 +50,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """Probabilities of faults in each call of exists, get, set and clear.
+    """Probabilities of faults in each call of exists, get, set, clear and removals.
 
     Each is independent of the others.
 
@@ -185,6 +188,18 @@ class FaultLayer(GuardedLayer):
             raise kind("an injected fault: the pages may have been cleared, or not")
 
         self._inject(faults, lambda _: self.inner.clear(), fail, None)
+
+    def removals(
+        self, since: int | None = None, *, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> Removals:
+        if self.capabilities.removals is RemovalScope.NONE:
+            return super().removals(since, extra_info=extra_info)
+        return self._inject(
+            self._draw(),
+            lambda info: self.inner.removals(since, extra_info=info),
+            lambda: no_removals(since),
+            extra_info,
+        )
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_storage.objects import ObjectStorage
-from hicache_storage.spec import Capabilities, Durability, Sharing
+from hicache_storage.objects import ObjectRemoval, ObjectStorage, this_process
+from hicache_storage.spec import Capabilities, Durability, RemovalReason, RemovalScope, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,9 +20,19 @@ CAPABILITIES = Capabilities(
     durability=Durability.REOPEN,
     deletes=True,
     clears=True,
+    removals=RemovalScope.PROCESS,
     # A dictionary does not hang, so the deadline layer needs no thread.
     may_hang=False,
 )
+
+
+class MemoryObjects(dict[str, bytes]):
+    """Objects by name, and what storages that share them have removed."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, tuple[str, str]] = {}
+        """By name of an object, its namespace and key."""
+        self.removed: list[ObjectRemoval] = []
 
 
 class MemoryStorage(ObjectStorage):
@@ -31,7 +43,7 @@ class MemoryStorage(ObjectStorage):
     Args:
         identity: identity of the pages.
         objects: dictionary of the objects by name; storages that are given the same one share their
-            pages.
+            pages. Removals are reported of `MemoryObjects` only.
         driver_name: name in metrics and messages.
         capabilities: capabilities to declare, such as those of a driver that may hang.
         verifies_checksums: compare the checksum of each page that is read.
@@ -48,6 +60,10 @@ class MemoryStorage(ObjectStorage):
         verifies_checksums: bool = True,
         metrics: bool = True,
     ) -> None:
+        self.objects: dict[str, bytes] = MemoryObjects() if objects is None else objects
+        """Stored objects by name, envelopes included; a test may damage or remove them."""
+        if not isinstance(self.objects, MemoryObjects):
+            capabilities = replace(capabilities, removals=RemovalScope.NONE)
         super().__init__(
             identity,
             driver_name=driver_name,
@@ -55,12 +71,12 @@ class MemoryStorage(ObjectStorage):
             verifies_checksums=verifies_checksums,
             metrics=metrics,
         )
-        self.objects: dict[str, bytes] = {} if objects is None else objects
-        """Stored objects by name, envelopes included; a test may damage or remove them."""
+        self._collected: int | None = None
+        """How many of the removals have been reported; None before the first call."""
         self.operations: list[str] = []
         """Operations so far.
 
-        `connect`, `exist`, `read`, `write`, `delete`, `clear`, `disconnect`.
+        `connect`, `exist`, `read`, `write`, `delete`, `clear`, `removals`, `disconnect`.
         """
         self.before: Callable[[str], None] = lambda operation: None
         """Called with the name of each operation before it runs.
@@ -88,16 +104,18 @@ class MemoryStorage(ObjectStorage):
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         self._record("write")
         for batch in batches:
-            self.objects.update(
-                {write.namespace.object_name(write.key): write.tobytes() for write in batch.writes}
-            )
+            for write in batch.writes:
+                name = write.namespace.object_name(write.key)
+                if isinstance(self.objects, MemoryObjects):
+                    self.objects.pages[name] = write.namespace.name, write.key
+                self.objects[name] = write.tobytes()
         return [[True] * len(batch.writes) for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         self._record("delete")
         return [
             [
-                self.objects.pop(batch.namespace.object_name(key), None) is not None
+                self._remove(batch.namespace.object_name(key), RemovalReason.DELETED)
                 for key in batch.keys
             ]
             for batch in batches
@@ -108,13 +126,31 @@ class MemoryStorage(ObjectStorage):
         names = tuple(namespace.name for namespace in namespaces)
         # A list first: a dictionary must not shrink while it is iterated over.
         for name in [name for name in self.objects if name.startswith(names)]:
-            del self.objects[name]
+            self._remove(name, RemovalReason.CLEARED)
+
+    def collect_removals(
+        self, namespaces: Sequence[Namespace], call: Call
+    ) -> tuple[list[ObjectRemoval], bool]:
+        self._record("removals")
+        assert isinstance(self.objects, MemoryObjects)
+        # One length for both: other threads remove meanwhile.
+        known, start = len(self.objects.removed), self._collected
+        self._collected = known
+        return self.objects.removed[known if start is None else start : known], False
 
     def connect(self) -> None:
         self._record("connect")
 
     def disconnect(self) -> None:
         self._record("disconnect")
+
+    def _remove(self, name: str, reason: RemovalReason) -> bool:
+        removed = self.objects.pop(name, None) is not None
+        if removed and isinstance(self.objects, MemoryObjects) and name in self.objects.pages:
+            self.objects.removed.append(
+                ObjectRemoval(*self.objects.pages[name], reason, time.time(), this_process())
+            )
+        return removed
 
     def _record(self, operation: str) -> None:
         self.operations.append(operation)

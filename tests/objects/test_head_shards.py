@@ -13,7 +13,7 @@ from hicache_storage.spec import (
     PoolTransfer,
     from_memory,
 )
-from hicache_storage.testing import BytePool, MemoryStorage
+from hicache_storage.testing import BytePool, MemoryObjects, MemoryStorage
 
 PAGES, PAGE_SIZE, LAYERS, HEADS, DIM = 4, 2, 3, 8, 6
 KEYS = ["a", "b", "c"]
@@ -198,3 +198,17 @@ def test_pools_that_contradict_the_identity_are_refused(kit, pool, changes, mess
     kit.opened.append(storage)
     with pytest.raises(InvalidPoolError, match=message):
         storage.register_mem_host_pool_v2(heads_pool(8, (1, 1)), pool)
+
+
+def test_a_page_is_reported_as_removed_once_and_with_any_of_its_shards(kit):
+    objects = MemoryObjects()
+    [reader], writers = [[Rank(kit, objects, 1, 0)], [Rank(kit, objects, 8, n) for n in range(8)]]
+    assert all(all(rank.set()) for rank in writers)
+    cursor = reader.storage.removals().cursor
+    writers[5].storage.delete(["b"])
+    answer = reader.storage.removals(cursor)
+    assert [one.key for one in answer.removed] == ["b"]
+    reader.storage.delete(["a"])
+    answer = reader.storage.removals(answer.cursor)
+    assert [one.key for one in answer.removed] == ["a"]
+    assert writers[4].storage.removals(cursor).lost

@@ -13,7 +13,7 @@ from hicache_storage.plugins import (
     driver_class,
     registry,
 )
-from hicache_storage.spec import DriverError, HiCacheStorage
+from hicache_storage.spec import Capabilities, DriverError, HiCacheStorage
 from hicache_storage.tools.doctor.finding import Finding, Status, fail, ok, warn
 
 if TYPE_CHECKING:
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget
 
 OPTIONAL: Final = {
-    ObjectStorage: {"deletes": "delete_objects", "clears": "clear_namespaces"},
-    HiCacheStorage: {"deletes": "delete", "clears": "clear"},
+    ObjectStorage: {
+        "deletes": "delete_objects",
+        "clears": "clear_namespaces",
+        "removals": "collect_removals",
+    },
+    HiCacheStorage: {"deletes": "delete", "clears": "clear", "removals": "removals"},
 }
 """Methods that declared capabilities require, by base class."""
 
@@ -80,9 +84,8 @@ def check_contract(name: str, lacking: Status) -> Finding:
         return fail(name, detail, "implement them")
     base = ObjectStorage if issubclass(driver, ObjectStorage) else HiCacheStorage
     for capability, method in OPTIONAL[base].items():
-        if getattr(spec.capabilities, capability) and getattr(driver, method) is getattr(
-            base, method
-        ):
+        declared = getattr(spec.capabilities, capability) != getattr(Capabilities(), capability)
+        if declared and getattr(driver, method) is getattr(base, method):
             fix = f"implement {method}(), or do not declare {capability!r}"
             return fail(name, f"declares {capability!r} without {method}()", fix)
     if spec.capabilities.networked and not spec.capabilities.may_hang:

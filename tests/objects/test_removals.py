@@ -1,0 +1,234 @@
+"""Removals over `ObjectStorage`: cursors, what is lost, damaged pages, shards, faults."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+
+import pytest
+
+from hicache_storage.layers import StorageOptions, wrap
+from hicache_storage.objects import ObjectRemoval, removals
+from hicache_storage.spec import (
+    HiCacheStorageExtraInfo,
+    InvalidTransferError,
+    RemovalReason,
+    RemovalScope,
+    StorageClosedError,
+    UnsupportedOperationError,
+)
+from hicache_storage.testing import BytePool, MemoryObjects, MemoryStorage
+from hicache_storage.testing.storage import CAPABILITIES
+
+KEYS = ["a", "b", "c"]
+
+
+def stored(storage, pool, keys=KEYS, name="kv"):
+    transfer = pool.transfer(name, keys, range(len(keys)))
+    assert storage.batch_set_v2([transfer])[name] == [True] * len(keys)
+
+
+def keys_of(answer):
+    return [(str(one.pool), one.key) for one in answer.removed]
+
+
+@pytest.fixture
+def filled(kit):
+    storage, pool = kit.memory_storage()
+    stored(storage, pool)
+    return storage, storage.removals()
+
+
+def test_the_first_call_begins_the_watch(kit):
+    storage, pool = kit.memory_storage()
+    stored(storage, pool)
+    storage.delete(["a"])
+    first = storage.removals()
+    assert (first.removed, first.lost) == ([], False)
+    storage.delete(["b"])
+    answer = storage.removals(first.cursor)
+    assert keys_of(answer) == [("kv", "b")]
+    assert answer.removed[0].reason is RemovalReason.DELETED
+    assert answer.removed[0].seconds > 0
+    assert str(os.getpid()) in answer.removed[0].by
+    assert not answer.lost
+    assert storage.removals(answer.cursor).removed == []
+
+
+def test_each_listener_has_a_cursor_of_its_own(filled):
+    storage, first = filled
+    storage.delete(["a"])
+    second = storage.removals(first.cursor)
+    late = storage.removals()
+    storage.delete(["b"])
+    assert keys_of(storage.removals(second.cursor)) == [("kv", "b")]
+    assert keys_of(storage.removals(first.cursor)) == [("kv", "a"), ("kv", "b")]
+    assert keys_of(storage.removals(late.cursor)) == [("kv", "b")]
+
+
+def test_storages_that_share_objects_report_each_others_removals(kit):
+    objects = MemoryObjects()
+    one, pool = kit.memory_storage(objects=objects)
+    other, _ = kit.memory_storage(objects=objects)
+    stored(one, pool)
+    cursor = one.removals().cursor
+    other.clear()
+    answer = one.removals(cursor)
+    assert sorted(keys_of(answer)) == [("kv", key) for key in KEYS]
+    assert {removal.reason for removal in answer.removed} == {RemovalReason.CLEARED}
+
+
+def test_a_listener_that_is_too_far_behind_is_told_so(filled, monkeypatch):
+    storage, first = filled
+    report(monkeypatch, storage, [str(number) for number in range(removals.MAX_REMOVALS + 1)])
+    answer = storage.removals(first.cursor)
+    assert answer.lost
+    assert len(answer.removed) == removals.MAX_REMOVALS
+    assert answer.removed[-1].key == str(removals.MAX_REMOVALS)
+    assert not storage.removals(answer.cursor).lost
+
+
+def test_as_many_as_are_kept_are_not_lost(filled, monkeypatch):
+    storage, first = filled
+    report(monkeypatch, storage, [str(number) for number in range(removals.MAX_REMOVALS)])
+    answer = storage.removals(first.cursor)
+    assert not answer.lost
+    assert len(answer.removed) == removals.MAX_REMOVALS
+
+
+@pytest.mark.parametrize("cursor", [0, -1, 1 << 60])
+def test_a_cursor_of_another_storage_is_lost(filled, kit, cursor):
+    storage, _ = filled
+    assert storage.removals(cursor).lost
+    other, _ = kit.memory_storage()
+    assert storage.removals(other.removals().cursor).lost
+
+
+def test_what_a_driver_has_lost_each_listener_is_told_once(filled, monkeypatch):
+    storage, first = filled
+    later = storage.removals()
+    report(monkeypatch, storage, ["a"], lost=True)
+    answer = storage.removals(first.cursor)
+    assert answer.lost
+    assert keys_of(answer) == [("kv", "a")]
+    assert storage.removals(later.cursor).lost
+    assert not storage.removals(answer.cursor).lost
+
+
+def test_a_pool_that_is_registered_later_may_have_lost_some(filled):
+    storage, first = filled
+    pool = BytePool()
+    storage.register_mem_host_pool_v2(pool, "mamba")
+    stored(storage, pool, ["m"], "mamba")
+    answer = storage.removals(first.cursor)
+    assert answer.lost
+    storage.delete(["m"], pool="mamba")
+    answer = storage.removals(answer.cursor)
+    assert keys_of(answer) == [("mamba", "m")]
+    assert not answer.lost
+
+
+def test_a_page_that_is_found_damaged_is_reported(filled):
+    storage, first = filled
+    name = next(iter(storage.objects))
+    storage.objects[name] = storage.objects[name][:-1]
+    transfer = BytePool().transfer("kv", KEYS, range(len(KEYS)))
+    [answers] = storage.batch_get_v2([transfer]).values()
+    assert answers.count(False) == 1
+    answer = storage.removals(first.cursor)
+    assert [(one.key, one.reason) for one in answer.removed] == [
+        (KEYS[answers.index(False)], RemovalReason.DAMAGED)
+    ]
+    assert storage.removals(answer.cursor).removed == []
+
+
+def test_a_fault_leaves_the_cursor_and_the_next_call_catches_up(filled):
+    storage, first = filled
+    storage.delete(["a"])
+
+    def fail(operation):
+        raise OSError("away")
+
+    storage.before, faults = fail, storage.fault_count()
+    assert storage.removals(first.cursor) == replace(first, removed=[])
+    assert storage.fault_count() == faults + 1
+    assert storage.removals().cursor == 0
+    storage.before = lambda operation: None
+    assert keys_of(storage.removals(first.cursor)) == [("kv", "a")]
+    # The watch of the listener that was not answered has not begun.
+    assert storage.removals(0).lost
+
+
+def test_a_call_that_hangs_ends_at_its_deadline_and_keeps_no_other(kit):
+    driver = MemoryStorage(kit.identity(), capabilities=replace(CAPABILITIES, may_hang=True))
+    storage, pool = wrap(driver, StorageOptions(deadline_seconds=0.2)), BytePool()
+    storage.register_mem_host_pool_v2(pool, "kv")
+    stored(storage, pool)
+    first = storage.removals()
+    storage.delete(["a"])
+    release, hangs = threading.Event(), threading.Event()
+
+    def hang(operation):
+        if operation == "removals" and not hangs.is_set():
+            hangs.set()
+            release.wait(10)
+
+    driver.before = hang
+    assert storage.removals(first.cursor) == first
+    # The lock is still held by the first: this one is late, too, and sees no other fault.
+    assert storage.removals(first.cursor) == first
+    assert storage.get_stats().deadlines_missed >= 1
+    release.set()
+    deadline = HiCacheStorageExtraInfo(deadline_seconds=10)
+    answer = storage.removals(first.cursor, extra_info=deadline)
+    assert keys_of(answer) == [("kv", "a")]
+    storage.close()
+
+
+def test_an_open_breaker_answers_nothing_and_forgets_nothing(filled):
+    driver, first = filled
+    storage = wrap(driver, StorageOptions(breaker_threshold=1, breaker_cooldown_seconds=60))
+    driver.delete(["a"])
+    storage.breakers["read"].failed()
+    assert storage.removals(first.cursor) == first
+    storage.breakers["read"].succeeded()
+    assert keys_of(storage.removals(first.cursor)) == [("kv", "a")]
+
+
+def test_misuse(filled, kit):
+    storage, first = filled
+    for cursor in ("1", 1.0, True):
+        with pytest.raises(InvalidTransferError, match="since must be the cursor"):
+            wrap(storage, StorageOptions()).removals(cursor)
+    passed = HiCacheStorageExtraInfo(deadline_seconds=0)
+    assert storage.removals(first.cursor, extra_info=passed) == first
+    silent, _ = kit.memory_storage(capabilities=replace(CAPABILITIES, removals=RemovalScope.NONE))
+    with pytest.raises(UnsupportedOperationError, match="'removals'"):
+        wrap(silent, StorageOptions()).removals()
+    storage.close()
+    with pytest.raises(StorageClosedError):
+        storage.removals(first.cursor)
+
+
+def test_without_a_listener_nothing_is_kept(kit):
+    storage, pool = kit.memory_storage()
+    stored(storage, pool)
+    storage.delete(KEYS)
+    assert "removals" not in storage.operations
+
+
+def test_an_instance_reports_no_more_than_its_driver():
+    weak = replace(CAPABILITIES, removals=RemovalScope.PROCESS)
+    strong = replace(CAPABILITIES, removals=RemovalScope.STORE)
+    assert strong.exceeding(weak) == ["removals=store"]
+    assert weak.exceeding(strong) == []
+
+
+def report(monkeypatch, storage, keys, *, lost=False):
+    """The driver reports these removals with its next answer."""
+    namespace = storage.pools["kv"].namespace.name
+    answers = [([ObjectRemoval(namespace, key) for key in keys], lost)]
+    monkeypatch.setattr(
+        storage, "collect_removals", lambda *_: answers.pop() if answers else ([], False)
+    )
