@@ -117,8 +117,7 @@ def _copy(to: int, origin: int, size: int, stream: int) -> None:
     ctypes.memmove(to, origin, size)
 
 
-def _copy_pieces(destinations: torch.Tensor, sources: torch.Tensor, size: int, stream: int) -> None:
-    count = min(destinations.numel(), sources.numel())
-    arrays = (each.view(-1)[:count].tolist() for each in (destinations, sources))
+def _copy_pieces(destinations: int, sources: int, count: int, size: int, stream: int) -> None:
+    arrays = ((ctypes.c_uint64 * count).from_address(each) for each in (destinations, sources))
     for to, origin in zip(*arrays, strict=True):
         ctypes.memmove(to, origin, size)

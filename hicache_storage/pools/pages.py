@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 NAMED_SLOTS: Final = 8
 """How many slots an error message names."""
-_PAIR: Final = "V16"
-"""Two slots as one element."""
 
 
 def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> Numbers:
@@ -39,24 +37,15 @@ def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> Numbers:
     import numpy as np
 
     slots = [_on_host(indices, page_size).numpy() for indices in sides]
-    count = len(slots[0]) // page_size
+    first = np.array([side[::page_size] for side in slots])
     if page_size == 1:
-        numbers = np.empty((len(slots), count), np.int64)
-        for row, side in zip(numbers, slots, strict=True):
-            row[:] = side
-        return numbers
-    # The last slot of each page beside the first of the next: two neighbours are read at once.
-    ends = np.empty((len(slots), count + 1, 2), np.int64)
-    both = ends.view(_PAIR)[:, 1:-1, 0]
-    for pairs, inner, side in zip(ends, both, slots, strict=True):
-        pairs[0, 1], pairs[-1, 0] = side[0], side[-1]
-        inner[:] = np.ndarray(count - 1, _PAIR, side, 8 * (page_size - 1), 8 * page_size)
-    first, last = ends[:, :-1, 1], ends[:, 1:, 0]
+        return first
+    last = np.array([side[page_size - 1 :: page_size] for side in slots])
     shift = page_size.bit_length() - 1
-    # A shift takes a quarter of a division's time.
+    # A shift takes a third of a division's time, and `count_nonzero` half of that of `any`.
     numbers = first >> shift if 1 << shift == page_size else first // page_size
-    starts = numbers * page_size
-    if not ((starts == first).all() and (starts + (page_size - 1) == last).all()):
+    last -= first
+    if np.count_nonzero(last != page_size - 1) or np.count_nonzero(numbers * page_size != first):
         for indices in sides:
             check_pages(indices, page_size)
     return numbers

@@ -10,6 +10,7 @@ from hicache_storage.transfer.streams import RowSide
 if TYPE_CHECKING:
     import torch
 
+    from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.plan import PartGroup
     from hicache_storage.transfer.streams import Device, Stream
 
@@ -33,7 +34,7 @@ class Run(NamedTuple):
     layers: range
     parts: range
     """Theirs, among those of all layers."""
-    starts: list[torch.Tensor]
+    starts: list[Numbers]
     """For each side addresses of page 0, a row with those of each part of the first layer."""
     piece_bytes: int
     room: int
@@ -66,7 +67,7 @@ class Lane:
         staging_bytes: int,
         outwards: bool,
     ) -> None:
-        import torch
+        import numpy as np
 
         self._device = device
         self._group = group
@@ -97,36 +98,38 @@ class Lane:
             self._turn = 0
         self.runs = [self._run(layers) for layers in runs]
         views = group.device[0], group.host[0]
-        self._pitches = [view.stride(0) * view.element_size() for view in views]
+        self._pitches = np.array([[[view.stride(0) * view.element_size()]] for view in views])
         self._count = self._sent = 0
-        self._numbers = torch.empty(2, 0, 1)
+        self._offsets = np.empty((2, 0, 1), np.int64)
 
-    def begin(self, pages: torch.Tensor) -> None:
+    def begin(self, pages: Numbers) -> None:
         """Take the pages of the next transfer.
 
         Args:
-            pages: their numbers in two rows, `DEVICE` and `HOST`: int64 on the CPU, and uploaded.
+            pages: their numbers in two rows, `DEVICE` and `HOST`, which are uploaded.
         """
         self._count = pages.shape[1]
         self._sent = min(self._count, self._max_pages)
-        self._numbers = pages.narrow(1, 0, self._sent).unsqueeze(2)
+        self._offsets = pages[:, : self._sent, None] * self._pitches
         if self._is_staged:
             self.before_staging()
 
     def enqueue(self, run: Run) -> None:
         """Enqueue the copies of some layers."""
-        if self._is_staged:
-            self._stage(run)
-        elif self._sent:
-            on_device, on_host = (self._addresses(side, run) for side in (DEVICE, HOST))
-            self._send(self._stream, on_device, on_host, run)
+        if self._sent:
+            on_host = run.starts[HOST] + self._offsets[HOST]
+            if self._is_staged:
+                self._stage(run, on_host.ctypes.data)
+            else:
+                on_device = run.starts[DEVICE] + self._offsets[DEVICE]
+                pieces = on_device.ctypes.data, on_host.ctypes.data
+                self._send(self._stream, *pieces, on_host.size, run)
         if self._sent < self._count:
             rest = range(self._sent, self._count)
             self._stream.copy_rows(self._rows, run.parts, rest, run.what)
 
-    def _stage(self, run: Run) -> None:
+    def _stage(self, run: Run, on_host: int) -> None:
         fill, drain = self._to_from(self._send_staged, self._move_staged)
-        on_host = self._addresses(HOST, run)
         for start in range(0, self._sent, run.room):
             pages = range(start, min(start + run.room, self._sent))
             self._turn ^= 1
@@ -138,13 +141,14 @@ class Lane:
                 self.hand_over()
             drain(self._stream, on_host, pages, run)
 
-    def _move_staged(self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run) -> None:
+    def _move_staged(self, stream: Stream, on_host: int, pages: range, run: Run) -> None:
         # The kernels of a staging buffer know the parts of its run alone.
         stream.copy_rows(run.buffers[self._turn][0], range(len(run.parts)), pages, run.what)
 
-    def _send_staged(self, stream: Stream, on_host: torch.Tensor, pages: range, run: Run) -> None:
-        on_host = on_host[pages.start : pages.stop]
-        self._send(stream, run.buffers[self._turn][1], on_host, run)
+    def _send_staged(self, stream: Stream, on_host: int, pages: range, run: Run) -> None:
+        parts, staged = self._group.parts, run.buffers[self._turn][1]
+        pieces = staged.data_ptr(), on_host + 8 * parts * pages.start
+        self._send(stream, *pieces, parts * len(pages), run)
 
     # Methods of their own, so that tests can leave out one wait alone.
 
@@ -161,15 +165,10 @@ class Lane:
         """Let draining wait for filling."""
         self._stream.follow(self.filler)
 
-    def _addresses(self, side: int, run: Run) -> torch.Tensor:
-        """Addresses of pieces: (pages, parts of a layer)."""
-        return run.starts[side].add(self._numbers[side], alpha=self._pitches[side])
-
-    def _send(
-        self, stream: Stream, on_device: torch.Tensor, on_host: torch.Tensor, run: Run
-    ) -> None:
+    def _send(self, stream: Stream, on_device: int, on_host: int, count: int, run: Run) -> None:
+        """Send pieces whose addresses lie there on either side."""
         to, origin = self._to_from(on_device, on_host)
-        stream.copy_pieces(to, origin, run.piece_bytes, run.what)
+        stream.copy_pieces(to, origin, count, run.piece_bytes, run.what)
 
     def _to_from(self, on_device: SideT, other: SideT) -> tuple[SideT, SideT]:
         return (other, on_device) if self._outwards else (on_device, other)
@@ -178,6 +177,7 @@ class Lane:
         return self._device.row_copy(*self._to_from(RowSide(on_device, DEVICE), other), self._table)
 
     def _run(self, layers: range) -> Run:
+        import numpy as np
         import torch
 
         group = self._group
@@ -188,7 +188,7 @@ class Lane:
             [*each[parts.start : parts.stop]] for each in (group.device, group.host)
         )
         starts = [
-            torch.tensor([view.data_ptr() for view in each[: group.parts]])
+            np.array([view.data_ptr() for view in each[: group.parts]])
             for each in (on_device, on_host)
         ]
         block = group.layer_bytes * len(layers)

@@ -130,10 +130,9 @@ class PoolCopies:
         # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
         # (rule ST-3).
         self.fences[IN if direction == OUT else OUT].wait(stream, pages)
-        numbers = torch.from_numpy(pages)
-        stream.upload(self._tables[direction], numbers)
+        stream.upload(self._tables[direction], torch.from_numpy(pages))
         for lane in self.lanes[direction]:
-            lane.begin(numbers)
+            lane.begin(pages)
 
     def end(self, direction: str, pages: Numbers, until: Event) -> None:
         """Fence the pages until an event that was recorded behind all copies."""
@@ -171,9 +170,11 @@ class PoolCopies:
         return pages
 
     def _has_repeated(self, pages: Numbers) -> bool:
+        import numpy as np
+
         if pages.size > self._marks.size:
             return True
         # Of two marks on a page one remains.
         numbers = self._numbers[: pages.size]
         self._marks[pages] = numbers
-        return bool((self._marks[pages] != numbers).any())
+        return bool(np.count_nonzero(self._marks.take(pages) != numbers))

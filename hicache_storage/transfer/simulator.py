@@ -247,11 +247,10 @@ class SimulatedStream:
         self._enqueue(what, run, [*reads, *uploaded], writes)
 
     def copy_pieces(
-        self, destinations: torch.Tensor, sources: torch.Tensor, size: int, what: str
+        self, destinations: int, sources: int, count: int, size: int, what: str
     ) -> None:
-        count = min(destinations.numel(), sources.numel())
         to, origin = (
-            cast("list[int]", each.reshape(-1)[:count].tolist()) for each in (destinations, sources)
+            (ctypes.c_int64 * count).from_address(each)[:] for each in (destinations, sources)
         )
 
         def run() -> None:

@@ -100,13 +100,13 @@ class Stream(Protocol):
         ...
 
     def copy_pieces(
-        self, destinations: torch.Tensor, sources: torch.Tensor, size: int, what: str
+        self, destinations: int, sources: int, count: int, size: int, what: str
     ) -> None:
         """Enqueue copies of contiguous pieces by DMA, between page-locked memory and the device.
 
         Args:
-            destinations, sources: addresses, contiguous int64 on the CPU, of any shape. As many are
-                copied as the shorter one has.
+            destinations, sources: where `count` addresses (int64) lie, which may be changed
+                afterwards.
             size: length of each piece in bytes.
         """
         ...

@@ -100,8 +100,8 @@ def test_a_transfer_leaves_a_bounded_number_of_pieces_to_dma(monkeypatch, layout
     """A stream's queue has no more places, and a call that finds none waits."""
     pieces, pages = [], page_slots(range(0, 32, 2), PAGE)
 
-    def count(to, origin, size, stream):
-        pieces.append(min(to.numel(), origin.numel()))
+    def count(to, origin, number, size, stream):
+        pieces.append(number)
         return 0
 
     monkeypatch.setattr(copies, "MAX_PIECES", 24)
@@ -184,11 +184,9 @@ class Driver:
 def test_batches_are_called_as_cuda_declares_them(monkeypatch):
     driver = Driver(knows_batches=True)
     driver.use(monkeypatch)
-    to, origin = torch.arange(4).view(2, 2), torch.arange(6).view(3, 2)
-    assert driver_module.copy_pieces(to, origin, 9, 15) == 0
+    assert driver_module.copy_pieces(11, 12, 4, 9, 15) == 0
     (arguments,) = driver.calls
-    addresses = tuple(each.data_ptr() for each in (to, origin))
-    assert (*arguments[:2], arguments[3], arguments[6], arguments[8]) == (*addresses, 4, 1, 15)
+    assert (*arguments[:2], arguments[3], arguments[6], arguments[8]) == (11, 12, 4, 1, 15)
     assert list((ctypes.c_size_t * 4).from_address(arguments[2])) == [9] * 4
     # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, no hints, no flags, for all copies from the first on.
     assert (driver.attributes, driver.first) == ([1, 0, 0, 0, 0, 0], 0)
@@ -197,7 +195,8 @@ def test_batches_are_called_as_cuda_declares_them(monkeypatch):
 def test_without_batches_pieces_are_copied_one_by_one(monkeypatch):
     driver = Driver(knows_batches=False)
     driver.use(monkeypatch)
-    assert driver_module.copy_pieces(torch.tensor([1, 2]), torch.tensor([3, 4]), 5, 7) == 0
+    to, origin = torch.tensor([1, 2]), torch.tensor([3, 4])
+    assert driver_module.copy_pieces(to.data_ptr(), origin.data_ptr(), 2, 5, 7) == 0
     assert driver.single == [(1, 3, 5, 7), (2, 4, 5, 7)]
 
 

@@ -101,9 +101,9 @@ class CudaStream:
         _check(own(CudaRowCopy, rows).launch(self._handle, parts, pages), what)
 
     def copy_pieces(
-        self, destinations: torch.Tensor, sources: torch.Tensor, size: int, what: str
+        self, destinations: int, sources: int, count: int, size: int, what: str
     ) -> None:
-        _check(copy_pieces(destinations, sources, size, self._handle), what)
+        _check(copy_pieces(destinations, sources, count, size, self._handle), what)
 
     def synchronize(self) -> None:
         _wait(self.native)

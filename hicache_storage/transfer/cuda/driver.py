@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,17 +20,17 @@ _STREAM_ORDER: Final = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read when the stream comes to its copy."""
 
 
-def copy_pieces(destinations: torch.Tensor, sources: torch.Tensor, size: int, stream: int) -> int:
+def copy_pieces(destinations: int, sources: int, count: int, size: int, stream: int) -> int:
     """Enqueue copies; returns CUDA's error. See `Stream.copy_pieces`.
 
     One call for all: NVIDIA's bindings take lists, which costs a conversion for each piece.
     """
-    count, batch = min(destinations.numel(), sources.numel()), memcpy_batch()
+    batch = memcpy_batch()
     if batch is not None:
-        sizes = _sizes(count, size).data_ptr()
-        return batch(destinations.data_ptr(), sources.data_ptr(), sizes, count, stream)
+        sizes = _sizes(1 << count.bit_length(), size).data_ptr()
+        return batch(destinations, sources, sizes, count, stream)
     # A loop over pieces: a driver before CUDA 12.8 copies them one by one.
-    arrays = (cast("list[int]", each.view(-1)[:count].tolist()) for each in (destinations, sources))
+    arrays = ((ctypes.c_uint64 * count).from_address(each) for each in (destinations, sources))
     errors = (memcpy(to, origin, size, stream) for to, origin in zip(*arrays, strict=True))
     return next(filter(None, errors), 0)
 
