@@ -135,7 +135,9 @@ class Lane:
             self._turn ^= 1
             try:
                 fill(self.filler, on_host, pages, run)
-                self.before_refill()
+                # What the next transfer fills follows its `before_staging`.
+                if pages.stop < self._sent or run is not self.runs[-1]:
+                    self.before_refill()
             finally:
                 # Also behind a copy that was refused half-way: what was enqueued uses the pages.
                 self.hand_over()
