@@ -13,6 +13,7 @@ import msgspec
 
 from hicache_metadata_server import dashboard
 from hicache_metadata_server.auth.audit_log import AuditLog
+from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.protocol import JSON, StoreDurability
@@ -63,8 +64,8 @@ class Caller:
     def __init__(self, app, peers=None):
         self.app = app
         self.peers = {} if peers is None else peers
-        self.service = app.server.service
-        self.group_commit = lambda: app.server.handlers.group_commit
+        self.service = app.service
+        self.group_commit = lambda: app.handlers.group_commit
 
     async def send(
         self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1, query=""
@@ -187,10 +188,11 @@ def audit_to(file, **options):
 
 
 @asynccontextmanager
-async def running(store=None, service=None, **options):
+async def running(store=None, service=None, tokens=None, security=None, **options):
     store = store or MemoryStore()
-    app = create_app(service or MetadataService(durability=store.durability), store, **options)
-    async with app.server.running():
+    service = service or MetadataService(durability=store.durability)
+    app = create_app(service, store, security=security or Security(service, tokens), **options)
+    async with app.running():
         yield Caller(app)
 
 
@@ -225,7 +227,7 @@ async def running_shared(
     app = owner_app(
         service, url, name, replicas=replicas, lease_seconds=lease_seconds, security=security
     )
-    async with app.server.running():
+    async with app.running():
         caller = Caller(app, peers)
         if peers is not None:
             peers[name] = caller

@@ -146,7 +146,7 @@ async def test_the_description_is_that_of_the_types():
 
 async def test_a_timer_that_loses_its_cancellation_ends_all_the_same():
     async with running() as caller:
-        handlers, waits = caller.app.server.handlers, asyncio.Event()
+        handlers, waits = caller.app.handlers, asyncio.Event()
 
         async def tick(slots):
             waits.set()

@@ -99,7 +99,7 @@ async def test_no_heartbeat_takes_a_scope_that_is_being_dropped(tmp_path, monkey
     with redis_server(tmp_path) as redis:
         async with running_shared(redis.url, LIMITS) as caller:
             await caller.initialize("0:kv")
-            owner, beats = caller.app.server.handlers.owner, []
+            owner, beats = caller.app.handlers.owner, []
             publish = owner.publish
 
             async def beat_and_publish(entries):

@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.http import runtime
+from hicache_metadata_server.http import asgi
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
@@ -39,7 +39,7 @@ def logs(monkeypatch):
     and used before is out of reach of `structlog.testing.capture_logs`."""
     monkeypatch.setattr(group_commit, "RETRY_SECONDS", 0.1)
     captured = structlog.testing.LogCapture()
-    for module in (group_commit, runtime):
+    for module in (group_commit, asgi):
         monkeypatch.setattr(module, "_log", structlog.wrap_logger(None, [captured]))
     return captured.entries
 
@@ -169,7 +169,7 @@ async def test_no_block_is_compacted_with_changes_that_the_log_lacks(tmp_path, m
     async with on_disk(tmp_path) as caller:
         await caller.initialize("0:kv", slots=SLOTS)
         assert (await caller.reserve("0:kv", keys(100))).status == 200
-        store, compacted = caller.app.server.store, []
+        store, compacted = caller.app.store, []
 
         def fail(changes):
             raise StoreError("the disk is full")
@@ -191,11 +191,11 @@ async def test_changes_are_written_and_checkpoints_are_made_without_a_new_thread
         raise RuntimeError("can't start new thread")
 
     async def checkpointed(caller, before):
-        return caller.app.server.store.sizes()["database"] != before
+        return caller.app.store.sizes()["database"] != before
 
     monkeypatch.setattr(sqlite, "CHECKPOINT_BYTES", 1000)
     async with on_disk(tmp_path, durability) as caller:
-        before = caller.app.server.store.sizes()["database"]
+        before = caller.app.store.sizes()["database"]
         with monkeypatch.context() as limit:
             limit.setattr(threading.Thread, "start", refuse)
             assert (await caller.initialize("0:kv", slots=SLOTS)).status == 200

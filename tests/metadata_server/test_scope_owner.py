@@ -731,7 +731,7 @@ class ManyServers(RuleBasedStateMachine):
         for scope, keys in self.acknowledged.items():
             (number,) = serving(self.servers, scope)
             assert self.servers[number].live(scope, keys) == keys
-            assert list(self.servers[number].service.fsck(p.Fsck()))[-1].problems == []
+            assert list(self.servers[number].service.fsck(p.Fsck(), 0.0))[-1].problems == []
         for server in self.servers:
             server.close()
         self.world.close()

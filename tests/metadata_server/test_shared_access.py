@@ -61,7 +61,7 @@ async def everything(url):
     """Each script, and each command beside them."""
 
     async def compacted(caller):
-        return not any(log.log_bytes for log in caller.app.server.store.logs())
+        return not any(log.log_bytes for log in caller.app.store.logs())
 
     async with running_shared(url, LIMITS) as caller:
         reply = await caller.initialize("0:kv", "1:kv", slots=12)

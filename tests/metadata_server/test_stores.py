@@ -199,7 +199,7 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     store, service = opened(tmp_path)
     assert len(service.recovery_problems) == 3
     assert service.scopes["0:kv"].lru.slots(["a", "b", "c"]) == [0, -1, -1]
-    assert list(service.fsck(p.Fsck()))[-1].problems == []
+    assert list(service.fsck(p.Fsck(), NOW))[-1].problems == []
     store.close()
 
 

@@ -152,7 +152,7 @@ async def fetch_history(caller, query="", **options):
 async def test_the_server_tells_its_past():
     clock = Clock()
     async with running(clock=clock) as caller:
-        recorder = caller.app.server.recorder
+        recorder = caller.app.recorder
         recorder.sample()
         await caller.post("/v2/initialize", SCOPE)
         await caller.store("0:kv", ["a", "b"])

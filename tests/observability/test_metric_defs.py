@@ -151,7 +151,7 @@ async def test_a_server_without_a_store_has_no_transactions():
 
 
 def metrics_text(service):
-    return create_app(service, MemoryStore()).server.metrics.text()
+    return create_app(service, MemoryStore()).metrics.text()
 
 
 def test_leases_that_end_by_themselves_are_counted():
@@ -197,7 +197,7 @@ def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
         service.initialize(
             p.Initialize(scopes=[p.ScopeGeometry(scope=f"1:s{number}", slots=8)]), 1.0
         )
-    metrics = create_app(service, MemoryStore()).server.metrics
+    metrics = create_app(service, MemoryStore()).metrics
     metrics.text()
     # Sorted before all others, and still not one that is named.
     for name in ("0:a", "0:b"):

@@ -404,7 +404,9 @@ class MetadataService:
         slots = [*request.slots, *map(scope.slot_of, request.keys)]
         return p.Inspected(slots=[scope.status(slot, now) if slot >= 0 else None for slot in slots])
 
-    def fsck(self, request: p.Fsck, caller: Caller = ANYBODY) -> Iterator[p.FsckReport | None]:
+    def fsck(
+        self, request: p.Fsck, now: float, caller: Caller = ANYBODY
+    ) -> Iterator[p.FsckReport | None]:
         """Check every invariant in chunks, between which other requests may be served.
 
         Yields None for each chunk, and the report at the end.

@@ -1,1 +1,1 @@
-"""Status page for a browser."""
+"""Files of the status page for a browser; `http.app` serves them."""

@@ -1,4 +1,4 @@
-"""ASGI application of the protocol's routes, in front of the pages.
+"""ASGI application of the protocol's routes, in front of the pages, and the work beside requests.
 
 One dictionary lookup finds the endpoint, and msgspec decodes the body. Everything else (health,
 metrics, status page, OpenAPI) goes on to the Starlette application behind it.
@@ -7,28 +7,32 @@ metrics, status page, OpenAPI) goes on to the Starlette application behind it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.audit_log import audit_fields, peer_of
 from hicache_metadata_server.core.errors import RequestError, StoreError, too_large
-from hicache_metadata_server.core.limits import LONG_BODY
-from hicache_metadata_server.dashboard.assets import is_page
-from hicache_metadata_server.http.handlers import DecodedRequest, Response, refusal
+from hicache_metadata_server.core.limits import LONG_BODY, request_size
+from hicache_metadata_server.http.handlers import ReceivedRequest, Response, refusal
+from hicache_metadata_server.http.metrics import HistoryRecorder, Metrics
 from hicache_metadata_server.protocol import HISTORY
+from hicache_metadata_server.storage.group_commit import GroupCommit
 from hicache_storage.observability import tracing
 from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.applications import Starlette
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from hicache_metadata_server.core.tenants import Caller
-    from hicache_metadata_server.http.routes import Endpoint
-    from hicache_metadata_server.http.runtime import ServerRuntime
-    from hicache_storage.observability.otel import ServerSpan
+    from hicache_metadata_server.auth.security import Security
+    from hicache_metadata_server.http.handlers import Handlers
+    from hicache_metadata_server.storage.store import MetadataStore
 
 REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
@@ -37,11 +41,18 @@ PAGES: Final = ("/openapi.json", "/metrics", HISTORY)
 OPEN_PAGES: Final = ("/openapi.json",)
 """Those without data of scopes. The others show the scopes of all tenants, so that the token of one
 tenant does not permit them."""
+STATUS_PAGE: Final = "/page"
+"""Below it are the files of the status page."""
 READ_METHODS: Final = ("GET", "HEAD")
 
 UNAUTHORIZED: Final = (401, 403)
 OTHER: Final = "other"
 """Route of unknown paths in metrics and logs."""
+TICK_SECONDS: Final = 0.1
+"""Interval of the timers; a lease or quarantine ends at most this much late."""
+BUSY_TICK_SECONDS: Final = 0.002
+"""Interval while more slots are due than one tick handles."""
+TICK_SLOTS: Final = 1024
 
 _log = structlog.get_logger()
 
@@ -54,36 +65,34 @@ class _ClientDisconnectError(Exception):
     """The client closed the connection before its request was complete."""
 
 
-class RequestHead(NamedTuple):
-    """Method, path and headers of a request, checked and resolved."""
-
-    endpoint: Endpoint
-    content_type: str
-    response_type: str
-    idempotency_key: str
-    """Empty without one."""
-    caller: Caller
-    span: ServerSpan | None
-    """None without traces."""
-
-
 class ProtocolApp:
-    """ASGI application of the protocol, in front of the one for health and pages."""
+    """ASGI application of the protocol, in front of the one for health and pages.
 
-    def __init__(self, app: ASGIApp, server: ServerRuntime) -> None:
-        self._app = app
-        self.server = server
+    Args:
+        handlers: of the service, which was restored from the store.
+    """
+
+    def __init__(self, handlers: Handlers, store: MetadataStore, security: Security) -> None:
+        self.pages: ASGIApp
+        """Serves everything that is no route of the protocol; set before the first request."""
+        self.handlers = handlers
+        self.service = handlers.service
+        self.security = security
+        self.metrics = Metrics(handlers, store, security)
+        self.recorder = HistoryRecorder(handlers.service, self.metrics, handlers.clock)
+        self.store = store
         # Bound once: each attribute saves two lookups in every request.
-        self._handlers = server.handlers
-        self._known = server.handlers.endpoints
-        self._record = server.record
+        self._known = handlers.endpoints
+        self._slow_log = self.recorder.slow_log
         self._spans = tracing.spans()
-        self._tokens = server.security.tokens
-        self._rates = server.security.rates
-        self._audit = server.security.audit
-        self._check_browser = server.security.check_browser
+        self._tokens = security.tokens
+        self._rates = security.rates
+        self._audit = security.audit
+        self._check_browser = security.check_browser
         self._long = asyncio.Lock()
-        self._max_body = server.service.limits.body_bytes
+        self._max_body = handlers.service.limits.body_bytes
+        self._stopping = False
+        self._next_second = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -91,35 +100,28 @@ class ProtocolApp:
         if scope["type"] != "http" or (
             scope["path"] not in self._known and _is_open(scope["path"], scope["method"])
         ):
-            await self._app(scope, receive, send)
+            await self.pages(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = adopt(headers.get(REQUEST_ID))
-        begin, path, head, request = time.perf_counter(), scope["path"], None, None
+        begin, path, request = time.perf_counter(), scope["path"], None
         try:
             if path in PAGES and scope["method"] in READ_METHODS:
                 self._check_page(path, headers)
-                await self._app(scope, receive, send)
+                await self.pages(scope, receive, send)
                 return
-            head = self._read_head(path, scope["method"], headers, request_id)
+            request = self._read_head(path, scope["method"], headers, request_id)
             body = await self._read_body(receive, headers)
             # The time of a slow upload is the client's, not the server's.
             begin = time.perf_counter()
-            request, response = await self._answer(head, body)
+            response = await self._answer(request, body)
         except RequestError as refused:
             response = refusal(refused, content_types(path, headers)[1])
         except _ClientDisconnectError:
             return
-        if response.status in UNAUTHORIZED or (head is not None and head.endpoint.audited):
-            self._write_audit(path, headers, head, request, response, peer_of(scope["client"]))
-        self._record(
-            head.endpoint.name if head is not None else OTHER,
-            response.status,
-            time.perf_counter() - begin,
-            request_id,
-            request.message if request is not None else None,
-            head.span if head is not None else None,
-        )
+        if response.status in UNAUTHORIZED or (request is not None and request.endpoint.audited):
+            self._write_audit(path, headers, request, response, peer_of(scope["client"]))
+        self._record(request, response.status, time.perf_counter() - begin, request_id)
         await send(
             {
                 "type": "http.response.start",
@@ -131,7 +133,78 @@ class ProtocolApp:
 
     async def hand_over(self) -> None:
         """Give everything to other servers that they can serve; called before the end."""
-        await self._handlers.hand_over()
+        await self.handlers.hand_over()
+
+    @contextlib.asynccontextmanager
+    async def running(self, app: Starlette | None = None) -> AsyncGenerator[None]:
+        """Lifespan of the application: starts the group commit and the timers, and ends them."""
+        # Here and not in `__init__`: both need the running event loop.
+        if self.store.durability is not p.StoreDurability.NONE:
+            self.handlers.group_commit = GroupCommit(
+                self.service,
+                self.store,
+                self.handlers.clock,
+                self.handlers.fenced,
+                self.metrics.write_seconds.observe,
+            )
+        ticking = asyncio.create_task(self._tick())
+        try:
+            yield
+        finally:
+            # Timers first, because they make changes; then the commit of the last changes; then the
+            # store, which that commit needs.
+            self._stopping = True
+            ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticking
+            await self.handlers.close()
+            await asyncio.to_thread(self.store.close)
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.flush)
+            _log.info("stopped", scopes=len(self.service.scopes))
+
+    async def _tick(self) -> None:
+        # A cancellation may be lost on its way: `asyncio.wait_for`, in which redis-py sends, returns
+        # its result instead if that is there in the same turn of the loop (CPython before 3.12).
+        while not self._stopping:
+            more = False
+            try:
+                self._work_of_a_second()
+                more = await self.handlers.tick(TICK_SLOTS)
+            except StoreError:
+                # Not logged ten times a second: the group commit has logged it, and `/readyz` and the
+                # metrics show it for as long as it lasts.
+                pass
+            except Exception:  # noqa: BLE001 - without timers no lease would ever expire
+                _log.exception("tick_failed")
+            await asyncio.sleep(BUSY_TICK_SECONDS if more else TICK_SECONDS)
+
+    def _work_of_a_second(self) -> None:
+        """Reload changed files and take samples, at the first tick of each second."""
+        # Looking at files and summing all scopes ten times a second would be work for nothing.
+        now = self.handlers.clock()
+        if now >= self._next_second:
+            self._next_second = now // 1.0 + 1.0
+            self.security.reload()
+            self.recorder.sample()
+
+    def _record(
+        self, request: ReceivedRequest | None, status: int, seconds: float, request_id: str
+    ) -> None:
+        """Record a request that is answered, in seconds from the last byte of its body."""
+        route, span = OTHER, None
+        if request is not None:
+            route, span = request.endpoint.name, request.span
+        self.metrics.observe(route, status, seconds)
+        is_slow = seconds > self._slow_log.floor
+        # Entries are counted here and not before: most requests are neither slow nor traced.
+        if not (is_slow or span is not None):
+            return
+        size = request_size(request.message if request is not None else None)
+        if is_slow:
+            self.recorder.add(route, status, seconds, request_id, size)
+        if span is not None:
+            span.end(status, size.scopes, size.entries)
 
     def _check_page(self, path: str, headers: dict[bytes, bytes]) -> None:
         self._check_browser(headers)
@@ -142,7 +215,7 @@ class ProtocolApp:
 
     def _read_head(
         self, path: str, method: str, headers: dict[bytes, bytes], request_id: str
-    ) -> RequestHead:
+    ) -> ReceivedRequest:
         """Check and resolve path, method and headers of a request.
 
         Raises:
@@ -151,7 +224,7 @@ class ProtocolApp:
         authorization = headers.get(b"authorization", b"")
         self._check_browser(headers)
         try:
-            endpoint = self._handlers.endpoint(path)
+            endpoint = self.handlers.endpoint(path)
         except RequestError:
             # The token first: without one, a client must not learn which routes there are.
             self._tokens.check(authorization, p.Token.READ)
@@ -166,7 +239,7 @@ class ProtocolApp:
         span = None
         if self._spans is not None:
             span = self._spans.answer(method, endpoint.name, request_id, headers)
-        return RequestHead(endpoint, content_type, response_type, idempotency_key, caller, span)
+        return ReceivedRequest(endpoint, content_type, response_type, idempotency_key, caller, span)
 
     async def _read_body(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes:
         # By the header first, so that a client that announces too much is refused before it sends.
@@ -195,30 +268,25 @@ class ProtocolApp:
     def _too_large(self) -> RequestError:
         return too_large(f"a body of more than {self._max_body} bytes", "body")
 
-    async def _answer(
-        self, head: RequestHead, body: bytes
-    ) -> tuple[DecodedRequest | None, Response]:
+    async def _answer(self, request: ReceivedRequest, body: bytes) -> Response:
         """Run a request, and wait for the commit of its changes."""
-        request = None
         try:
             if len(body) > LONG_BODY:
                 await self._own_turn()
-            request = self._handlers.read(
-                head.endpoint, body, head.content_type, head.idempotency_key, head.caller
-            )
-            started = self._handlers.start(request)
-            if started is None:
-                return request, await self._handlers.run_later(request)
-            if started.changes and (committed := self._handlers.commit()) is not None:
+            self.handlers.read(request, body)
+            response = self.handlers.start(request)
+            if response is None:
+                return await self.handlers.run_later(request)
+            if response.changes and (committed := self.handlers.commit()) is not None:
                 await committed
         except RequestError as refused:
-            return request, refusal(refused, head.response_type)
+            return refusal(refused, request.response_type)
         except StoreError as error:
             unavailable = RequestError(503, "unavailable", str(error))
-            return request, refusal(unavailable, head.response_type)
+            return refusal(unavailable, request.response_type)
         except Exception:  # noqa: BLE001 - a bug must not close the connection, and its traceback belongs into the log
-            return request, await self._internal_error(head)
-        return request, started.response
+            return await self._internal_error(request)
+        return response
 
     async def _own_turn(self) -> None:
         """Wait for a turn of the event loop that no other long request has.
@@ -228,20 +296,20 @@ class ProtocolApp:
         async with self._long:
             await asyncio.sleep(0)
 
-    async def _internal_error(self, head: RequestHead) -> Response:
-        _log.exception("request_failed", route=head.endpoint.name)
+    async def _internal_error(self, request: ReceivedRequest) -> Response:
+        _log.exception("request_failed", route=request.endpoint.name)
         # The bug may have struck after a change: the 500 waits for its commit like an answer.
-        if head.endpoint.changes and (committed := self._handlers.commit()) is not None:
+        if request.endpoint.changes and (committed := self.handlers.commit()) is not None:
             await asyncio.wait([committed])
         problem = p.Problem(code="internal", message="this server is at fault; its log tells more")
-        return Response(500, head.response_type, p.encode(problem, head.response_type))
+        response_type = request.response_type
+        return Response(500, response_type, p.encode(problem, response_type))
 
     def _write_audit(
         self,
         path: str,
         headers: dict[bytes, bytes],
-        head: RequestHead | None,
-        request: DecodedRequest | None,
+        request: ReceivedRequest | None,
         response: Response,
         peer: str,
     ) -> None:
@@ -249,19 +317,18 @@ class ProtocolApp:
             code = p.decode(response.body, p.Problem, response.content_type).code
             caller = self._tokens.caller_of(headers.get(b"authorization", b""))
             self._audit.refused(self._route(path), response.status, code, caller, peer)
-        elif head is not None:
-            fields = (
-                audit_fields(request.message, self._handlers.names(request))
-                if request is not None
-                else {}
-            )
-            self._audit.request(head.endpoint.name, response.status, head.caller, peer, fields)
+        elif request is not None:
+            # No message: the body could not be decoded.
+            names = self.handlers.names(request) if request.message is not None else ()
+            fields = audit_fields(request.message, names)
+            name, caller = request.endpoint.name, request.caller
+            self._audit.request(name, response.status, caller, peer, fields)
 
     def _route(self, path: str) -> str:
         """Name of a path for logs."""
         # An unknown path may contain anything, a token pasted into the wrong place included.
         try:
-            return path if path in PAGES else self._handlers.endpoint(path).name
+            return path if path in PAGES else self.handlers.endpoint(path).name
         except RequestError:
             return OTHER
 
@@ -269,7 +336,8 @@ class ProtocolApp:
 def _is_open(path: str, method: str) -> bool:
     """True for what goes past tokens, rate limits and metrics."""
     # Probes of an orchestrator have no token, and the dashboard's files hold no data.
-    return path in HEALTH or (is_page(path) and method in READ_METHODS)
+    is_file = path == "/" or path.startswith(f"{STATUS_PAGE}/")
+    return path in HEALTH or (is_file and method in READ_METHODS)
 
 
 def content_types(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Request handlers: decode requests, check their tenants, and run them.
+"""Request handlers: the routes, the decoding of bodies, the check of tenants, and what is done.
 
 A handler runs in the event loop, without a thread and without an await: no request is long that is
 within the limits. fsck runs in slices. A request that changes something is answered when its
@@ -8,6 +8,10 @@ changes are committed.
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -17,23 +21,92 @@ from hicache_metadata_server.core.changes import AnswerRecord, check_idempotency
 from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
-from hicache_metadata_server.http.routes import Endpoint, SglangEndpoints, native_endpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.group_commit import GroupCommit
+    from hicache_storage.observability.otel import ServerSpan
 
 TENANT_ROUTES: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
 """Routes without a scope that tenants may call; their operations filter by tenant. All other routes
 without a scope concern the whole server."""
 MAX_CACHED_PATHS: Final = 4096
+LISTS_NAMES: Final = (p.Clear, p.Drop, p.Fsck)
+"""Messages whose `scopes` holds names; in all others it holds parts."""
 
-_ENCODERS: Final[dict[str, msgspec.json.Encoder | msgspec.msgpack.Encoder]] = {
-    p.JSON: msgspec.json.Encoder(),
-    p.MSGPACK: msgspec.msgpack.Encoder(),
-}
+_NAMED: Final = re.compile(r"Object (?:missing required|contains unknown) field `(.*)`")
+
+Operation = Callable[..., Any]
+"""Called with message and time, or with message, time and caller."""
+ScopeNames = Callable[[Any], tuple[Sequence[str], str]]
+"""Scope names in a message, and a template of the field that holds them (`{}` is the index)."""
+
+
+class BodyDecoder:
+    """Decoder of the bodies of one route.
+
+    Refusing a body costs at most twice as much as decoding it.
+    """
+
+    def __init__(self, kind: type[msgspec.Struct], content_types: tuple[str, ...]) -> None:
+        # Made once for each route: building a decoder costs more than decoding a short body.
+        self._decoders: dict[str, msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]] = {
+            p.JSON: msgspec.json.Decoder(kind),
+            p.MSGPACK: msgspec.msgpack.Decoder(kind),
+        }
+        self._content_types = content_types
+
+    def decode(self, body: bytes, content_type: str) -> Any:
+        """Decode a body.
+
+        Raises:
+            RequestError: 400, 415 or 422; the body is invalid.
+        """
+        if content_type not in self._content_types:
+            raise RequestError(
+                415, "media_type", f"bodies are {' or '.join(self._content_types)}", "Content-Type"
+            )
+        try:
+            return self._decoders[content_type].decode(body)
+        except msgspec.ValidationError as error:
+            raise self._invalid(error, body, content_type) from error
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise RequestError(
+                400, "malformed", f"the body cannot be read: {error}", "body"
+            ) from error
+
+    def _invalid(
+        self, error: msgspec.ValidationError, body: bytes, content_type: str
+    ) -> RequestError:
+        # What is behind the wrong field may be no JSON at all.
+        try:
+            msgspec.json.decode(body) if content_type == p.JSON else msgspec.msgpack.decode(body)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as unreadable:
+            return RequestError(400, "malformed", f"the body cannot be read: {unreadable}", "body")
+        message, _, path = str(error).partition(" - at `$")
+        field = path.removesuffix("`")
+        # A field that is missing or unknown is not part of msgspec's path.
+        if named := _NAMED.match(message):
+            field += f".{named[1]}"
+        return invalid(message, field.lstrip("."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One route."""
+
+    name: str
+    """Path, and label in metrics."""
+    route: p.Route
+    body: BodyDecoder | None = None
+    do: Operation
+    takes_caller: bool = False
+    """`do` is called with the caller, too."""
+    changes: bool = False
+    names: ScopeNames | None = None
+    """None for a route that names no scope."""
+    audited: bool = False
+    """Written to the audit log: all routes that need an admin token, and those that empty scopes."""
 
 
 class Response(NamedTuple):
@@ -46,26 +119,25 @@ class Response(NamedTuple):
     """For the header `Retry-After`; 0 omits it."""
     location: str = ""
     """For the header `Location`; empty omits it."""
+    changes: bool = False
+    """The response is sent after `Handlers.commit`."""
 
 
-class DecodedRequest(NamedTuple):
-    """A request with its body decoded and its tenant checked."""
+@dataclass(slots=True)
+class ReceivedRequest:
+    """A request: its head, checked and resolved, and its body, once it is decoded."""
 
     endpoint: Endpoint
-    message: Any
     content_type: str
-    idempotency_key: str = ""
+    response_type: str
+    idempotency_key: str
+    """Empty without one."""
+    caller: Caller = ANYBODY
+    span: ServerSpan | None = None
+    """None without traces."""
+    message: Any = None
     digest: bytes = b""
     """Of route, content type and body; empty without an idempotency key."""
-    caller: Caller = ANYBODY
-
-
-class Result(NamedTuple):
-    """Immediate result of a request."""
-
-    response: Response
-    changes: bool
-    """The response is sent after `Handlers.commit`."""
 
 
 class Handlers:
@@ -78,7 +150,7 @@ class Handlers:
         self.service = service
         self.clock = clock
         self.group_commit: GroupCommit | None = None
-        self._sglang = SglangEndpoints(SglangService(service))
+        self._sglang = sglang_operations(SglangService(service))
         self.endpoints = native_endpoints(service)
         """By path. Paths of the SGLang protocol contain a rank, so they are added when first used."""
 
@@ -96,52 +168,34 @@ class Handlers:
                 self.endpoints[path] = found
         return found
 
-    def read(
-        self,
-        endpoint: Endpoint,
-        body: bytes,
-        content_type: str,
-        idempotency_key: str,
-        caller: Caller = ANYBODY,
-    ) -> DecodedRequest:
+    def read(self, request: ReceivedRequest, body: bytes) -> None:
         """Decode a body and check the tenant of the scopes in it.
 
         Raises:
             RequestError: the body cannot be decoded, a scope belongs to another tenant, or the
                 idempotency key is malformed.
         """
-        if endpoint.body is None:
-            # A GET has no body; a content type that it sends anyway only selects the answer's.
-            if not caller.sees_all:
-                self._check_tenant(endpoint, None, caller)
-            return DecodedRequest(
-                endpoint, None, p.MSGPACK if content_type == p.MSGPACK else p.JSON, caller=caller
-            )
-        message = endpoint.body.decode(body, content_type)
+        endpoint, caller = request.endpoint, request.caller
+        # A GET has no body; a content type that it sends anyway only selects the answer's.
+        if endpoint.body is not None:
+            request.message = endpoint.body.decode(body, request.content_type)
         if not caller.sees_all:
-            self._check_tenant(endpoint, message, caller)
-        if not idempotency_key or not endpoint.route.changes:
-            return DecodedRequest(endpoint, message, content_type, caller=caller)
-        check_idempotency_key(idempotency_key)
-        # Keys are per tenant: with a shared namespace, a tenant could read another one's answer by
-        # guessing its key. A header cannot contain a carriage return, so the prefix is unambiguous.
-        if caller.tenant:
-            idempotency_key = f"{caller.tenant}\r{idempotency_key}"
-        return DecodedRequest(
-            endpoint,
-            message,
-            content_type,
-            idempotency_key,
-            digest_of(endpoint.name, content_type, body),
-            caller,
-        )
+            self._check_tenant(endpoint, request.message, caller)
+        if request.idempotency_key and endpoint.route.changes:
+            check_idempotency_key(request.idempotency_key)
+            # Keys are per tenant: with a shared namespace, a tenant could read another one's answer
+            # by guessing its key. A header cannot contain a carriage return, so the prefix is
+            # unambiguous.
+            if caller.tenant:
+                request.idempotency_key = f"{caller.tenant}\r{request.idempotency_key}"
+            request.digest = digest_of(endpoint.name, request.content_type, body)
 
-    def names(self, request: DecodedRequest) -> Sequence[str]:
-        """Scope names in a request, for the audit log."""
+    def names(self, request: ReceivedRequest) -> Sequence[str]:
+        """Scope names in a request that was read."""
         names = request.endpoint.names
         return names(request.message)[0] if names is not None else ()
 
-    def start(self, request: DecodedRequest) -> Result | None:
+    def start(self, request: ReceivedRequest) -> Response | None:
         """Run a request at once; None if it takes longer (`run_later`).
 
         Raises:
@@ -151,7 +205,7 @@ class Handlers:
         if (kept := self._find_answer(request)) is not None:
             # The first request may still be in the current commit group: its answer, repeated
             # before the commit, would promise changes that a crash can lose.
-            return Result(kept, True)
+            return kept
         if isinstance(message, p.Fsck):
             return None
         changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
@@ -160,15 +214,26 @@ class Handlers:
                 answer = endpoint.do(message, self.clock(), request.caller)
             else:
                 answer = endpoint.do(message, self.clock())
-            response = self._response(answer, request.content_type)
         except RequestError as refused:
             # A refused confirm of the SGLang protocol has confirmed the other pages, so there may
             # be changes to commit even so.
-            return Result(refusal(refused, request.content_type), changes)
-        self._keep_answer(request, response)
-        return Result(response, changes)
+            return refusal(refused, request.response_type)._replace(changes=changes)
+        response = self._response(answer, request, changes=changes)
+        if request.digest:
+            self.service.answers.add(
+                AnswerRecord(
+                    request.idempotency_key,
+                    self.clock() + self.service.answers.seconds,
+                    request.digest,
+                    response.content_type,
+                    response.status,
+                    response.body,
+                    next(iter(self.names(request)), ""),
+                )
+            )
+        return response
 
-    async def run_later(self, request: DecodedRequest) -> Response:
+    async def run_later(self, request: ReceivedRequest) -> Response:
         """Run a request that `start` has left: fsck, between whose slices others are served.
 
         Raises:
@@ -178,7 +243,7 @@ class Handlers:
         slices = request.endpoint.do(request.message, self.clock(), request.caller)
         for checked in slices:  # noqa: B007 - the last one is the result
             await asyncio.sleep(0)
-        return self._response(checked, request.content_type)
+        return self._response(checked, request)
 
     def commit(self) -> asyncio.Future[None] | None:
         """Commit all changes so far with the next group; None if they are durable already.
@@ -230,31 +295,21 @@ class Handlers:
             )
             raise RequestError(403, "forbidden", message, "Authorization")
 
-    def _response(self, answer: Any, content_type: str) -> Response:
-        if answer is None:
-            return Response(204, content_type, b"")
-        return Response(200, content_type, _ENCODERS[content_type].encode(answer))
+    def _response(
+        self, answer: Any, request: ReceivedRequest, *, changes: bool = False
+    ) -> Response:
+        status, body = (
+            (204, b"") if answer is None else (200, p.encode(answer, request.response_type))
+        )
+        return Response(status, request.response_type, body, changes=changes)
 
-    def _find_answer(self, request: DecodedRequest) -> Response | None:
+    def _find_answer(self, request: ReceivedRequest) -> Response | None:
         if not request.digest:
             return None
         kept = self.service.answers.find(request.idempotency_key, request.digest, self.clock())
-        return Response(kept.status, kept.content_type, kept.body) if kept is not None else None
-
-    def _keep_answer(self, request: DecodedRequest, response: Response) -> None:
-        if request.digest:
-            until = self.clock() + self.service.answers.seconds
-            self.service.answers.add(
-                AnswerRecord(
-                    request.idempotency_key,
-                    until,
-                    request.digest,
-                    response.content_type,
-                    response.status,
-                    response.body,
-                    next(iter(self.names(request)), ""),
-                )
-            )
+        if kept is None:
+            return None
+        return Response(kept.status, kept.content_type, kept.body, changes=True)
 
     def _sglang_endpoint(self, path: str) -> Endpoint:
         empty, _, rest = path.partition("/")
@@ -263,7 +318,18 @@ class Handlers:
             raise RequestError(404, "unknown_route", f"there is no {path!r}")
         if not (rank.isascii() and rank.isdecimal() and len(rank) <= 9):
             raise invalid(f"a rank is a natural number of at most 9 digits, not {rank!r}", "rank")
-        return self._sglang.endpoint(int(rank), operation)
+        route, name = p.SGLANG_ROUTES[operation], f"{int(rank)}:"
+        do, body = self._sglang[operation]
+        return Endpoint(
+            name=route.path,
+            route=route,
+            body=body,
+            do=partial(do, int(rank)),
+            takes_caller=operation == "initialize",
+            changes=route.token is p.Token.WRITE,
+            names=lambda message: ((name + message.namespace,), "namespace"),
+            audited=operation == "clear",
+        )
 
 
 def refusal(refused: RequestError, content_type: str) -> Response:
@@ -275,3 +341,77 @@ def refusal(refused: RequestError, content_type: str) -> Response:
         refused.retry_seconds,
         refused.location,
     )
+
+
+def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
+    """Routes of the v2 protocol, by path."""
+
+    def row(path: str, do: Operation, **more: Any) -> Endpoint:
+        route = p.ROUTES[path]
+        kind = route.request
+        # A route that accepts a key changes something; some change something without one.
+        fields = {"changes": route.changes, "audited": route.token is p.Token.ADMIN, **more}
+        return Endpoint(
+            name=path,
+            route=route,
+            body=BodyDecoder(kind, (p.JSON, p.MSGPACK)) if kind else None,
+            do=do,
+            names=_names_in(kind) if kind else None,
+            **fields,
+        )
+
+    rows = (
+        row("/v2", lambda _, now: service.about),
+        row("/v2/initialize", service.initialize, takes_caller=True),
+        row("/v2/describe", service.describe, changes=True),
+        row("/v2/lookup", service.lookup),
+        row("/v2/reserve", service.reserve),
+        row("/v2/commit", service.commit),
+        row("/v2/abort", service.abort),
+        row("/v2/renew", service.renew),
+        row("/v2/unpin", service.unpin, takes_caller=True, changes=True),
+        row("/v2/touch", service.touch),
+        row("/v2/delete", service.delete),
+        row("/v2/clear", service.clear, audited=True),
+        row("/v2/drop", service.drop, changes=True, audited=True),
+        row(
+            "/v2/scopes",
+            lambda _, now, caller: service.list_scopes(caller, now),
+            takes_caller=True,
+        ),
+        row("/v2/inspect", service.inspect),
+        # A generator, whose slices `Handlers.run_later` runs.
+        row("/v2/fsck", service.fsck, takes_caller=True),
+        row("/v2/drain", service.drain),
+    )
+    return {endpoint.name: endpoint for endpoint in rows}
+
+
+def sglang_operations(sglang: SglangService) -> dict[str, tuple[Operation, BodyDecoder]]:
+    """Operations of SGLang's protocol, which are called with the rank first, and their bodies."""
+    operations: dict[str, Operation] = {
+        "initialize": sglang.initialize,
+        "exists": sglang.exists,
+        "get_page_indices": sglang.get_page_indices,
+        "reserve_and_allocate_page_indices": sglang.reserve_and_allocate_page_indices,
+        "confirm_write": sglang.confirm_write,
+        "delete_keys": sglang.delete_keys,
+        "clear": sglang.clear,
+    }
+    return {
+        operation: (operations[operation], BodyDecoder(route.request, (p.JSON,)))
+        for operation, route in p.SGLANG_ROUTES.items()
+        if route.request
+    }
+
+
+def _names_in(kind: type[msgspec.Struct]) -> ScopeNames | None:
+    """Accessor of scope names in messages of a type: `scope`, `scopes` or its parts."""
+    fields = kind.__struct_fields__
+    if kind in LISTS_NAMES:
+        return lambda message: (message.scopes, "scopes[{}]")
+    if "scopes" in fields:
+        return lambda message: ([part.scope for part in message.scopes], "scopes[{}].scope")
+    if "scope" in fields:
+        return lambda message: ((message.scope,) if message.scope else (), "scope")
+    return None

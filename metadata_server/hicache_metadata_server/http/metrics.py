@@ -20,7 +20,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from hicache_metadata_server.protocol import History, Series, SlotState, SlowCall
 from hicache_storage.observability import metric_defs as v
-from hicache_storage.observability.prometheus import add_latency, histogram, scalar, scalars
+from hicache_storage.observability.prometheus import scalar, scalars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +80,13 @@ class Metrics:
             buckets=v.REQUEST_SECONDS.buckets,
             registry=self._registry,
         )
+        self.write_seconds = Histogram(
+            v.TRANSACTION_SECONDS.family,
+            v.TRANSACTION_SECONDS.help,
+            buckets=v.TRANSACTION_SECONDS.buckets,
+            registry=None,
+        )
+        """Of groups of changes; published where there is a durable store."""
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._handlers = handlers
         self._service = handlers.service
@@ -130,9 +137,7 @@ class Metrics:
         if (group_commit := self._handlers.group_commit) is not None:
             yield scalar(v.TRANSACTIONS, group_commit.groups)
             yield scalar(v.STORE_FAILING, self._handlers.store_fails())
-            durations = histogram(v.TRANSACTION_SECONDS)
-            add_latency(durations, v.TRANSACTION_SECONDS, [], group_commit.durations)
-            yield durations
+            yield from self.write_seconds.collect()
         yield from self._security.families()
 
     def _scope_families(self) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ from hicache_metadata_server.core.errors import (
 )
 from hicache_metadata_server.core.tenants import Caller, may_use
 from hicache_metadata_server.http.app import create_app
-from hicache_metadata_server.http.handlers import DecodedRequest, Handlers, Response, Result
+from hicache_metadata_server.http.handlers import Handlers, ReceivedRequest, Response
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import LEASE_SECONDS
 from hicache_metadata_server.shared.scope_log import ScopeLogStore
@@ -59,18 +59,18 @@ class OwnerHandlers(Handlers):
         self._leaves = False
         self._problem = "it has no lease yet"
 
-    def start(self, request: DecodedRequest) -> Result | None:
+    def start(self, request: ReceivedRequest) -> Response | None:
         """Run a request at once if this server owns its scopes."""
         names = self.names(request)
         if request.endpoint.name in WITH_MAP or (names and not self.owner.serves(names)):
             return None
         return super().start(request)
 
-    async def run_later(self, request: DecodedRequest) -> Response:
+    async def run_later(self, request: ReceivedRequest) -> Response:
         """Find the owner of the scopes, or create them; then run the request as any other."""
         names = self.names(request)
         if request.endpoint.name == LISTING:
-            return self._response(await self._listed(request.caller), request.content_type)
+            return self._response(await self._listed(request.caller), request)
         if not names or self.owner.serves(names):
             return await self._run(request)
         if self._problem and self.owner.has_lost_lease:
@@ -96,7 +96,7 @@ class OwnerHandlers(Handlers):
 
     async def hand_over(self) -> None:
         """Give all scopes back, and take none any more."""
-        # Also a flag: redis-py may lose the cancellation, see `ServerRuntime`.
+        # Also a flag: redis-py may lose the cancellation, see `ProtocolApp`.
         self._leaves = True
         if self._beating is not None:
             self._beating.cancel()
@@ -153,33 +153,27 @@ class OwnerHandlers(Handlers):
                 await asyncio.sleep(BEAT_SECONDS / 5)
             self.owner.wanted.clear()
 
-    async def _run(self, request: DecodedRequest) -> Response:
+    async def _run(self, request: ReceivedRequest) -> Response:
         """Run a request about scopes that this server serves."""
-        if request.endpoint.name != DROPPING:
-            return await self._committed(request)
-        names = frozenset(self.names(request))
+        names = frozenset(self.names(request) if request.endpoint.name == DROPPING else ())
         added = names - self.owner.dropping
         self.owner.dropping |= added
         try:
-            response = await self._committed(request)
-            if response.status == 200:
+            started = super().start(request)
+            if started is None:
+                return await super().run_later(request)
+            response = await self._committed(started)
+            if names and response.status == 200:
                 await self.owner.publish(dict.fromkeys(names))
             return response
         finally:
             self.owner.dropping -= added
 
-    async def _committed(self, request: DecodedRequest) -> Response:
-        started = Handlers.start(self, request)
-        if started is None:
-            return await super().run_later(request)
-        if started.changes:
-            await self._wait_for_commit()
-        return started.response
-
-    async def _wait_for_commit(self) -> None:
-        written = self.commit()
-        if written is not None:
+    async def _committed(self, response: Response) -> Response:
+        """Wait for the commit of what a request has changed."""
+        if response.changes and (written := self.commit()) is not None:
             await written
+        return response
 
     def _refuse_waiting(self, scopes: Sequence[str]) -> None:
         if self.group_commit is not None:
@@ -206,7 +200,7 @@ class OwnerHandlers(Handlers):
             )
         return p.Scopes(scopes=listed, servers=servers)
 
-    async def _create(self, request: DecodedRequest, names: Sequence[str]) -> Response:
+    async def _create(self, request: ReceivedRequest, names: Sequence[str]) -> Response:
         """Create scopes here, or send the client to where they are, or should be."""
         geometries = _geometries(request, names)
         # One at a time: a second request must not find a scope between its two steps.
@@ -220,12 +214,10 @@ class OwnerHandlers(Handlers):
             finally:
                 self.owner.attach()
         assert started is not None, "a request that creates scopes is no fsck"
-        if started.changes:
-            await self._wait_for_commit()
-        return started.response
+        return await self._committed(started)
 
     async def _have_heads(
-        self, request: DecodedRequest, names: Sequence[str], geometries: dict[str, p.ScopeGeometry]
+        self, request: ReceivedRequest, names: Sequence[str], geometries: dict[str, p.ScopeGeometry]
     ) -> bool:
         """Own the scopes that exist, and those that do not; False if they have changed meanwhile."""
         known = [name for name in geometries if name in self.owner.entries]
@@ -248,7 +240,7 @@ class OwnerHandlers(Handlers):
         group = self.owner.entries[known[0]].group if known else ""
         return await self.owner.create(new, request.caller.tenant, group)
 
-    def _raise_unknown(self, request: DecodedRequest) -> None:
+    def _raise_unknown(self, request: ReceivedRequest) -> None:
         """Name the first scope that does not exist."""
         assert request.endpoint.names is not None, "it names scopes"
         names, field = request.endpoint.names(request.message)
@@ -257,11 +249,11 @@ class OwnerHandlers(Handlers):
                 raise unknown_scope(name, field.format(i))
 
 
-def _path_of(request: DecodedRequest, names: Sequence[str]) -> str:
+def _path_of(request: ReceivedRequest, names: Sequence[str]) -> str:
     return request.endpoint.name.replace("{rank}", names[0].partition(":")[0])
 
 
-def _geometries(request: DecodedRequest, names: Sequence[str]) -> dict[str, p.ScopeGeometry]:
+def _geometries(request: ReceivedRequest, names: Sequence[str]) -> dict[str, p.ScopeGeometry]:
     message: Any = request.message
     if isinstance(message, p.Initialize):
         return {part.scope: part for part in reversed(message.scopes)}

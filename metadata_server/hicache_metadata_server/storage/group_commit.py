@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, Literal
 import structlog
 
 from hicache_metadata_server.core.errors import FencedError, StoreError
-from hicache_storage.spec.stats import Latency
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -56,12 +55,15 @@ class GroupCommit:
         store: MetadataStore,
         clock: Callable[[], float],
         on_fenced: Callable[[Sequence[str]], None] = lambda scopes: None,
+        on_written: Callable[[float], object] = float,
     ) -> None:
         self._service = service
         self._store = store
         self._clock = clock
         self._on_fenced = on_fenced
         """Called with the names of scopes that this server has lost, before the next group."""
+        self._on_written = on_written
+        """Called with the seconds that a group took to write, successful or not."""
         self._loop = asyncio.get_running_loop()
         self._open: list[asyncio.Future[None]] = []
         """Requests that wait for the next group."""
@@ -81,8 +83,6 @@ class GroupCommit:
         """Error of each step whose last try has failed."""
         self._next_try = 0.0
         self.groups = 0
-        self.durations = Latency()
-        """Durations of the writes."""
         self._idle = self._loop.call_later(IDLE_SECONDS, self._check_idle)
 
     @property
@@ -209,7 +209,7 @@ class GroupCommit:
         seconds: float,
     ) -> None:
         self.groups += 1
-        self.durations.observe(seconds)
+        self._on_written(seconds)
         self._last_write = self._loop.time()
         self._note("write", error)
         if error is not None:
