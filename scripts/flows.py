@@ -140,7 +140,8 @@ def client():
 
 
 threading.Thread(target=client).start()
-sys.argv[1:] = ["serve", "--port", "18411"]
+store = f"sqlite:///{os.environ['FLOWS_OUT']}/../metadata.db"
+sys.argv[1:] = ["serve", "--port", "18411", "--store", store]
 app()
 """
 CASE = """
@@ -152,7 +153,7 @@ main()
 FLOWS = {
     "the first set of a page with `file`": PAGE,
     "a prefix of the hybrid cache, from its match to the device": PREFIX,
-    "a reserve and commit over HTTP": REQUESTS,
+    "a reserve and commit over HTTP, into SQLite": REQUESTS,
     "one conformance case, from the command line to its verdict": CASE,
 }
 

@@ -13,9 +13,9 @@ from itertools import count, pairwise
 import msgspec
 import pytest
 
-from hicache_metadata_server.auth.security import RateLimiter, Security
-from hicache_metadata_server.auth.token_file import record_of
-from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.auth.access import RateLimiter, Tokens
+from hicache_metadata_server.auth.files import record_of
+from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Quota, Quotas, TenantUsage
@@ -159,8 +159,8 @@ def guarded(service):
     tokens.replace_records([*records, record_of("late", "admin", name="late", expires=EARLIER)])
     security = Security(service, tokens)
     quota = Quota(scopes=3, slots=100, requests_per_second=1.0, burst=40.0)
-    service.tenants.quotas = Quotas({"acme": quota}, default=Quota(bytes=10**6))
-    security.rates = RateLimiter(service.tenants, clock=lambda: next(ticks) / 2)
+    service.quotas = Quotas({"acme": quota}, default=Quota(bytes=10**6))
+    security.rates = RateLimiter(service, clock=lambda: next(ticks) / 2)
     return security
 
 

@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
+from hicache_metadata_server.auth.access import Tokens
 from hicache_metadata_server.auth.security import Security
-from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.settings import ServerSettings
 from tests.metadata_server.every_route import ask, every_route, prepared
@@ -109,9 +109,9 @@ def test_names_that_are_configured_are_known_and_their_pages_may_ask():
         (b"meta.example.com:18000", b"https://panel.example.com"),
         (b"META.example.com", b"https://panel.example.com:8443"),
     ):
-        security.check_browser({b"host": host, b"origin": origin})
+        security.origin_policy.check({b"host": host, b"origin": origin})
     with pytest.raises(Exception, match="HICACHE_METADATA_ALLOWED_HOSTS"):
-        security.check_browser({b"host": b"other.example.com"})
+        security.origin_policy.check({b"host": b"other.example.com"})
 
 
 def test_the_real_server_refuses_too(port):  # noqa: F811 - the fixture

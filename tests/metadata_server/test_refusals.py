@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from hicache_metadata_server.auth.access import Tokens
+from hicache_metadata_server.auth.files import record_of
 from hicache_metadata_server.auth.security import Security
-from hicache_metadata_server.auth.token_file import record_of
-from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.protocol import ROUTES, Token
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared

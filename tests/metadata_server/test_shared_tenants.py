@@ -30,7 +30,7 @@ def server(redis, tmp_path):
 
     def start(quotas=NO_QUOTAS):
         def guard(service):
-            service.tenants.quotas = quotas
+            service.quotas = quotas
             return guarded(tmp_path, "acme", "other", "", service=service)["security"]
 
         name = f"http://{len(peers)}"

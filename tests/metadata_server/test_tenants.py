@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.security import RateLimiter
-from hicache_metadata_server.auth.tenants_file import read_tenants_file
+from hicache_metadata_server.auth.access import RateLimiter
+from hicache_metadata_server.auth.files import read_tenants_file
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.tenants import Caller, Quota, Quotas, Tenants, TenantUsage
+from hicache_metadata_server.core.tenants import Caller, Quota, Quotas, TenantUsage
 from tests.metadata_server.http_calls import running
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.services import compact_all, opened
@@ -32,7 +32,7 @@ def geometry(scope="0:a", slots=1, slot_bytes=0):
 
 def with_quota(**limits):
     service = MetadataService()
-    service.tenants.quotas = Quotas({"acme": Quota(**limits)})
+    service.quotas = Quotas({"acme": Quota(**limits)})
     return service
 
 
@@ -84,7 +84,7 @@ def test_where_bytes_are_limited_slots_say_how_large_they_are():
 )
 def test_what_is_given_is_what_fits(sizes, quota):
     service, held = MetadataService(), TenantUsage()
-    service.tenants.quotas = Quotas(default=quota)
+    service.quotas = Quotas(default=quota)
     for number, (slots, slot_bytes) in enumerate(sizes):
         new = TenantUsage(held.scopes + 1, held.slots + slots, held.bytes + slots * slot_bytes)
         fits = all(
@@ -104,7 +104,7 @@ def limited(tmp_path):
 
     def make(*tenants, **limits):
         options = guarded(tmp_path, *tenants)
-        options["service"].tenants.quotas = Quotas(default=Quota(**limits))
+        options["service"].quotas = Quotas(default=Quota(**limits))
         return running(**options)
 
     return make
@@ -158,9 +158,8 @@ def test_a_file_of_quotas_is_read_again_when_it_changes(tmp_path):
 
 
 def rates(**quota):
-    now, tenants = [0.0], Tenants()
-    tenants.quotas = Quotas({"acme": Quota(**quota)})
-    return now, RateLimiter(tenants, clock=lambda: now[0])
+    now = [0.0]
+    return now, RateLimiter(with_quota(**quota), clock=lambda: now[0])
 
 
 def admitted(made, route="/v2/lookup", caller=ACME):

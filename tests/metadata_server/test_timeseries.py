@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.auth.access import Tokens
 from hicache_metadata_server.core.limits import request_size
 from hicache_metadata_server.core.scope import Totals
 from hicache_metadata_server.http.metrics import (

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
-from hicache_metadata_server.auth.tls import ServerTls
+from hicache_metadata_server.auth.security import ServerTls
 from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient

@@ -12,8 +12,8 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 import pytest
 
-from hicache_metadata_server.auth.security import Security, WatchedFiles
-from hicache_metadata_server.auth.token_file import (
+from hicache_metadata_server.auth.access import Tokens
+from hicache_metadata_server.auth.files import (
     PREFIX,
     TokenFileError,
     edit_token_file,
@@ -21,7 +21,7 @@ from hicache_metadata_server.auth.token_file import (
     read_token_file,
     record_of,
 )
-from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.auth.security import Security, WatchedFiles
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import ANYBODY

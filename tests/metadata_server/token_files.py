@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from hicache_metadata_server.auth.token_file import edit_token_file, record_of
+from hicache_metadata_server.auth.files import edit_token_file, record_of
 
 EARLIER = datetime.now(UTC) - timedelta(days=1)
 

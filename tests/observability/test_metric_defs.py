@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.auth.files import record_of
 from hicache_metadata_server.auth.security import Security, WatchedFiles
-from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Quota, Quotas
 from hicache_metadata_server.http.app import create_app
@@ -125,9 +125,7 @@ async def test_a_server_exports_what_is_defined(tmp_path):
             record_of("acme", "write", name="acme", tenant="acme"),
         ]
     )
-    service.tenants.quotas = Quotas(
-        {"acme": Quota(slots=100, requests_per_second=0.001, burst=2.0)}
-    )
+    service.quotas = Quotas({"acme": Quota(slots=100, requests_per_second=0.001, burst=2.0)})
     security.watched.append(WatchedFiles("tokens", [tmp_path], lambda: None))
     root, acme = ({"authorization": f"Bearer {token}"} for token in ("root", "acme"))
 

@@ -1,47 +1,36 @@
-"""Access control of one server: origins, tokens, rate limits, TLS, audit log, and their files."""
+"""Access control of one server: tokens, origins, rates, audit log, TLS, and the files of these."""
 
 from __future__ import annotations
 
-import ipaddress
-import math
-import socket
-import time
+import ssl
 from typing import TYPE_CHECKING, Final, Self
 
 import structlog
 
+from hicache_metadata_server.auth.access import OriginPolicy, RateLimiter, Tokens
 from hicache_metadata_server.auth.audit_log import AuditLog
-from hicache_metadata_server.auth.tls import ServerTls
-from hicache_metadata_server.auth.token_file import read_token_file, readable_by_all
-from hicache_metadata_server.auth.tokens import Tokens
-from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.core.tenants import TOO_MANY, TenantUsage, TokenBucket
+from hicache_metadata_server.auth.files import (
+    read_tenants_file,
+    read_token_file,
+    readable_by_all,
+)
+from hicache_metadata_server.core.tenants import TenantUsage
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from prometheus_client.core import Metric
 
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.core.tenants import Caller, Quotas, Tenants
     from hicache_metadata_server.settings import ServerSettings
 
 MIN_CHARACTERS: Final = 16
 """Characters of a token in the environment below which the log warns."""
 
 _log = structlog.get_logger()
-PRIVATE: Final = (".localhost", ".local", ".internal")
-"""Top-level domains that nobody can register."""
-OPTION: Final = "HICACHE_METADATA_ALLOWED_HOSTS"
-MAX_CACHED_HOSTS: Final = 1024
-_OWN_SITE: Final = (b"same-origin", b"none")
-COMPLETIONS: Final = frozenset(("commit", "abort", "renew", "unpin", "confirm_write"))
-"""Requests that complete an earlier one. Refusing them would waste the pages written in between, and
-keep their slots leased."""
 
 
 class Security:
@@ -53,8 +42,8 @@ class Security:
         self._service = service
         self.tokens = tokens or Tokens()
         self.audit = audit or AuditLog()
-        self.origin_policy = OriginPolicy()
-        self.rates = RateLimiter(service.tenants)
+        self.origin_policy = OriginPolicy(self.tokens)
+        self.rates = RateLimiter(service)
         self.tls: ServerTls | None = None
         self.watched = list[WatchedFiles]()
         self._is_forced = False
@@ -70,16 +59,6 @@ class Security:
         made = cls(service, Tokens(settings.tokens()))
         made._open(settings)
         return made
-
-    def check_browser(self, headers: Mapping[bytes, bytes]) -> None:
-        """Check that no page of another site has sent a request.
-
-        Raises:
-            RequestError: 403; another site's page has sent it, or may have.
-        """
-        # Where there are tokens, another site's page has none, and a browser adds none by itself.
-        if not self.tokens:
-            self.origin_policy.check(headers)
 
     def request_reload(self) -> None:
         """Read all files again at the next `reload`.
@@ -124,7 +103,7 @@ class Security:
 
     def _tenant_families(self) -> Iterator[Metric]:
         held, most = scalars(v.TENANT_HOLDS), scalars(v.TENANT_QUOTA)
-        quotas = self._service.tenants.quotas
+        quotas = self._service.quotas
         tenants = {scope.tenant for scope in self._service.scopes.values()}
         # Also tenants without a scope that have a quota, and those whose quota was removed.
         for tenant in sorted({*tenants, *quotas.by_tenant} - {""}):
@@ -141,7 +120,9 @@ class Security:
         yield throttled
 
     def _open(self, settings: ServerSettings) -> None:
-        self.origin_policy = OriginPolicy(settings.allowed_hosts.split(","), settings.host)
+        self.origin_policy = OriginPolicy(
+            self.tokens, settings.allowed_hosts.split(","), settings.host
+        )
         if (file := settings.token_file) is not None:
             self.watched.append(WatchedFiles("tokens", [file], lambda: self._load_tokens(file)))
         if (quotas := settings.tenants_file) is not None:
@@ -164,10 +145,7 @@ class Security:
         self.tokens.replace_records(read_token_file(file))
 
     def _load_quotas(self, file: Path) -> None:
-        # Late: few servers have tenants, and the models of their file take time to build.
-        from hicache_metadata_server.auth.tenants_file import read_tenants_file
-
-        self._service.tenants.quotas = read_tenants_file(file)
+        self._service.quotas = read_tenants_file(file)
 
     def _warn(self, settings: ServerSettings) -> None:
         for file in (settings.token_file, settings.tls_key):
@@ -180,163 +158,13 @@ class Security:
                     variable="HICACHE_METADATA_ADMIN_TOKEN",
                     min_characters=MIN_CHARACTERS,
                 )
-        if not self.tokens and settings.host not in ("127.0.0.1", "::1", "localhost"):
-            _log.warning(
-                "no_tokens",
-                host=settings.host,
-                consequence="everybody who reaches the port may do everything",
-            )
-        if (
-            self.tokens
-            and self.tls is None
-            and settings.host not in ("127.0.0.1", "::1", "localhost")
-        ):
+        if settings.host in ("127.0.0.1", "::1", "localhost"):
+            return
+        if not self.tokens:
+            consequence = "everybody who reaches the port may do everything"
+            _log.warning("no_tokens", host=settings.host, consequence=consequence)
+        elif self.tls is None:
             _log.warning("no_tls", host=settings.host, consequence="tokens travel in the clear")
-
-
-class OriginPolicy:
-    """Checks against cross-site requests and DNS rebinding, for servers without tokens.
-
-    A page of any site can make a browser send requests to this machine. A cross-site request has
-    the page's site in `Origin`, or says so in `Sec-Fetch-Site`. With DNS rebinding, the page's own
-    host name resolves to this machine, so that the browser sends no cross-site headers; its name is
-    in `Host`.
-
-    Accepted in `Host` are addresses, names that nobody outside can register (without a dot, or
-    ending in one of `PRIVATE`), the machine's own name, `host`, and the names in `allowed`. Accepted
-    in `Origin` is the site that the request was sent to, and the hosts in `allowed`.
-    """
-
-    def __init__(self, allowed: Iterable[str] = (), host: str = "") -> None:
-        self._allowed = {name.strip().lower() for name in allowed if name.strip()}
-        self._names = self._allowed | {socket.gethostname().lower(), host.lower()}
-        # Clients send the same few values: each of them is parsed once.
-        self._accepted = set[bytes]()
-        """Values of `Host` that were accepted before."""
-
-    def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Check that no page of another site has sent a request.
-
-        Raises:
-            RequestError: 403; another site's page has sent it, or may have.
-        """
-        host = headers.get(b"host", b"")
-        if host not in self._accepted:
-            self._check_host(host)
-        # `Origin` decides where there is one: old browsers send no `Sec-Fetch-Site`, and programs
-        # send neither.
-        origin = headers.get(b"origin")
-        if origin is not None:
-            self._check_origin(origin, host)
-        elif headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
-            raise _refused(
-                "a page of another site has sent this request, and this server has no tokens",
-                "Sec-Fetch-Site",
-            )
-
-    def _check_host(self, host: bytes) -> None:
-        name = _name_of(host)
-        if not (self._is_private(name) or name in self._names):
-            message = (
-                f"this server has no tokens, and does not know itself as {name[:100]!r}: name it "
-                f"in {OPTION}, or give the server tokens"
-            )
-            raise _refused(message, "Host")
-        # Any address is accepted, so that a client could make up values without end.
-        if len(self._accepted) < MAX_CACHED_HOSTS:
-            self._accepted.add(host)
-
-    def _check_origin(self, origin: bytes, host: bytes) -> None:
-        # `null`, the origin of sandboxed frames and local files, has no `://` and is refused.
-        _, _, site = origin.lower().partition(b"://")
-        # Against the port as well: another server on this machine is another site.
-        if not site or (site != host.lower() and _name_of(site) not in self._allowed):
-            raise _refused(
-                f"a page of {origin[:100].decode('latin-1')!r} has sent this request, and this "
-                f"server has no tokens",
-                "Origin",
-            )
-
-    def _is_private(self, name: str) -> bool:
-        if "." not in name and ":" not in name:
-            return True
-        return name.endswith(PRIVATE) or _is_address(name)
-
-
-def _name_of(host_and_port: bytes) -> str:
-    """Host of `host:port`, without the brackets of an IPv6 address."""
-    text = host_and_port.decode("latin-1").strip().lower()
-    if text.startswith("["):
-        address, _, rest = text[1:].partition("]")
-        return address if not rest or rest.startswith(":") else text
-    # A dot at the end is legal in DNS and names the same host.
-    return text.partition(":")[0].rstrip(".")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _refused(message: str, field: str) -> RequestError:
-    return RequestError(403, "forbidden", message, field)
-
-
-class RateLimiter:
-    """Token buckets of the tenants that have a limit.
-
-    Each server process counts for itself. Used from one event loop.
-    """
-
-    def __init__(self, tenants: Tenants, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tenants = tenants
-        self._clock = clock
-        self._quotas: Quotas = tenants.quotas
-        self._buckets: dict[str, TokenBucket | None] = {}
-        self.throttled: dict[str, int] = {}
-        """Number of refused requests by tenant."""
-
-    def admit(self, caller: Caller, route: str) -> None:
-        """Count a request of a tenant.
-
-        Raises:
-            RequestError: 429, with the seconds to wait.
-        """
-        tenant = caller.tenant
-        if not tenant:
-            return
-        # A reload of the tenants file replaces the quotas as a whole, and may have changed any rate.
-        if self._quotas is not self._tenants.quotas:
-            self._quotas = self._tenants.quotas
-            self._buckets = {}
-        bucket = self._buckets.get(tenant) if tenant in self._buckets else self._new_bucket(tenant)
-        if bucket is None:
-            return
-        # Completions may overdraw the bucket by a burst: they are counted, so that they are no way
-        # around the limit, and the tenant's next new request waits for them.
-        min_level = -bucket.burst if route.rpartition("/")[2] in COMPLETIONS else 0.0
-        seconds = bucket.take(self._clock(), min_level)
-        if seconds:
-            self.throttled[tenant] = self.throttled.get(tenant, 0) + 1
-            message = f"tenant {tenant!r} may send {bucket.rate:g} requests a second"
-            raise RequestError(
-                429, TOO_MANY, message, "Authorization", retry_seconds=math.ceil(seconds)
-            )
-
-    def _new_bucket(self, tenant: str) -> TokenBucket | None:
-        quota = self._quotas.of(tenant)
-        rate = quota.requests_per_second
-        # Also None is kept: tenants without a limit need no look at the quotas either.
-        bucket = (
-            None
-            if rate is None
-            else TokenBucket(rate, max(1.0, quota.burst or rate), self._clock())
-        )
-        self._buckets[tenant] = bucket
-        return bucket
 
 
 class WatchedFiles:
@@ -399,3 +227,76 @@ class WatchedFiles:
             except OSError:
                 found.append(None)
         return found
+
+
+class ServerTls:
+    """TLS context of a listening socket, TLS 1.2 at least.
+
+    New connections use the certificates that were read last.
+
+    Args:
+        client_ca: clients need a certificate signed by one of these authorities.
+
+    Raises:
+        ValueError: a file cannot be read or is invalid, or key and certificate do not match.
+    """
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
+        self.files = [file for file in (certificate, key, client_ca) if file is not None]
+        self._certificate = certificate
+        self._key = key
+        self._client_ca = client_ca
+        self._current = self.context = self._read()
+        # A listening socket cannot be given another context. The callback is the one place where a
+        # connection can: `ssl` calls it in every handshake.
+        self.context.sni_callback = self._choose
+
+    def reload(self) -> None:
+        """Read the files again, for new connections.
+
+        Raises:
+            ValueError: a file cannot be read or is invalid; nothing has changed.
+        """
+        self._current = self._read()
+
+    def _choose(
+        self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext
+    ) -> None:
+        # `name` does not matter: it is None if the client names no server.
+        connection.context = self._current
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        for option, needed in (
+            ("--tls-certificate", self._certificate),
+            ("--tls-key", self._key),
+            ("--tls-client-ca", self._client_ca),
+        ):
+            if needed is None:
+                continue
+            try:
+                needed.read_bytes()
+            except OSError as error:
+                # OpenSSL's own error does not name the file.
+                raise ValueError(
+                    f"{option}: {needed} cannot be read: {error.strerror or error}"
+                ) from error
+        file = self._certificate
+        try:
+            context.load_cert_chain(file, self._key, _no_password)
+            if self._client_ca is not None:
+                file = self._client_ca
+                context.load_verify_locations(file)
+                context.verify_mode = ssl.CERT_REQUIRED
+                # No session tickets: a resumed session skips the client's certificate, so that a
+                # removed authority would stay trusted.
+                context.options |= ssl.OP_NO_TICKET
+                context.num_tickets = 0
+        except ssl.SSLError as error:
+            raise ValueError(f"{file} cannot be used: {error.reason or error}") from error
+        return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; the server cannot ask for its password")

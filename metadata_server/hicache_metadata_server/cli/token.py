@@ -18,7 +18,7 @@ from rich.table import Table
 from hicache_metadata_server.cli.options import exit_on_error
 
 if TYPE_CHECKING:
-    from hicache_metadata_server.auth.token_file import TokenRecord
+    from hicache_metadata_server.auth.files import TokenRecord
 
 app = typer.Typer(
     help="Manage the tokens of a server, in a file that holds their digests.", no_args_is_help=True
@@ -65,7 +65,7 @@ def new(
     ] = None,
 ) -> None:
     """Add a token, and print it or write it into a file: it is kept nowhere else."""
-    from hicache_metadata_server.auth.token_file import (
+    from hicache_metadata_server.auth.files import (
         edit_token_file,
         new_token,
         record_of,
@@ -106,7 +106,7 @@ def list_tokens(
     Exits with 2 if a server would refuse the file, and with 1 if a given token is unknown or has
     expired.
     """
-    from hicache_metadata_server.auth.token_file import digest, read_token_file, readable_by_all
+    from hicache_metadata_server.auth.files import digest, read_token_file, readable_by_all
 
     with exit_on_error():
         records = read_token_file(file)
@@ -147,7 +147,7 @@ def revoke(
     ] = "",
 ) -> None:
     """End tokens; running servers know it within a second or two."""
-    from hicache_metadata_server.auth.token_file import edit_token_file
+    from hicache_metadata_server.auth.files import edit_token_file
 
     with exit_on_error(), edit_token_file(file) as tokens:
         unknown = [name for name in names if name not in tokens]

@@ -34,7 +34,15 @@ from hicache_metadata_server.core.limits import (
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
-from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
+from hicache_metadata_server.core.tenants import (
+    ANYBODY,
+    NO_QUOTA,
+    QUOTA,
+    Caller,
+    Quotas,
+    TenantUsage,
+    may_use,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,7 +95,8 @@ class MetadataService:
         )
         self.max_scopes = max_scopes
         self.scopes: dict[str, Scope] = {}
-        self.tenants = Tenants()
+        self.quotas = Quotas()
+        """Quotas in force, which a reload of their file replaces as a whole."""
         self.elsewhere: dict[str, tuple[p.ScopeGeometry, str]] = {}
         """Scopes of other servers on the same store, with their tenants, for the quotas."""
         self.answers = IdempotencyCache(limits.idempotency_seconds)
@@ -637,7 +646,11 @@ class MetadataService:
         """
         if new and len(self.scopes.keys() | self.elsewhere.keys()) + len(new) > self.max_scopes:
             raise too_large(f"this server keeps {self.max_scopes} scopes", field)
-        self.tenants.check_quota(caller.tenant, self.held_by(caller.tenant), new, field)
+        tenant, quota = caller.tenant, self.quotas.of(caller.tenant)
+        if quota is NO_QUOTA or not new:
+            return
+        if why := quota.beyond(TenantUsage.of(self.held_by(tenant)), new):
+            raise RequestError(403, QUOTA, f"tenant {tenant!r} is at its quota: {why}", field)
 
     def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
         """Geometries of the scopes of one tenant, "" for scopes without tenant."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from msgspec import Meta, Struct, field
 
-from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.protocol import Natural, Token
 
 if TYPE_CHECKING:
@@ -137,26 +136,3 @@ class TokenBucket:
             return (min_level + 1 - self.level) / self.rate
         self.level -= 1
         return 0.0
-
-
-class Tenants:
-    """Quotas in force, which a reload of their file replaces as a whole."""
-
-    def __init__(self) -> None:
-        self.quotas = Quotas()
-
-    def check_quota(
-        self, tenant: str, held: Iterable[ScopeGeometry], new: Sequence[ScopeGeometry], field: str
-    ) -> None:
-        """Check that a tenant with some scopes may create others.
-
-        Raises:
-            RequestError: 403 `quota` if its quota would be exceeded.
-        """
-        quota = self.quotas.of(tenant)
-        if quota is NO_QUOTA or not new:
-            return
-        usage = TenantUsage.of(held)
-        if why := quota.beyond(usage, new):
-            message = f"tenant {tenant!r} is at its quota: {why}"
-            raise RequestError(403, QUOTA, message, field)

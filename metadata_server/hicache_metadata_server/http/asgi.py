@@ -88,7 +88,7 @@ class ProtocolApp:
         self._tokens = security.tokens
         self._rates = security.rates
         self._audit = security.audit
-        self._check_browser = security.check_browser
+        self._check_browser = security.origin_policy.check
         self._long = asyncio.Lock()
         self._max_body = handlers.service.limits.body_bytes
         self._stopping = False

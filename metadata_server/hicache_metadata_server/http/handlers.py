@@ -31,6 +31,7 @@ TENANT_ROUTES: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
 """Routes without a scope that tenants may call; their operations filter by tenant. All other routes
 without a scope concern the whole server."""
 MAX_CACHED_PATHS: Final = 4096
+_ENCODE: Final = {p.JSON: msgspec.json.encode, p.MSGPACK: msgspec.msgpack.encode}
 LISTS_NAMES: Final = (p.Clear, p.Drop, p.Fsck)
 """Messages whose `scopes` holds names; in all others it holds parts."""
 
@@ -298,10 +299,9 @@ class Handlers:
     def _response(
         self, answer: Any, request: ReceivedRequest, *, changes: bool = False
     ) -> Response:
-        status, body = (
-            (204, b"") if answer is None else (200, p.encode(answer, request.response_type))
-        )
-        return Response(status, request.response_type, body, changes=changes)
+        response_type = request.response_type
+        status, body = (204, b"") if answer is None else (200, _ENCODE[response_type](answer))
+        return Response(status, response_type, body, changes=changes)
 
     def _find_answer(self, request: ReceivedRequest) -> Response | None:
         if not request.digest:
@@ -346,6 +346,12 @@ def refusal(refused: RequestError, content_type: str) -> Response:
 def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
     """Routes of the v2 protocol, by path."""
 
+    def about(_: None, now: float) -> p.About:
+        return service.about
+
+    def list_scopes(_: None, now: float, caller: Caller) -> p.Scopes:
+        return service.list_scopes(caller, now)
+
     def row(path: str, do: Operation, **more: Any) -> Endpoint:
         route = p.ROUTES[path]
         kind = route.request
@@ -361,7 +367,7 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         )
 
     rows = (
-        row("/v2", lambda _, now: service.about),
+        row("/v2", about),
         row("/v2/initialize", service.initialize, takes_caller=True),
         row("/v2/describe", service.describe, changes=True),
         row("/v2/lookup", service.lookup),
@@ -374,11 +380,7 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         row("/v2/delete", service.delete),
         row("/v2/clear", service.clear, audited=True),
         row("/v2/drop", service.drop, changes=True, audited=True),
-        row(
-            "/v2/scopes",
-            lambda _, now, caller: service.list_scopes(caller, now),
-            takes_caller=True,
-        ),
+        row("/v2/scopes", list_scopes, takes_caller=True),
         row("/v2/inspect", service.inspect),
         # A generator, whose slices `Handlers.run_later` runs.
         row("/v2/fsck", service.fsck, takes_caller=True),

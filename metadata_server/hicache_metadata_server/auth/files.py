@@ -1,29 +1,35 @@
-"""Token file: digests of tokens and their rights in JSON, without the tokens."""
+"""Files of access control: digests of tokens and their rights in JSON, quotas of tenants in TOML."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import stat
+import tomllib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from hicache_metadata_server.core.tenants import NAME
+from hicache_metadata_server.core.tenants import NAME, Quota, Quotas
+from hicache_storage.spec.config import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Collection, Generator
     from pathlib import Path
 
 PREFIX: Final = "hmt_"
 """Prefix of generated tokens, so that secret scanners can recognize them."""
 TOKEN_BYTES: Final = 32
 WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+TABLES: Final = ("default", "tenants")
+LIMITS: Final = tuple(field.encode_name for field in structs.fields(Quota))
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)")]
 TenantName = Annotated[str, Meta(pattern=rf"^({NAME})?$(?!\n)")]
@@ -102,12 +108,7 @@ def read_token_file(path: Path) -> list[TokenRecord]:
         TokenFileError: the content is invalid, or others than the owner may change the file.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-        content = file.read()
-    if mode & WRITABLE_BY_OTHERS:
-        raise TokenFileError(f"{path} may be changed by others than its owner: chmod go-w {path}")
-    return _decoded(content, path)
+    return _decoded(_content(path), path)
 
 
 def readable_by_all(path: Path) -> bool:
@@ -208,3 +209,64 @@ def _replace(path: Path, content: bytes, there: os.stat_result | None) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_tenants_file(path: Path) -> Quotas:
+    """Read the quotas of a tenants file.
+
+    Raises:
+        ValueError: the content is invalid, or others than the owner may change the file.
+        OSError: the file cannot be read.
+    """
+    try:
+        found = tomllib.loads(_content(path).decode())
+    except (tomllib.TOMLDecodeError, UnicodeError) as error:
+        raise ValueError(f"{path} is no TOML: {error}") from error
+    try:
+        _check_keys(found, TABLES, "")
+        tenants = msgspec.convert(found.get("tenants", {}), dict[str, Any])
+        for name in tenants:
+            # No token can have a tenant of another form: such a quota would limit nobody.
+            if not re.fullmatch(NAME, name):
+                raise ValueError(f"a tenant is called {NAME}, not {name!r}")
+        return Quotas(
+            {name: _quota(one, f"tenants.{name}") for name, one in tenants.items()},
+            _quota(found.get("default", {}), "default"),
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _quota(table: Any, where: str) -> Quota:
+    if isinstance(table, dict):
+        limits = cast("dict[str, Any]", table)
+        _check_keys(limits, LIMITS, f"{where}.")
+        if isinstance(size := limits.get("max_bytes"), str):
+            try:
+                table = {**limits, "max_bytes": parse_bytes(size)}
+            except ValueError as error:
+                raise ValueError(f"{where}.max_bytes: {error}") from error
+    try:
+        return msgspec.convert(table, Quota)
+    except msgspec.ValidationError as error:
+        message, _, field = str(error).partition(" - at `$")
+        raise ValueError(f"{where}{field.rstrip('`')}: {message}") from error
+
+
+def _check_keys(table: Collection[str], known: Collection[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise ValueError(f"{where}{key}: there is no such key; {hint}")
+
+
+def _content(path: Path) -> bytes:
+    """Read a file that its owner alone may change."""
+    with path.open("rb") as file:
+        # The open file's mode and not the path's, which may name another file by now.
+        if os.fstat(file.fileno()).st_mode & WRITABLE_BY_OTHERS:
+            raise TokenFileError(
+                f"{path} may be changed by others than its owner: chmod go-w {path}"
+            )
+        return file.read()
