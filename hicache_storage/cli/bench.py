@@ -198,7 +198,9 @@ def _replay(
     requests = Trace.read(path)
     capacities = capacities_of(requests, driver, sizes[0], capacity)
     if plot_file is not None and capacities == [None]:
-        raise ValueError(f"driver {driver!r} has no capacity to plot hit rates by; leave --plot out")
+        raise ValueError(
+            f"driver {driver!r} has no capacity to plot hit rates by; leave --plot out"
+        )
     results = list[ReplayResult]()
     with _progress() as bar:
         for limit in capacities:

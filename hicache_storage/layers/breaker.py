@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.guarded import GuardedLayer
 from hicache_storage.objects.lifecycle import begin_in_children
-from hicache_storage.spec import FaultScope, StorageClosedError, StorageUnavailableError
+from hicache_storage.spec import (
+    FaultScope,
+    MissReason,
+    StorageClosedError,
+    StorageUnavailableError,
+)
 from hicache_storage.spec.calls import check_info
 from hicache_storage.spec.stats import BREAKERS
 
@@ -140,6 +145,8 @@ class CircuitBreakerLayer(GuardedLayer):
 
     A clear raises then (rule LC-7). Misuse raises always.
     """
+
+    miss_reason = MissReason.BREAKER
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
     HungReads,
     MayHangError,
+    MissReason,
     StorageClosedError,
     StorageTimeoutError,
     StorageUnavailableError,
@@ -55,6 +56,8 @@ class DeadlineLayer(GuardedLayer):
     has been answered (rule SET-8). A get of a storage that reads straight into the host pool is
     waited for, because it could still write there (rule GET-9).
     """
+
+    miss_reason = MissReason.DEADLINE
 
     def __init__(self, inner: HiCacheStorage, seconds: float) -> None:
         super().__init__(inner)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from hicache_storage.layers.base import StorageLayer
+from hicache_storage.objects.recorder import StatsRecorder
 from hicache_storage.objects.requests import (
     RegisteredPool,
     check_transfers,
@@ -15,8 +18,10 @@ from hicache_storage.objects.requests import (
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import (
     CallInfoScope,
+    MissReason,
     PoolName,
     PoolPresence,
+    PoolStats,
     PoolTransferResult,
     RemovalScope,
     UnknownPoolError,
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
         HiCacheStorageExtraInfo,
         PoolTransfer,
         Removals,
+        StorageStats,
         StorageUnavailableError,
     )
 
@@ -42,11 +48,15 @@ class GuardedLayer(StorageLayer):
     """A layer that makes each call of the data path through `guard`.
 
     The misses check a call as the storage would, so that misuse raises also while the store is
-    unreachable (rule FT-2).
+    unreachable (rule FT-2). They are counted here, since the storage does not meet the call.
     """
+
+    miss_reason: ClassVar[MissReason] = MissReason.FAULT
+    """Reason of this layer's misses."""
 
     def __init__(self, inner: HiCacheStorage) -> None:
         super().__init__(inner)
+        self._misses = StatsRecorder(type(self).__name__)
         self._pools: dict[PoolName, RegisteredPool] = {}
 
     def guard(
@@ -82,10 +92,16 @@ class GuardedLayer(StorageLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        def miss(_: StorageUnavailableError) -> PoolTransferResult:
+            answer = no_hit(keys, pool_transfers)
+            for name in answer.extra_pool_hit_pages:
+                self._misses.count(name, absent=Counter({self.miss_reason: len(keys)}))
+            return answer
+
         return self.guard(
             "lookup",
             lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
-            lambda _: no_hit(keys, pool_transfers),
+            miss,
             self.limited(extra_info),
         )
 
@@ -96,20 +112,31 @@ class GuardedLayer(StorageLayer):
         pool: str = PoolName.KV,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
+        def miss(_: StorageUnavailableError) -> list[bool]:
+            answer = no_pages(keys, pool)
+            self._misses.count(PoolName(pool), absent=Counter({self.miss_reason: len(keys)}))
+            return answer
+
         return self.guard(
             "lookup",
             lambda info: self.inner.batch_present(keys, pool=pool, extra_info=info),
-            lambda _: no_pages(keys, pool),
+            miss,
             self.limited(extra_info),
         )
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
+        def miss(_: StorageUnavailableError) -> dict[PoolName, list[bool]]:
+            answer = self.none_moved(transfers, reads=True)
+            for name, pages in answer.items():
+                self._misses.count(name, missed=Counter({self.miss_reason: len(pages)}))
+            return answer
+
         return self.guard(
             "read",
             lambda info: self.inner.batch_get_v2(transfers, info),
-            lambda _: self.none_moved(transfers, reads=True),
+            miss,
             self.limited(extra_info),
         )
 
@@ -122,6 +149,14 @@ class GuardedLayer(StorageLayer):
             lambda _: self.none_moved(transfers, reads=False),
             self.limited(extra_info),
         )
+
+    def get_stats(self) -> StorageStats:
+        stats, mine = super().get_stats(), self._misses.snapshot().pools
+        # Only of pools that the storage counts: metrics may be off.
+        counted = {name: mine.pop(name, PoolStats()) for name in stats.pools}
+        for name, pool in stats.pools.items():
+            counted[name].add(pool)
+        return replace(stats, pools=counted)
 
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
         if not self.capabilities.deletes:

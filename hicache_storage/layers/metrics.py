@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hicache_storage.layers.base import MeasuringLayer, innermost
 from hicache_storage.objects.recorder import StatsRecorder
-from hicache_storage.spec import PoolName
+from hicache_storage.spec import MissReason, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ class MetricsLayer(MeasuringLayer):
     """Counters of pages, bytes and latencies, derived from the answers of the wrapped storage.
 
     `ObjectStorage` drivers keep more precise ones: an answer does not tell a page that existed from
-    one that was written, nor a damaged page from a missing one.
+    one that was written, nor a damaged page from a missing one: all misses count as absent.
     """
 
     def __init__(self, inner: HiCacheStorage) -> None:
@@ -48,7 +49,8 @@ class MetricsLayer(MeasuringLayer):
         started = time.perf_counter()
         result = super().batch_exists_v2(keys, pool_transfers, extra_info)
         for pool, pages in result.extra_pool_hit_pages.items():
-            self._recorder.count(pool, pages_hit=pages, pages_absent=len(keys) - pages)
+            absent = Counter({MissReason.ABSENT: len(keys) - pages})
+            self._recorder.count(pool, pages_hit=pages, absent=absent)
         self._recorder.observe("exists", result.extra_pool_hit_pages, started)
         return result
 
@@ -72,9 +74,8 @@ class MetricsLayer(MeasuringLayer):
         for pool, delivered in results.items():
             pages = sum(delivered)
             read_bytes = pages * self._page_bytes[pool]
-            self._recorder.count(
-                pool, pages_read=pages, bytes_read=read_bytes, pages_missed=len(delivered) - pages
-            )
+            missed = Counter({MissReason.ABSENT: len(delivered) - pages})
+            self._recorder.count(pool, pages_read=pages, bytes_read=read_bytes, missed=missed)
         self._recorder.observe("get", results, started)
         return results
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Self
 
-    from hicache_storage.spec import CancellationToken
+    from hicache_storage.spec import CancellationToken, MissReason
 
 
 MIN_TIMEOUT_SECONDS: Final = 0.001
@@ -37,7 +37,15 @@ _ALWAYS_ACTIVE: Final[AbstractContextManager[bool]] = nullcontext(True)
 class Call:
     """Context of one call: deadline, cancellation, prefix keys and request id."""
 
-    __slots__ = ("_cancellation", "_deadline", "_given_id", "_request_id", "prefix_keys")
+    __slots__ = (
+        "_cancellation",
+        "_deadline",
+        "_given_id",
+        "_request_id",
+        "faults_before",
+        "miss_reason",
+        "prefix_keys",
+    )
 
     def __init__(
         self,
@@ -56,6 +64,10 @@ class Call:
         """Keys that precede the call's keys in the chain."""
         self._given_id = request_id
         self._request_id = ""
+        self.faults_before = 0
+        """Faults of the storage when the call began."""
+        self.miss_reason: MissReason | None = None
+        """Reason that the driver was not asked, or has not answered."""
 
     @property
     def request_id(self) -> str:
@@ -100,6 +112,11 @@ class Call:
         """
         return _ALWAYS_ACTIVE if self._cancellation is None else self._cancellation.shield()
 
+    @property
+    def cancelled(self) -> bool:
+        """True once the caller has been answered without this call."""
+        return self._cancellation is not None and self._cancellation.cancelled
+
     def expired(self) -> bool:
         """Return True once the deadline has passed or the call is cancelled.
 
@@ -107,7 +124,7 @@ class Call:
         publishes nothing once it is true: the caller may have been answered already and may have
         reused the memory (rule SET-8).
         """
-        if self._cancellation is not None and self._cancellation.cancelled:
+        if self.cancelled:
             return True
         return self._deadline is not None and time.monotonic() >= self._deadline
 

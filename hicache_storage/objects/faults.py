@@ -12,6 +12,7 @@ from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.observability.logs import fields
 from hicache_storage.spec import (
     DriverContractError,
+    MissReason,
     StorageUnavailableError,
     is_refusal,
     note_answer_from_memory,
@@ -88,8 +89,9 @@ class FaultGuard:
         answers = None
         if call.expired():
             note_answer_from_memory()
+            call.miss_reason = MissReason.DEADLINE
         elif asked:
-            answers = self.run(operation, lambda: method(asked, call), shows_service)
+            answers = self.run(operation, lambda: method(asked, call), shows_service, call=call)
         if answers is None:
             return [[False] * len(batch) for batch in batches]
         answered = iter(answers)
@@ -102,6 +104,7 @@ class FaultGuard:
         shows_service: Callable[[ItemT], bool] = lambda _: True,
         *,
         connects: bool = True,
+        call: Call | None = None,
     ) -> ItemT | None:
         """Call foreign code; None after a fault.
 
@@ -109,6 +112,7 @@ class FaultGuard:
             shows_service: raises for an answer that is none, and returns True for one which shows
                 that the store serves again after faults.
             connects: the driver is called, and not an engine's pool.
+            call: is told why it has missed.
         """
         try:
             # Inside the guard: a store that cannot be reached is a miss, too, and not an error
@@ -119,7 +123,15 @@ class FaultGuard:
             answer = question()
             serves = shows_service(answer)
         except Exception as error:  # noqa: BLE001 - a fault below, even a driver's bug, must not reach the engine
-            self._note_fault(operation, error)
+            refused = self._note_fault(operation, error)
+            if call is not None:
+                call.miss_reason = (
+                    MissReason.REFUSED
+                    if refused
+                    else MissReason.DEADLINE
+                    if call.expired()
+                    else MissReason.FAULT
+                )
             return None
         # Only an operation that has failed ends an episode of faults: on a full disk, lookups
         # succeed all the time.
@@ -132,7 +144,8 @@ class FaultGuard:
             )
         return answer
 
-    def _note_fault(self, operation: str, error: Exception) -> None:
+    def _note_fault(self, operation: str, error: Exception) -> bool:
+        """Count and log a fault; True if the store has refused the call, which is none."""
         refused = is_refusal(error, reads=operation not in CHANGING)
         if not refused:
             self._recorder.count_fault()
@@ -158,6 +171,7 @@ class FaultGuard:
             exc_info=None if expected else error,
             extra=fields(driver=self._driver_name, operation=operation),
         )
+        return refused
 
     def note_stored(self) -> None:
         """End an episode of refused sets: a page has been stored."""

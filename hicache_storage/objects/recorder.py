@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from hicache_storage.objects.lifecycle import begin_in_children
-from hicache_storage.spec import PoolStats, StorageStats, note_fault
+from hicache_storage.spec import MissReason, PoolStats, StorageStats, note_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from hicache_storage.spec import PoolName
 
@@ -35,7 +36,7 @@ class StatsRecorder:
         """Replace the lock; a child continues its parent's counts."""
         self._lock = threading.Lock()
 
-    def count(self, pool: PoolName, **increments: int) -> None:
+    def count(self, pool: PoolName, **increments: int | Counter[MissReason]) -> None:
         """Add to counters of `PoolStats`, by their names."""
         if not self.enabled:
             return
@@ -73,8 +74,19 @@ class StatsRecorder:
             for pool in pools:
                 self._pool(pool).latency[operation].observe(seconds)
 
-    def observe_lookup(self, present: Mapping[PoolName, list[bool]], started: float) -> None:
-        """Record a lookup: its latency, and the pages of each pool that were there and were not."""
+    def observe_lookup(
+        self,
+        present: Mapping[PoolName, list[bool]],
+        started: float,
+        reasons: Callable[[PoolName], Counter[MissReason]] | None = None,
+    ) -> None:
+        """Record a lookup: its latency, and the pages of each pool that were there and were not.
+
+        Args:
+            present: for each pool, for each page, True if it was found.
+            started: on `time.perf_counter()`.
+            reasons: returns why pages of a pool were not found; it is not called where all were.
+        """
         if not self.enabled:
             return
         seconds = time.perf_counter() - started
@@ -82,7 +94,12 @@ class StatsRecorder:
             for pool, pages in present.items():
                 stats, hits = self._pool(pool), pages.count(True)
                 stats.pages_hit += hits
-                stats.pages_absent += len(pages) - hits
+                if hits < len(pages):
+                    stats.absent += (
+                        reasons(pool)
+                        if reasons
+                        else Counter({MissReason.ABSENT: len(pages) - hits})
+                    )
                 stats.latency["exists"].observe(seconds)
 
     def snapshot(self) -> StorageStats:

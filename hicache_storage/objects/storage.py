@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -40,6 +41,7 @@ from hicache_storage.spec import (
     HiCacheError,
     HiCacheStorageExtraInfo,
     MayHangError,
+    MissReason,
     PoolName,
     PoolPresence,
     PoolTransfer,
@@ -195,7 +197,7 @@ class ObjectStorage(ObjectDriver):
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        call = _call(extra_info)
+        call = self._reading(extra_info)
         with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=True)
@@ -393,7 +395,7 @@ class ObjectStorage(ObjectDriver):
         Raises:
             MayHangError: memory alone cannot answer, and shall.
         """
-        call = _call(extra_info)
+        call = self._reading(extra_info)
         with self._lifecycle.lock(), self._lifecycle:
             started = time.perf_counter()
             pools = [self._pools[name] for name in names if name in self._pools]
@@ -407,13 +409,57 @@ class ObjectStorage(ObjectDriver):
             else:
                 with RequestScope(call.request_id):
                     parts = self._lookup(batches, call)
-            if len(parts) == 1:
-                present = {pools[0].name: parts[0]}
-            else:
-                divided = _of_pools(pools, parts) if keys else [[list[bool]()] for _ in pools]
-                present = {pool.name: _all(own) for pool, own in zip(pools, divided, strict=True)}
-            self.recorder.observe_lookup(present, started)
+            divided = _of_pools(pools, parts) if keys else [[list[bool]()] for _ in pools]
+            present = {pool.name: _all(own) for pool, own in zip(pools, divided, strict=True)}
+            # The deadline layer has counted the misses that it has answered.
+            if not call.cancelled:
+                found = {pool.name: own for pool, own in zip(pools, divided, strict=True)}
+                self.recorder.observe_lookup(
+                    present,
+                    started,
+                    lambda name: self._miss_reasons(
+                        found[name], partial(self._hidden, self._pools[name], keys), call
+                    ),
+                )
             return present
+
+    def _reading(self, extra_info: HiCacheStorageExtraInfo | None) -> Call:
+        """Make the call of a lookup or get."""
+        call = _call(extra_info)
+        call.faults_before = self.recorder.faults
+        return call
+
+    def _hidden(self, pool: RegisteredPool, keys: Sequence[str]) -> list[bool]:
+        """Return for each page whether lookups do not find it because it is damaged."""
+        names = [part.namespace.name for part in pool.parts]
+        return [any((name, key) in self._damaged for name in names) for key in keys]
+
+    def _miss_reasons(
+        self,
+        parts: Sequence[Sequence[bool]],
+        damaged: Callable[[], Sequence[bool]],
+        call: Call,
+    ) -> Counter[MissReason]:
+        """Count the pages of a pool that were not found or delivered, by reason.
+
+        Args:
+            parts: for each shard, or for the pool itself, for each page, True if it was.
+            damaged: returns for each page whether one of its objects is damaged.
+            call: which has missed them.
+        """
+        # Faults of some pages of a call are not reported by page; and of calls in other threads,
+        # some may be taken for this one's.
+        failed = self.recorder.faults != call.faults_before
+        other = call.miss_reason or (MissReason.FAULT if failed else MissReason.ABSENT)
+        reasons = Counter[MissReason]()
+        for shards, is_damaged in zip(zip(*parts, strict=True), damaged(), strict=True):
+            if all(shards):
+                continue
+            is_part = any(shards) and other is MissReason.ABSENT
+            reasons[
+                MissReason.DAMAGED if is_damaged else MissReason.INCOMPLETE if is_part else other
+            ] += 1
+        return reasons
 
     def _lookup(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         """Look objects up; pools with shards are given by their parts."""
@@ -568,11 +614,23 @@ class ObjectStorage(ObjectDriver):
             if found:
                 damaged.append(ReadBatch(batch.namespace, found))
         pages = whole.count(True)
+        missed = Counter[MissReason]()
+        if pages < len(whole) and not call.cancelled:
+            # Of a pool that has given no buffers nothing was read.
+            reads = [batch.reads for batch in batches if batch.reads]
+            missed = self._miss_reasons(
+                verified,
+                lambda: (
+                    [any(read.damaged for read in page) for page in zip(*reads, strict=True)]
+                    or [False] * len(whole)
+                ),
+                call,
+            )
         self.recorder.count(
             request.pool.name,
             pages_read=pages,
             bytes_read=pages * sum(batch.namespace.page_bytes for batch in batches),
-            pages_missed=len(whole) - pages,
+            missed=missed,
             # Pages and not objects: several shards of a page may be damaged.
             pages_damaged=len({read.key for batch in damaged for read in batch.reads})
             if len(damaged) > 1

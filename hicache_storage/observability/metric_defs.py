@@ -19,10 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.observability.metric import Metric, MetricKind
-from hicache_storage.spec.stats import LATENCY_BOUNDS_SECONDS
+from hicache_storage.spec.stats import LATENCY_BOUNDS_SECONDS, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from hicache_storage.spec.stats import PoolStats
 
 MAX_SCOPE_SERIES: Final = 512
 """Limit of scopes with series of their own, for each server process."""
@@ -64,10 +66,21 @@ _counter: Final = partial(_scalar, MetricKind.COUNTER)
 _gauge: Final = partial(_scalar, MetricKind.GAUGE)
 
 
-def _pool(name: str, text: str, source: str, unit: str = "") -> Metric:
-    return _counter(
-        f"hicache_storage_{name}_total", text, "driver", "pool", source=source, unit=unit
-    )
+def _pool(name: str, text: str, source: str, unit: str = "", label: str = "") -> Metric:
+    labels = ("driver", "pool", label) if label else ("driver", "pool")
+    return _counter(f"hicache_storage_{name}_total", text, *labels, source=source, unit=unit)
+
+
+_REASONS: Final = ", ".join(MissReason)
+
+
+def pool_samples(metric: Metric, stats: PoolStats) -> list[tuple[tuple[str, ...], float]]:
+    """Return the samples of a counter of a pool: the values of further labels, and the count."""
+    value = getattr(stats, metric.source)
+    if "reason" in metric.labels:
+        # All of them: Prometheus does not see the first value of a new series as an increase.
+        return [((str(reason),), float(value[reason])) for reason in MissReason]
+    return [((), float(value))]
 
 
 CALL_SECONDS: Final = Metric(
@@ -240,15 +253,21 @@ STORAGE: Final = (
     ),
     _pool("written_bytes", "Bytes of the pages that a set has stored.", "bytes_written", "bytes"),
     _pool("hit_pages", "Pages that an exists has found.", "pages_hit"),
-    _pool("absent_pages", "Pages that an exists has asked for and not found.", "pages_absent"),
+    _pool(
+        "absent_pages",
+        f"Pages that an exists has asked for and not found, by reason: {_REASONS}.",
+        "absent",
+        label="reason",
+    ),
     _pool(
         "missed_pages",
-        "Pages that a get was asked for and has not delivered, for whatever reason.",
-        "pages_missed",
+        "Pages that a get was asked for and has not delivered, by the same reasons.",
+        "missed",
+        label="reason",
     ),
     _pool(
         "damaged_pages",
-        "Of those, the ones whose length, envelope or checksum did not fit.",
+        "Pages that a get has found damaged: length, envelope or checksum did not fit.",
         "pages_damaged",
     ),
     _pool(

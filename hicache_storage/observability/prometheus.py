@@ -126,9 +126,8 @@ def storage_families(
         family = scalars(metric, constant)
         for stats in storages:
             for pool, pool_stats in stats.pools.items():
-                family.add_metric(
-                    [stats.driver, pool, *constant.values()], getattr(pool_stats, metric.source)
-                )
+                for further, value in v.pool_samples(metric, pool_stats):
+                    family.add_metric([stats.driver, pool, *further, *constant.values()], value)
         yield family
     for metric in (*STORAGE_SCALARS, v.CHECKSUMS_OFF):
         family = scalars(metric, constant)

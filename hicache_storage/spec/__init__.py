@@ -50,7 +50,7 @@ from hicache_storage.spec.policies import (
     legal_endpoints,
 )
 from hicache_storage.spec.removals import Removal, RemovalReason, Removals, RemovalScope
-from hicache_storage.spec.stats import Latency, PoolStats, StorageStats
+from hicache_storage.spec.stats import Latency, MissReason, PoolStats, StorageStats
 from hicache_storage.spec.storage import Health, HiCacheStorage
 from hicache_storage.spec.transfers import (
     MAX_KEY_BYTES,
@@ -92,6 +92,7 @@ __all__ = [
     "InvalidTransferError",
     "Latency",
     "MayHangError",
+    "MissReason",
     "PageGeometry",
     "PoolHitPolicy",
     "PoolName",

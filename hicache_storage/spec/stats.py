@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,6 +40,23 @@ BREAKERS = ("read", "write", "delete")
 
 Read: exists, present, get. Write: set. Delete: delete, clear.
 """
+
+
+class MissReason(StrEnum):
+    """Reason that a page was not found, or not delivered."""
+
+    ABSENT = "absent"
+    """Not in the store under this identity, as far as the driver tells."""
+    INCOMPLETE = "incomplete"
+    """Some of its shards are absent, and others are not."""
+    DAMAGED = "damaged"
+    REFUSED = "refused"
+    """The store works and has refused the call, as over a tenant's rate."""
+    FAULT = "fault"
+    """The call has met a fault of the store."""
+    DEADLINE = "deadline"
+    BREAKER = "breaker"
+    """The store was not asked: a circuit breaker is open."""
 
 
 @dataclass(slots=True)
@@ -76,12 +95,12 @@ class PoolStats:
     bytes_written: int = 0
     pages_hit: int = 0
     """Found by an exists."""
-    pages_absent: int = 0
-    """Asked for by an exists and not found."""
-    pages_missed: int = 0
-    """Asked for by a get and not delivered, for whatever reason."""
+    absent: Counter[MissReason] = field(default_factory=Counter["MissReason"])
+    """Asked for by an exists and not found, by reason."""
+    missed: Counter[MissReason] = field(default_factory=Counter["MissReason"])
+    """Asked for by a get and not delivered, by reason."""
     pages_damaged: int = 0
-    """Of those, the ones whose length, envelope or checksum did not fit."""
+    """Of those, the ones whose damage was found by this get."""
     pages_refused: int = 0
     """Given to a set and not stored: no room, too large, deadline, fault."""
     pages_evicted: int = 0
@@ -89,6 +108,16 @@ class PoolStats:
         default_factory=lambda: {name: Latency() for name in OPERATIONS}
     )
     """By operation: `exists`, `get`, `set`; a call over several pools counts in each."""
+
+    @property
+    def pages_absent(self) -> int:
+        """Asked for by an exists and not found."""
+        return self.absent.total()
+
+    @property
+    def pages_missed(self) -> int:
+        """Asked for by a get and not delivered."""
+        return self.missed.total()
 
     def add(self, other: PoolStats) -> None:
         """Count what another pool has counted too."""

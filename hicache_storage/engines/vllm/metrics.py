@@ -59,12 +59,15 @@ class TierMetrics:
         taken = OffloadingConnectorStats()
         for metric in _COUNTERS:
             values = (
-                [((str(name),), pool) for name, pool in stats.pools.items()]
+                [
+                    ((str(name), *labels), value)
+                    for name, pool in stats.pools.items()
+                    for labels, value in metric_defs.pool_samples(metric, pool)
+                ]
                 if "pool" in metric.labels
-                else [((), stats)]
+                else [((), float(getattr(stats, metric.source)))]
             )
-            for labels, source in values:
-                value = float(getattr(source, metric.source))
+            for labels, value in values:
                 key = metric.name, labels
                 # A counter that is 0 is reported once, so that Prometheus knows the series.
                 if key not in self._reported or value > self._reported[key]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +10,7 @@ from drivers_memory import OBJECTS, PLAIN
 from mutant import after, mutant
 
 from hicache_storage.spec import (
+    MissReason,
     PoolHitPolicy,
     PoolName,
     PoolTransferResult,
@@ -235,7 +237,8 @@ def drained(right, store):
 
 def misses_of_lookups(right, store, keys, *more, **named):
     answer = right(keys, *more, **named)
-    store.recorder.count(PoolName.KV, pages_missed=len(keys) - answer.kv_hit_pages)
+    absent = Counter({MissReason.ABSENT: len(keys) - answer.kv_hit_pages})
+    store.recorder.count(PoolName.KV, missed=absent)
     return answer
 
 
