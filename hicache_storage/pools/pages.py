@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import torch
+
 from hicache_storage.spec import InvalidTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     import numpy.typing as npt
-    import torch
 
     Numbers = npt.NDArray[np.int64]
     """Numbers of pages, in a row for each side."""
@@ -33,9 +34,7 @@ def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> Numbers:
     Raises:
         InvalidTransferError: they are not int64, or not whole pages.
     """
-    # NumPy and not torch, whose operations cost several times as much on few pages.
-    import numpy as np
-
+    # Operations of torch cost several times as much on few pages.
     slots = [_on_host(indices, page_size).numpy() for indices in sides]
     first = np.array([side[::page_size] for side in slots])
     if page_size == 1:
@@ -78,8 +77,6 @@ def named(slots: torch.Tensor) -> str:
 
 
 def _on_host(indices: torch.Tensor, page_size: int) -> torch.Tensor:
-    import torch
-
     if indices.dtype != torch.int64:
         raise InvalidTransferError(f"indices must be int64, got {indices.dtype}")
     # Asked first: each of the three calls costs as much as a question.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+import numpy as np
+import torch
+
 from hicache_storage.transfer.plan import How
 from hicache_storage.transfer.streams import RowSide
 
 if TYPE_CHECKING:
-    import torch
-
     from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.plan import PartGroup
     from hicache_storage.transfer.streams import Device, Stream
@@ -67,8 +68,6 @@ class Lane:
         staging_bytes: int,
         outwards: bool,
     ) -> None:
-        import numpy as np
-
         self._device = device
         self._group = group
         self._stream = stream
@@ -179,9 +178,6 @@ class Lane:
         return self._device.row_copy(*self._to_from(RowSide(on_device, DEVICE), other), self._table)
 
     def _run(self, layers: range) -> Run:
-        import numpy as np
-        import torch
-
         group = self._group
         direction = "write-back" if self._outwards else "load"
         named = f"layer {layers.start}" if len(layers) == 1 else f"{len(layers)} layers"

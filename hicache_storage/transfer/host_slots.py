@@ -7,14 +7,15 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+import numpy as np
+import torch
+
 from hicache_storage.pools.pages import check_pages, named, page_slots
 from hicache_storage.spec import SlotError
 from hicache_storage.transfer.copies import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    import torch
 
     from hicache_storage.pools import PagedHostPool, SlotAllocator
     from hicache_storage.pools.pages import Numbers
@@ -39,8 +40,6 @@ class PageFences:
     """
 
     def __init__(self, pages: int) -> None:
-        import numpy as np
-
         self.last = np.zeros((2, pages), np.int64)
         """Of each page the number of its copy, counted from 1 on."""
         self._events = deque["Event"](maxlen=KEPT_EVENTS)
@@ -75,8 +74,6 @@ class PageFences:
 
     def in_use(self, pages: torch.Tensor) -> torch.Tensor:
         """By page of the host, whether a copy uses it that is not known to have ended."""
-        import torch
-
         return torch.from_numpy(self.last[HOST][pages.numpy()] > self._ended)
 
     def _event(self, number: int) -> Event:
@@ -110,8 +107,6 @@ class HostSlots:
     def __init__(
         self, pool: PagedHostPool | SlotAllocator, fences: Collection[PageFences] = ()
     ) -> None:
-        import torch
-
         self._pool = pool
         self._page_size = pool.page_size
         self.fences = fences

@@ -6,6 +6,9 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+import torch
+
 from hicache_storage.pools.pages import page_numbers
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer.copies import DEVICE, HOST, Lane
@@ -14,8 +17,6 @@ from hicache_storage.transfer.plan import describe, make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from hicache_storage.pools import DevicePages, PagedHostPool
     from hicache_storage.pools.pages import Numbers
@@ -69,8 +70,6 @@ class PoolCopies:
         way: Way | None,
         staging_bytes: int,
     ) -> None:
-        import numpy as np
-
         device_pool, host_pool = pair
         device_pool.check_host_pool(host_pool)
         self._streams = streams
@@ -125,8 +124,6 @@ class PoolCopies:
 
     def begin(self, direction: str, pages: Numbers) -> None:
         """Get ready for the copies of a transfer."""
-        import torch
-
         stream = self._streams[direction]
         # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
         # (rule ST-3).
@@ -141,8 +138,6 @@ class PoolCopies:
 
     def give_up(self, direction: str, pages: Numbers) -> None:
         """Fence the pages of a transfer that failed: some of its copies may have been enqueued."""
-        import torch
-
         with suppress(Exception):
             self.end(direction, pages, self._streams[direction].record())
             return

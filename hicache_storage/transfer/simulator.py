@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from random import Random
 from typing import TYPE_CHECKING, Final, NamedTuple, Self, cast
 
+import torch
+
 from hicache_storage.transfer.plan import geometry
 from hicache_storage.transfer.races import (
     HOST,
@@ -23,8 +25,6 @@ from hicache_storage.transfer.streams import StreamFailedError, own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    import torch
 
     from hicache_storage.transfer.streams import Event, Priority, RowSide, Stream
 
@@ -41,8 +41,6 @@ class SimulatedTable:
     """Page numbers, and the memory that they come to."""
 
     def __init__(self, pages: int) -> None:
-        import torch
-
         self.numbers = torch.empty(2, 0)
         self.memory = torch.empty(2, pages, dtype=torch.int64)
 
@@ -109,8 +107,6 @@ class StreamSimulator:
 
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
         """Memory that holds `POISON`, and is kept as long as the simulator is."""
-        import torch
-
         memory = torch.full((size,), POISON, dtype=torch.uint8)
         self.keep([memory])
         return memory
@@ -228,8 +224,6 @@ class SimulatedStream:
         to, origin = (rows.pages(side, pages) for side in (0, 1))
 
         def run() -> None:
-            import torch
-
             for part in parts:
                 # As bytes: torch indexes those of every element type.
                 written, read = (side.views[part].view(torch.uint8) for side in rows.sides)

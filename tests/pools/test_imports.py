@@ -10,7 +10,6 @@ from tests.support.commands import run_python
 WITHOUT_TORCH = """
 import sys
 import hicache_storage.pools, hicache_storage.pools.access, hicache_storage.pools.adapter
-import hicache_storage.transfer, hicache_storage.transfer.simulator
 from hicache_storage.pools import PageAccess, page_access
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from hicache_storage.spec import ConfigError, InvalidPoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 THREADS: Final = 512
 _FIRST_WITH_BATCHES: Final = 12080
@@ -94,27 +95,24 @@ def is_capturing(stream: int) -> bool:
     return bool(int(driver().cuStreamIsCapturing(stream)[1] or 0))
 
 
-def nvidia(module: str) -> Any:
-    """A module of NVIDIA's.
+@contextmanager
+def nvidia() -> Iterator[None]:
+    """Name what is to be installed where a part of NVIDIA's is missing.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is.
     """
     try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise missing(error) from error
-
-
-def missing(error: Exception) -> ConfigError:
-    """What to say where a part of NVIDIA's is not there."""
-    return ConfigError(
-        "copies on CUDA need cuda-core, cuda-bindings and NVRTC, which compiles their kernel: "
-        f"pip install 'hicache-storage[cuda]' ({error})"
-    )
+        yield
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            "copies on CUDA need cuda-core, cuda-bindings and NVRTC, which compiles their kernel: "
+            f"pip install 'hicache-storage[cuda]' ({error})"
+        ) from error
 
 
 @functools.cache
 def driver() -> Any:
     """NVIDIA's bindings of the driver."""
-    return nvidia("cuda.bindings.driver")
+    with nvidia():
+        return importlib.import_module("cuda.bindings.driver")

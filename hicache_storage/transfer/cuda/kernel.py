@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from hicache_storage.spec import InvalidPoolError
-from hicache_storage.transfer.cuda.driver import address, driver, launch, missing, nvidia
+from hicache_storage.transfer.cuda.driver import address, driver, launch, nvidia
 from hicache_storage.transfer.plan import MAX_PART_WORDS, geometry, word_bytes
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ def compiled(arch: str) -> Any:
     Raises:
         ConfigError: NVRTC or cuda-core is missing.
     """
-    core, utils = nvidia("cuda.core"), nvidia("cuda.core.utils")
-    try:
+    with nvidia():
+        core, utils = map(importlib.import_module, ("cuda.core", "cuda.core.utils"))
         options = core.ProgramOptions(arch=arch, std="c++17", name=SOURCE.name)
         program = core.Program(SOURCE.read_text(), "c++", options)
         try:
@@ -139,8 +140,6 @@ def compiled(arch: str) -> Any:
         except OSError:
             # No folder that can be written to: compiled by each process.
             return program.compile("cubin")
-    except RuntimeError as error:
-        raise missing(error) from error
 
 
 @functools.cache
