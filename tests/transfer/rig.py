@@ -394,21 +394,14 @@ def poison(device_pool, host_pool):
 
 def fill(tensor, byte):
     """Set all bytes of a tensor, whatever its element type and strides are."""
-    tensor.copy_(
-        torch.full((tensor.element_size(),), byte, dtype=torch.uint8)
-        .view(tensor.dtype)
-        .to(tensor.device)[0]
-    )
+    tensor.view(torch.uint8).fill_(byte)
 
 
 def random_bytes(like, generator):
     """A contiguous tensor on the CPU of the same shape and element type."""
     size = like.numel() * like.element_size()
-    return (
-        torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
-        .view(like.dtype)
-        .view(like.shape)
-    )
+    made = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+    return made.view(like.dtype).view(like.shape)
 
 
 def same(first, second):

@@ -39,11 +39,7 @@ def nothing_was_enqueued(rig):
 )
 def test_pages_come_back_as_they_went(place, model, layout, way, staging_bytes):
     rig = Rig(place, model, layout, way, staging_bytes=staging_bytes)
-    contents, pages, elsewhere = (
-        [rig.content(seed) for seed in range(4)],
-        (3, 1, 2, 5),
-        (0, 5, 4, 2),
-    )
+    contents, pages, elsewhere = [*map(rig.content, range(4))], (3, 1, 2, 5), (0, 5, 4, 2)
     for page, content in zip(pages, contents, strict=True):
         rig.run_kernel(page, content)
     host = rig.some(rig.alloc(4), (2, 3, 0, 1))

@@ -179,15 +179,18 @@ def test_fences_against_a_model(data, kept):
 
 
 def test_of_copies_in_order_only_the_first_that_has_not_ended_is_asked():
-    fences = PageFences(8)
-    host = HostSlots(SlotAllocator(8, 2), [fences])
+    """And none where slots are free: each question is a call of CUDA."""
+    fences = PageFences(10)
+    host = HostSlots(SlotAllocator(10, 2), [fences])
     events = [Use() for _ in range(4)]
     for event in events:
         page = (host.alloc(2)[::2] // 2).numpy()
         fences.note(np.array([page, page]), event)
-    assert host.available_size() == 0
+    assert host.available_size() == 2
     assert not any(event.asked for event in events), "nothing waits for a copy"
     host.free(torch.arange(8))
+    assert host.alloc(2).tolist() == [8, 9]
+    assert not any(event.asked for event in events), "slots were free"
     events[0].over = events[2].over = True
     assert host.available_size() == 2
     assert [event.asked for event in events] == [1, 1, 0, 0]

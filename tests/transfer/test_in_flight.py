@@ -19,10 +19,8 @@ DIRECTION = pytest.mark.parametrize("direction", [OUT, IN])
 
 def copy(rig, direction, host):
     """A copy of page 2 to or from the host."""
-    return {
-        OUT: lambda: rig.write_back(rig.slots(2), host),
-        IN: lambda: rig.load(host, rig.slots(2)),
-    }[direction]()
+    page = rig.slots(2)
+    return rig.write_back(page, host) if direction == OUT else rig.load(host, page)
 
 
 def held_copy(rig, direction=OUT):
@@ -137,27 +135,4 @@ def test_pages_of_a_stream_that_tells_nothing_are_not_handed_out_again(simulated
             copy(rig, OUT, host)
         rig.free(host)
     rig.engine.synchronize()
-    assert rig.free_pages() == PAGES - 1
-
-
-# How often copies are asked
-# ---------------------------------------------------------------------------------------------
-
-
-def test_slots_that_are_free_are_taken_without_asking_any_copy(simulated, monkeypatch):
-    """Each question is a call of CUDA."""
-    rig = Rig(simulated, "mha", "page_first", None)
-    asked, event = [], type(rig.compute.record())
-    query = event.query
-    monkeypatch.setattr(event, "query", lambda event: asked.append(event) or query(event))
-    slots, size = rig.host_slots["pool"], rig.host["pool"].page_size
-    taken = [slots.alloc(size) for _ in range(PAGES - 1)]
-    simulated.hold()
-    for host in taken:
-        rig.write_back(rig.slots(2), {"pool": host})
-        slots.free(host)
-    assert slots.alloc(size) is not None
-    assert not asked
-    assert rig.free_pages() == 0
-    rig.engine.streams[OUT].synchronize()
     assert rig.free_pages() == PAGES - 1

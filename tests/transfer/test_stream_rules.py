@@ -317,6 +317,24 @@ def without_overwrite_fence(rig):
     rig.engine.before_overwrite = lambda pages: None
 
 
+UNFENCED = [
+    ("loads do not wait for write-backs", OUT, "wait", DEVICE, load_behind_write_back),
+    ("write-backs do not wait for loads", IN, "wait", DEVICE, write_back_behind_load),
+    ("device pages in write-back are not noted", OUT, "note", DEVICE, load_behind_write_back),
+    ("device pages in load are not noted", IN, "note", DEVICE, write_back_behind_load),
+    ("loads do not wait for their host pages", OUT, "wait", HOST, load_in_write_back),
+    ("write-backs do not wait for their host pages", IN, "wait", HOST, write_back_over),
+    ("host pages in write-back are not noted", OUT, "note", HOST, load_in_write_back),
+    ("host pages in load are not noted", IN, "note", HOST, write_back_over),
+]
+UNSTAGED = [
+    ("gathering does not wait for kernels", OUT, "before_staging", write_back_behind_kernels),
+    ("staging does not wait for host pages", IN, "before_staging", load_in_write_back),
+    ("gathering overruns a buffer", OUT, "before_refill", STAGED_OUT[1]),
+    ("copies leave before they are gathered", OUT, "hand_over", STAGED_OUT[0]),
+    ("staging overruns a buffer", IN, "before_refill", STAGED_IN[1]),
+    ("scattering begins before pages have come", IN, "hand_over", STAGED_IN[0]),
+]
 MUTANTS = {
     "write-backs do not wait for kernels": (without_compute(OUT), write_back_behind_kernels),
     "loads do not wait for kernels": (without_compute(IN), load_behind_kernels),
@@ -326,37 +344,9 @@ MUTANTS = {
     "kernels do not wait for loads": (without_overwrite_fence, overwrite_behind_load),
     "host pages in load are not held": (unheld(IN), host_pages_of_a_load_stay),
     "host pages in write-back are not held": (unheld(OUT), host_pages_of_a_write_back_stay),
-    **{
-        name: (unfenced(direction, step, side), program)
-        for name, direction, step, side, program in [
-            ("loads do not wait for write-backs", OUT, "wait", DEVICE, load_behind_write_back),
-            ("write-backs do not wait for loads", IN, "wait", DEVICE, write_back_behind_load),
-            (
-                "device pages in write-back are not noted",
-                OUT,
-                "note",
-                DEVICE,
-                load_behind_write_back,
-            ),
-            ("device pages in load are not noted", IN, "note", DEVICE, write_back_behind_load),
-            ("loads do not wait for their host pages", OUT, "wait", HOST, load_in_write_back),
-            ("write-backs do not wait for their host pages", IN, "wait", HOST, write_back_over),
-            ("host pages in write-back are not noted", OUT, "note", HOST, load_in_write_back),
-            ("host pages in load are not noted", IN, "note", HOST, write_back_over),
-        ]
-    },
+    **{name: (unfenced(*event), program) for name, *event, program in UNFENCED},
 }
-STAGING_MUTANTS = {
-    name: (unstaged(direction, step), program)
-    for name, direction, step, program in [
-        ("gathering does not wait for kernels", OUT, "before_staging", write_back_behind_kernels),
-        ("staging does not wait for host pages", IN, "before_staging", load_in_write_back),
-        ("gathering overruns a buffer", OUT, "before_refill", STAGED_OUT[1]),
-        ("copies leave before they are gathered", OUT, "hand_over", STAGED_OUT[0]),
-        ("staging overruns a buffer", IN, "before_refill", STAGED_IN[1]),
-        ("scattering begins before pages have come", IN, "hand_over", STAGED_IN[0]),
-    ]
-}
+STAGING_MUTANTS = {name: (unstaged(*event), program) for name, *event, program in UNSTAGED}
 BROKEN = [
     (name, *mutant, way, layout)
     for name, mutant in MUTANTS.items()
