@@ -20,7 +20,7 @@ import uvicorn
 
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.core.changes import SteadyClock
-from hicache_metadata_server.core.heap import keep_large_blocks_apart, trim_heap
+from hicache_metadata_server.core.restore import keep_large_blocks_apart, trim_heap
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.connections import (
@@ -31,8 +31,8 @@ from hicache_metadata_server.http.connections import (
 )
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import misspelt
-from hicache_metadata_server.storage.address import MEMORY, is_shared, redacted
 from hicache_metadata_server.storage.sqlite import check_store, open_store
+from hicache_metadata_server.storage.store import MEMORY, is_shared, redacted
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def check(settings: ServerSettings) -> list[tuple[str, str]]:
     """
     _begin_log(settings)
     if is_shared(settings.store):
-        from hicache_metadata_server.shared.preflight import check_store as check_shared_store
+        from hicache_metadata_server.shared.connection import check_store as check_shared_store
 
         _advertised_url(settings)
         check_shared_store(settings.store, settings.durability, settings.store_replicas)
@@ -170,8 +170,8 @@ def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
 
 def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
     """Application and access control of one server of several on one Redis."""
+    from hicache_metadata_server.shared.connection import check_store
     from hicache_metadata_server.shared.owned_scopes import owner_app
-    from hicache_metadata_server.shared.preflight import check_store
 
     url = _advertised_url(settings)
     check_store(settings.store, settings.durability, settings.store_replicas)

@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.storage.address import is_shared
+from hicache_metadata_server.storage.store import is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -11,8 +11,7 @@ from structlog.testing import capture_logs
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall
-from hicache_metadata_server.shared.preflight import check_store
+from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall, check_store
 from tests.metadata_server.http_calls import eventually, is_status, of_keys, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.support.commands import run_metadata

@@ -19,8 +19,8 @@ from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import scope_log
 from hicache_metadata_server.shared.address import ONE, SENTINEL, parse_address
-from hicache_metadata_server.shared.preflight import check_store
-from hicache_metadata_server.storage.address import redacted
+from hicache_metadata_server.shared.connection import check_store
+from hicache_metadata_server.storage.store import redacted
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import eventually, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server

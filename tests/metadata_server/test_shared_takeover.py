@@ -21,8 +21,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import preflight
-from hicache_metadata_server.shared.connection import _Sentinels
-from hicache_metadata_server.shared.preflight import check_store
+from hicache_metadata_server.shared.connection import _Sentinels, check_store
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward
 from tests.backends.hf3fs.harness import Rig, chain

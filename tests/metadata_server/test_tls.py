@@ -16,7 +16,7 @@ from hicache_metadata_server.auth.security import ServerTls
 from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
-from hicache_metadata_server.client.tls import client_context
+from hicache_metadata_server.client.http_transport import client_context
 from hicache_metadata_server.protocol import About
 from hicache_metadata_server.settings import ServerSettings
 from hicache_storage.objects import Call

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from hicache_backends.posix.directories import check_path
-from hicache_metadata_server.client.addresses import addresses
+from hicache_metadata_server.client.failover import addresses
 from hicache_storage.spec import DriverConfig, parse_bytes
 
 TOKEN_VARIABLE: Final = "HICACHE_METADATA_TOKEN"

@@ -159,7 +159,7 @@ class Store:
         config = self.config
         if not config.is_secure:
             return None
-        from hicache_metadata_server.client.tls import client_context
+        from hicache_metadata_server.client.http_transport import client_context
 
         try:
             return client_context(

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec import msgpack
 
-from hicache_metadata_server.client.addresses import addresses
 from hicache_metadata_server.client.errors import MetadataError, MovedError, RetryableError
-from hicache_metadata_server.client.failover import ServerEndpoint
+from hicache_metadata_server.client.failover import ServerEndpoint, addresses
 from hicache_metadata_server.client.http_transport import HttpTransport, PendingRequest
 from hicache_metadata_server.protocol import MSGPACK
 

@@ -44,8 +44,8 @@ def backup(
     """
     import sqlite3
 
-    from hicache_metadata_server.storage.address import sqlite_file
     from hicache_metadata_server.storage.sqlite import INODE
+    from hicache_metadata_server.storage.store import sqlite_file
 
     with exit_on_error():
         if file.exists() and not replace:

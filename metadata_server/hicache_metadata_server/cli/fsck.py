@@ -70,11 +70,11 @@ def fsck(
 
 def _check_store(store: str) -> tuple[int, list[str]]:
     """Check the service that a store recovers to; return the number of slots, and the problems."""
-    from hicache_metadata_server.storage.address import is_shared
+    from hicache_metadata_server.storage.store import is_shared
 
     if is_shared(store):
         # Needs a library of its own.
-        from hicache_metadata_server.shared.offline import restored_service
+        from hicache_metadata_server.shared.scope_log import restored_service
 
         service = restored_service(store, time.time())
         return _slots(service), audited(service)

@@ -83,7 +83,7 @@ def open_client(
     import os
 
     from hicache_metadata_server.cli.admin_client import AdminClient
-    from hicache_metadata_server.client.tls import client_context
+    from hicache_metadata_server.client.http_transport import client_context
 
     # Not an `envvar` of the option: the option names a file, the variable holds the token itself.
     environment = os.environ.get
@@ -110,8 +110,8 @@ def opened_store(url: str) -> Generator[tuple[MetadataService, SqliteStore]]:
     """
     from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.address import sqlite_file
     from hicache_metadata_server.storage.sqlite import SqliteStore
+    from hicache_metadata_server.storage.store import sqlite_file
 
     file = sqlite_file(url)
     if not Path(file).is_file():

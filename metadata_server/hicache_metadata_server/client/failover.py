@@ -1,4 +1,4 @@
-"""Failover between metadata servers on one store: attempt plan, backoff and readiness probes."""
+"""Failover between metadata servers on one store: addresses, attempt plan, backoff and probes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from hicache_metadata_server.client.errors import (
     BusyError,
@@ -301,3 +302,37 @@ class AttemptPlan:
 
 def _backoff_end(server: ServerEndpoint) -> float:
     return server.backoff_until
+
+
+def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Parse one address, several separated by commas, or a list.
+
+    Raises:
+        ValueError: no address, or one that is malformed or repeated; the message names it.
+    """
+    urls = tuple(
+        url.strip().rstrip("/") for url in (given.split(",") if isinstance(given, str) else given)
+    )
+    if not urls:
+        raise ValueError("an empty list names no server")
+    for url in urls:
+        # Before any other message, which would print the password.
+        if "@" in url:
+            raise ValueError(
+                f"{url.rpartition('@')[2]!r} is given with a user; servers take tokens"
+            )
+        if not _is_address(url):
+            raise ValueError(f"{url!r} is no http or https address")
+        if urls.count(url) > 1:
+            raise ValueError(f"{url!r} is named twice")
+    return urls
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        # `urlsplit` checks the port only when it is read.
+        _ = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

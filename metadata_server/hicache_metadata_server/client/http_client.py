@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.client.addresses import addresses
 from hicache_metadata_server.client.errors import (
     BusyError,
     DrainingError,
@@ -24,7 +23,7 @@ from hicache_metadata_server.client.errors import (
     RetryableError,
     UnknownScopeError,
 )
-from hicache_metadata_server.client.failover import ServerPool
+from hicache_metadata_server.client.failover import ServerPool, addresses
 from hicache_metadata_server.client.http_transport import HttpTransport, PendingRequest
 from hicache_metadata_server.client.metadata_client import MetadataClient
 from hicache_storage.observability import tracing

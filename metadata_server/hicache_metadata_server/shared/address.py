@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
-from hicache_metadata_server.storage.address import SHARED
+from hicache_metadata_server.storage.store import SHARED
 
 CLUSTER: Final = "cluster"
 SENTINEL: Final = "sentinel"

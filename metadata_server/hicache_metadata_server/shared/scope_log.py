@@ -11,6 +11,7 @@ import secrets
 import zlib
 from array import array
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -25,18 +26,20 @@ from hicache_metadata_server.core.codec import (
     columns_of,
 )
 from hicache_metadata_server.core.errors import FencedError, StoreError
-from hicache_metadata_server.core.service import LONGEST
+from hicache_metadata_server.core.service import LONGEST, MetadataService
 from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.shared.connection import ScriptCall
-from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
-from hicache_metadata_server.storage.store import MetadataStore
+from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall
+from hicache_metadata_server.storage.store import (
+    BATCH_BLOCKS,
+    CompactionBatch,
+    DirtyBlocks,
+    MetadataStore,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hicache_metadata_server.core.scope import Scope
-    from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.shared.connection import RedisConnection
 
 MAX_LOG_BYTES: Final = 10 << 20
 """Length of a scope's log from which each write also compacts. A takeover replays it in 0.5 s."""
@@ -47,6 +50,10 @@ PAGE_BLOCKS: Final = 64
 PAGE_GROUPS: Final = 512
 """Entries of the log that it reads with one command: most logs."""
 COMPRESSION: Final = 1
+READS: Final = 3
+"""Attempts to read a scope between two writes of its owner, which serves it meanwhile."""
+ENTRIES: Final = b"hm:{map}:scopes"
+"""Key of the map of all scopes."""
 SCOPE: Final = b"scope"
 """Field of `rest` with the scope's record and its counters; the other fields are windows."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -596,3 +603,48 @@ class ScopeLogStore(MetadataStore):
             log for log in self.logs() if log.log_bytes > (IDLE_LOG_BYTES if idle else log.limit)
         ]
         return max(due, key=lambda log: log.log_bytes, default=None)
+
+
+def restored_service(url: str, now: float) -> MetadataService:
+    """Restore a service with all scopes of a Redis, without a server. Nothing is written.
+
+    Raises:
+        StoreError: Redis is not reached, a scope cannot be read, or a server changes it meanwhile.
+        ValueError: the address is not valid.
+    """
+
+    async def read() -> MetadataService:
+        connection, service = RedisConnection(url), MetadataService(shares_store=True)
+        try:
+            for name in sorted(map(bytes.decode, await connection.command("HGETALL", ENTRIES))):
+                head, loaded = await load_unchanged(connection, name)
+                if loaded is None:
+                    continue
+                log = log_of(name, service.new_number(), head.token, head, now)
+                found, scope = restored(service, log, loaded, now)
+                if scope is not None:
+                    service.adopt(scope, found)
+        finally:
+            await connection.close()
+        return service
+
+    return asyncio.run(read())
+
+
+async def load_unchanged(
+    connection: RedisConnection, name: str
+) -> tuple[ScopeHead, LoadedScope | None]:
+    """Read snapshot and log of a scope as they were at one time; None for one without a head."""
+    for _ in range(READS):
+        head = await read_head(connection, name)
+        if not head.token:
+            return head, None
+        with suppress(FencedError):
+            loaded = await load(connection, name, head.token)
+            # Each write changes the head.
+            if await read_head(connection, name) == head:
+                return head, loaded
+    raise StoreError(
+        f"{connection.redacted}: a server changes scope {name}: let it check the scope (--url), or "
+        f"stop it"
+    )

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from hicache_metadata_server.core.errors import StoreError, moving
-from hicache_metadata_server.core.heap import trim_heap
+from hicache_metadata_server.core.restore import trim_heap
 from hicache_metadata_server.protocol import ScopeStatus, ServerState
 from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.ownership import (
@@ -34,6 +34,7 @@ from hicache_metadata_server.shared.ownership import (
     this_process,
 )
 from hicache_metadata_server.shared.scope_log import (
+    ENTRIES,
     IDLE_LOG_BYTES,
     ScopeHead,
     ScopeLog,
@@ -74,7 +75,6 @@ UNREADABLE_SECONDS: Final = 10.0
 WAIT_SECONDS: Final = 1.0
 """Longest time for which a request waits for a scope that is about to get an owner."""
 SERVERS: Final = b"hm:{map}:servers"
-ENTRIES: Final = b"hm:{map}:scopes"
 VERSION: Final = b"hm:{map}:version"
 STATUSES: Final = b"hm:{map}:statuses"
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.compaction import CompactionBatch
-    from hicache_metadata_server.storage.store import MetadataStore
+    from hicache_metadata_server.storage.store import CompactionBatch, MetadataStore
 
 _log = structlog.get_logger()
 

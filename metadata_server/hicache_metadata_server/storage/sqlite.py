@@ -33,9 +33,15 @@ from hicache_metadata_server.core.codec import (
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.service import CLOSED_UNTIL, LONGEST
 from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
-from hicache_metadata_server.storage.address import MEMORY, sqlite_file
-from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
-from hicache_metadata_server.storage.store import MemoryStore, MetadataStore
+from hicache_metadata_server.storage.store import (
+    BATCH_BLOCKS,
+    MEMORY,
+    CompactionBatch,
+    DirtyBlocks,
+    MemoryStore,
+    MetadataStore,
+    sqlite_file,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
