@@ -543,11 +543,7 @@ class Limits(Answer, frozen=True, kw_only=True):
     """Seconds for which an idempotency key is remembered."""
 
     def sustained(self, size: float) -> float:
-        """What a full scope can store a second for long.
-
-        Args:
-            size: of the scope, in pages or bytes, and so is what is returned.
-        """
+        """Pages or bytes a second that a full scope of `size` can store for long."""
         quarantine = self.quarantine_seconds
         return size / MAX_SPARE_SHARE / quarantine if quarantine else math.inf
 

@@ -63,19 +63,12 @@ _log = structlog.get_logger()
 
 
 def restored_service(store: MetadataStore, settings: ServerSettings, now: float) -> MetadataService:
-    """Restore a service from its store.
-
-    Args:
-        now: seconds since 1970.
+    """Restore a service from its store, at a time in seconds since 1970.
 
     Raises:
         StoreError: the store cannot be read.
     """
-    service = MetadataService(
-        settings.limits,
-        durability=store.durability,
-        name=f"hicache-storage {_version()}",
-    )
+    service = MetadataService(settings.limits, durability=store.durability, name=_name())
     service.restore(store.recover(now), store.rows, now)
     return service
 
@@ -129,7 +122,11 @@ def serve(settings: ServerSettings) -> None:
     # Otherwise each counter has a second series with the time of its creation.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     signal.signal(signal.SIGHUP, lambda number, frame: security.request_reload())
-    _run(app, settings, security.tls_context)
+    server = Server(app, settings, security.tls.context if security.tls else None)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        sys.exit(NOT_STARTED)
 
 
 def _begin_log(settings: ServerSettings) -> None:
@@ -154,15 +151,12 @@ def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
     pages = sum(len(scope.lru) for scope in service.scopes.values())
     for problem in service.recovery_problems:
         _log.warning("left_out", problem=problem)
-    _log.info(
-        "started",
-        store=settings.store,
-        durability=str(store.durability),
+    _log_start(
+        settings,
+        security,
+        service,
         scopes=len(service.scopes),
         pages=pages,
-        instance=service.about.instance,
-        tokens=bool(security.tokens),
-        tls=security.tls is not None,
         recovery_seconds=round(time.perf_counter() - begin, 3),
     )
     return create_app(service, store, security=security, clock=clock), security
@@ -173,33 +167,29 @@ def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
     from hicache_metadata_server.shared.connection import check_store
     from hicache_metadata_server.shared.owned_scopes import owner_app
 
-    url = _advertised_url(settings)
-    check_store(settings.store, settings.durability, settings.store_replicas)
+    url, replicas = _advertised_url(settings), settings.store_replicas
+    check_store(settings.store, settings.durability, replicas)
     service = MetadataService(
-        settings.limits,
-        durability=settings.durability,
-        name=f"hicache-storage {_version()}",
-        shares_store=True,
+        settings.limits, durability=settings.durability, name=_name(), shares_store=True
     )
     security = Security.of(settings, service)
+    _log_start(settings, security, service, url=url, replicas=replicas)
+    app = owner_app(service, settings.store, url, replicas=replicas, security=security)
+    return app, security
+
+
+def _log_start(
+    settings: ServerSettings, security: Security, service: MetadataService, **more: object
+) -> None:
     _log.info(
         "started",
-        store=redacted(settings.store),
-        url=url,
-        durability=str(settings.durability),
-        replicas=settings.store_replicas,
+        store=redacted(settings.store) if is_shared(settings.store) else settings.store,
+        durability=str(service.about.durability),
         instance=service.about.instance,
         tokens=bool(security.tokens),
         tls=security.tls is not None,
+        **more,
     )
-    app = owner_app(
-        service,
-        settings.store,
-        url,
-        replicas=settings.store_replicas,
-        security=security,
-    )
-    return app, security
 
 
 def _advertised_url(settings: ServerSettings) -> str:
@@ -249,14 +239,6 @@ def _config(
     return config
 
 
-def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
-    server = Server(app, settings, tls)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run()
-    if not server.started:
-        sys.exit(NOT_STARTED)
-
-
 class Server(uvicorn.Server):
     """uvicorn's server, which hands over before it closes connections, and closes silent ones."""
 
@@ -275,7 +257,7 @@ class Server(uvicorn.Server):
         # Meanwhile requests are answered: the clients learn where to go.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_SECONDS):
-                await self._app.hand_over()
+                await self._app.handlers.hand_over()
         self._sweeping.cancel()
         self.connections.is_stopping = True
         await super().shutdown(sockets)
@@ -294,8 +276,8 @@ def _trace() -> None:
     tracing.enable(provider_from_environment("hicache-metadata"))
 
 
-def _version() -> str:
+def _name() -> str:
     try:
-        return version("hicache-storage")
+        return f"hicache-storage {version('hicache-storage')}"
     except PackageNotFoundError:
-        return "0"
+        return "hicache-storage 0"

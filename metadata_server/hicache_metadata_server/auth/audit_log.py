@@ -25,12 +25,7 @@ MAX_HOSTS: Final = 1024
 
 
 class AuditLog:
-    """Audit log. Used from the event loop.
-
-    Args:
-        write: writes an event with its fields; by default, the logger `AUDIT`.
-        clock: seconds, for the rate of refusals.
-    """
+    """Audit log, of the event loop; by default, lines go to the logger `AUDIT`."""
 
     def __init__(
         self,

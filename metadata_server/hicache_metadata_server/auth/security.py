@@ -77,11 +77,6 @@ class Security:
                 result = "failed" if one.problem else "done"
                 self.audit.write("reload", what=one.name, result=result, reason=one.problem)
 
-    @property
-    def tls_context(self) -> ssl.SSLContext | None:
-        """Context of the listening socket; None for plain HTTP."""
-        return self.tls.context if self.tls else None
-
     def families(self) -> Iterator[Metric]:
         """Metric families of tokens, tenants and files."""
         yield from self._file_families()
@@ -171,12 +166,7 @@ class WatchedFiles:
     """Files that are loaded together, and again when any of them changes.
 
     By polling: inotify does not report changes that another client of a network file system makes.
-    If loading fails, the last good content stays in use.
-
-    Args:
-        name: in logs and metrics.
-        files: the files.
-        load: reads them; raises ValueError or OSError, and then has changed nothing.
+    `load` raises ValueError or OSError, and then has changed nothing: the last good content stays.
     """
 
     def __init__(self, name: str, files: Sequence[Path], load: Callable[[], None]) -> None:
@@ -232,10 +222,8 @@ class WatchedFiles:
 class ServerTls:
     """TLS context of a listening socket, TLS 1.2 at least.
 
-    New connections use the certificates that were read last.
-
-    Args:
-        client_ca: clients need a certificate signed by one of these authorities.
+    New connections use the certificates that were read last. With `client_ca` clients need a
+    certificate that one of these authorities has signed.
 
     Raises:
         ValueError: a file cannot be read or is invalid, or key and certificate do not match.

@@ -103,11 +103,7 @@ def open_client(
 
 @contextmanager
 def opened_store(url: str) -> Generator[tuple[MetadataService, SqliteStore]]:
-    """Return the service that a SQLite store recovers to, and the store.
-
-    Args:
-        url: address of a store that no server has open.
-    """
+    """Return the service that a SQLite store recovers to, and the store."""
     from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.sqlite import SqliteStore

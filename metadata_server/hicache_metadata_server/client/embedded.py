@@ -36,10 +36,7 @@ MAX_EXPIRIES: Final = 1024
 class _State:
     """State shared by all storages of this process on one directory.
 
-    Args:
-        path: for messages.
-        lock_file: an open file, which is locked here, and closed with the state or at an error.
-        quarantine_seconds: of freed slots.
+    `lock_file` is open; it is locked here, and closed with the state or at an error.
     """
 
     def __init__(self, path: str, lock_file: int, quarantine_seconds: float) -> None:

@@ -34,8 +34,6 @@ class InUseError(MetadataError):
 class MovedError(MetadataError):
     """Another server owns the scopes of the request."""
 
-    code = "metadata-moved"
-
     def __init__(self, message: str, url: str) -> None:
         super().__init__(message)
         self.url = url
@@ -51,19 +49,13 @@ class RetryableError(MetadataError):
 class NoResponseError(RetryableError):
     """No response within the time of an attempt."""
 
-    code = "metadata-silent"
-
 
 class BusyError(RetryableError):
     """A failure that a later attempt may not have; other servers would answer alike now."""
 
-    code = "metadata-busy"
-
 
 class NoOwnerError(RetryableError):
     """This server does not own the scopes now, or cannot write; another one may own them soon."""
-
-    code = "metadata-no-owner"
 
 
 class DrainingError(MetadataError):

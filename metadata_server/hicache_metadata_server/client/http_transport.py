@@ -57,9 +57,7 @@ class PendingRequest(NamedTuple, Generic[T]):
 class HttpTransport:
     """Connection pool. Each request has a connection, and the thread of its caller.
 
-    Args:
-        tls: TLS context for `https://` servers; None for the system's authorities and no client
-            certificate.
+    Without a context, `https://` servers are verified by the system's authorities.
     """
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:

@@ -121,14 +121,9 @@ class MetadataClient(ABC):
     def present_in_memory(
         self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
     ) -> list[list[bool]] | None:
-        """Look up which pages are live, and mark them as used.
+        """Look up which pages are live, and mark them as used; None where that takes a request.
 
-        Args:
-            scopes: the pages.
-            lengths: of the pages of each scope, in bytes; a page of another length is absent.
-
-        Returns:
-            None where that takes a request to a server.
+        `lengths` has the bytes of a page of each scope; a page of another length is absent.
         """
         return None
 

@@ -14,10 +14,7 @@ import xxhash
 
 from hicache_metadata_server.core.codec import SlotChanges
 from hicache_metadata_server.core.errors import RequestError, invalid
-from hicache_metadata_server.protocol import (
-    IDEMPOTENCY_HEADER,
-    ScopeGeometry,
-)
+from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER, ScopeGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -92,24 +89,15 @@ class Changes:
     def add_all_but_slots(self, later: Changes) -> None:
         """Add everything but slots of a later group."""
         # Slots are left out: compaction reads blocks from memory, which has their latest state.
-        if later.scopes or later.pins or later.unpinned or later.answers:
-            self.scopes += later.scopes
-            self.pins += later.pins
-            self.unpinned += later.unpinned
-            self.answers += later.answers
+        self.scopes += later.scopes
+        self.pins += later.pins
+        self.unpinned += later.unpinned
+        self.answers += later.answers
         self.counters.update(later.counters)
         self.dropped += later.dropped
 
     def __bool__(self) -> bool:
-        return bool(
-            self.scopes
-            or self.slots
-            or self.pins
-            or self.unpinned
-            or self.answers
-            or self.counters
-            or self.dropped
-        )
+        return any(getattr(self, name) for name in self.__slots__)
 
     def folded(self, now: float) -> Changes:
         """Everything but slots that is left of all groups of a store."""

@@ -78,10 +78,8 @@ def changes_of(
 ) -> SlotChanges:
     """Encode the current state of slots.
 
-    Args:
-        scope: their scope.
-        changed: changed slots, in parts; a slot may occur several times.
-        leased: those of them that were leased since they were encoded last, likewise.
+    `changed` has the changed slots in parts, in which a slot may occur several times; `leased`
+    likewise those of them that were leased since they were encoded last.
     """
     table, owners = scope.table, scope.leases.owners
     slots = _ascending(changed)
@@ -294,11 +292,6 @@ def columns_of(
 
     A block may have changes of later groups already. All groups in order repeat them, so that each
     slot ends in its last state.
-
-    Args:
-        slots: slots of the scope.
-        blocks: numbers and blocks.
-        groups: changes of the scope.
 
     Raises:
         ValueError: a group has a slot that the scope has not.

@@ -28,14 +28,9 @@ LARGE_BYTES: Final = 1 << 20
 def restore(scope: Scope, columns: SlotColumns, now: float, max_seconds: float) -> list[str]:
     """Fill a new scope whose `epoch`, `cleared_until` and pins are set; returns contradictions.
 
-    No lease and no quarantine lasts longer than `max_seconds` from now, because the clock may have
-    been set back. The LRU order is not durable: pages count as used in the order of their leases.
-
-    Args:
-        scope: to be filled.
-        columns: its slots; they become those of the scope.
-        now: current time.
-        max_seconds: of a lease and a quarantine together.
+    No lease with its quarantine lasts longer than `max_seconds` from now, because the clock may
+    have been set back. The LRU order is not durable: pages count as used in the order of their
+    leases. The columns become those of the scope.
     """
     return _Restoring(scope, columns, now, max_seconds).run()
 

@@ -186,18 +186,11 @@ class Scope:
         now: float,
         until: float,
     ) -> tuple[list[Reserved], Sequence[int], list[int]]:
-        """Lease slots for keys that are neither live nor leased.
+        """Lease slots for keys that are neither live nor leased, one lease each.
 
-        Args:
-            keys: at most one lease each.
-            prefixes: empty, or as long as `keys`.
-            owner: name for operators; may be empty.
-            first_lease: number of the first lease.
-            now: current time.
-            until: end of the leases.
-
-        Returns:
-            Result, slot and lease of each key.
+        Leases are numbered from `first_lease`, and last until `until`. `prefixes` is empty or as
+        long as `keys`; `owner` is a name for operators, and may be empty. Returns the result, slot
+        and lease of each key.
         """
         self.settle(now)
         places = self._places_of_new(keys)

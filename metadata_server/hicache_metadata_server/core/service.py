@@ -56,7 +56,6 @@ LONGEST: Final = "longest"
 CLOSED_UNTIL: Final = "closed_until"
 """Name of another one: time before which no slot is given, because leases that the store does not
 know may be held."""
-_ZEROS: Final = (0, 0, 0)
 
 
 class _Part(Protocol):
@@ -202,11 +201,9 @@ class MetadataService:
     # Scopes of a store that servers share come and go.
 
     def adopt(self, scope: Scope, recovered: Changes) -> None:
-        """Serve a scope that `restored_scope` has restored.
+        """Serve a scope that `restored_scope` has restored under a `new_number`.
 
-        Args:
-            scope: under a `new_number`.
-            recovered: its pins, answers and counters.
+        `recovered` has its pins, answers and counters.
         """
         self._by_number[scope.number] = scope
         self.scopes[scope.geometry.scope] = scope
@@ -468,7 +465,6 @@ class MetadataService:
             pins=list(self._pins.added.values()),
             unpinned=self._pins.removed,
         )
-        self._forget_answers_and_pins()
         changes.scopes = [
             ScopeRecord(
                 scope.number,
@@ -483,12 +479,8 @@ class MetadataService:
         for scope in self._changed.values():
             if scope.changed:
                 changes.slots[scope.number] = changes_of(scope, scope.changed, scope.leased)
-                scope.changed = []
-                scope.leased = []
-        self._made = {}
-        self._changed = {}
         changes.dropped = self._dropped
-        self._dropped = []
+        self.forget_changes()
         for name, ceiling in self._counters().items():
             # The longest lease with other changes only: a service without leases needs none.
             if ceiling != self._written[name] and (name != LONGEST or changes):
@@ -508,7 +500,9 @@ class MetadataService:
         self._made = {}
         self._changed = {}
         self._dropped = []
-        self._forget_answers_and_pins()
+        self.answers.added = []
+        self._pins.added = {}
+        self._pins.removed = []
 
     def put_back(self, changes: Changes) -> None:
         """Return changes that could not be written; the next `take_changes` has them again.
@@ -541,10 +535,7 @@ class MetadataService:
     ) -> None:
         """Restore the contents of a store, before the first request.
 
-        Args:
-            recovered: everything but slots.
-            rows: returns the slots of a scope.
-            now: current time.
+        `recovered` has everything but slots, which `rows` returns for one scope.
         """
         self._started = now
         self._leases = IdAllocator(recovered.counters.get("lease", 1))
@@ -575,17 +566,11 @@ class MetadataService:
     ) -> Scope:
         """Restore a scope. May run in a thread: requests do not see the scope before `adopt`.
 
-        Args:
-            record: everything but slots.
-            pins: pins, also of other scopes.
-            columns: its slots.
-            now: current time.
-            longest: seconds of the longest lease and quarantine that its store has seen.
+        `pins` may be of other scopes, too. `longest` is that of the longest lease and quarantine
+        that its store has seen, in seconds.
         """
-        scope, longest = (
-            Scope(record.geometry, self.limits.quarantine_seconds),
-            max(self._longest, longest),
-        )
+        scope = Scope(record.geometry, self.limits.quarantine_seconds)
+        longest = max(self._longest, longest)
         scope.number = record.number
         scope.tenant = record.tenant
         scope.epoch = record.epoch
@@ -605,10 +590,7 @@ class MetadataService:
     def check_access(self, caller: Caller, names: Sequence[str], fields: str) -> None:
         """Check that a caller may use scopes; unknown ones are skipped.
 
-        Args:
-            caller: sender of the request.
-            names: names of scopes.
-            fields: name of their field in the request, with `{}` for the index of a scope.
+        `fields` is the name of their field in the request, with `{}` for the index of a scope.
 
         Raises:
             RequestError: 403 for the first scope of another tenant.
@@ -669,11 +651,6 @@ class MetadataService:
             # The last one, which depends on whether others have changed.
             LONGEST: self._longest,
         }
-
-    def _forget_answers_and_pins(self) -> None:
-        self.answers.added = []
-        self._pins.added = {}
-        self._pins.removed = []
 
     def _visible_to(self, caller: Caller) -> list[str]:
         return [name for name, scope in self.scopes.items() if may_use(caller, scope.tenant)]
@@ -765,34 +742,14 @@ class MetadataService:
 
 
 def _found(scope: Scope, slots: Sequence[int]) -> p.FoundPages:
-    table = scope.table
-    generations, lengths, checksums = table.generations, table.lengths, table.checksums
-    run = as_run(slots)
+    table, run = scope.table, as_run(slots)
+    columns = (table.generations, table.lengths, table.checksums)
     if isinstance(run, range) and run.start >= 0:
         # Pages that were written together: slices of the columns.
-        where = slice(run.start, run.stop)
-        return p.FoundPages(
-            slots=list(run),
-            generations=generations[where].tolist(),
-            lengths=lengths[where].tolist(),
-            checksums=checksums[where].tolist(),
-        )
-    slots = list(slots)
-    if -1 not in slots:
-        return p.FoundPages(
-            slots=slots,
-            generations=[generations[slot] for slot in slots],
-            lengths=[lengths[slot] for slot in slots],
-            checksums=[checksums[slot] for slot in slots],
-        )
-    rows = [
-        (generations[slot], lengths[slot], checksums[slot]) if slot >= 0 else _ZEROS
-        for slot in slots
-    ]
-    columns = list(zip(*rows, strict=True)) or [(), (), ()]
+        found = [column[run.start : run.stop].tolist() for column in columns]
+    else:
+        found = [[column[slot] if slot >= 0 else 0 for slot in slots] for column in columns]
+    generations, lengths, checksums = found
     return p.FoundPages(
-        slots=slots,
-        generations=list(columns[0]),
-        lengths=list(columns[1]),
-        checksums=list(columns[2]),
+        slots=list(slots), generations=generations, lengths=lengths, checksums=checksums
     )

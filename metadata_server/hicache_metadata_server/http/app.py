@@ -75,12 +75,8 @@ def create_app(
 ) -> ProtocolApp:
     """Application of one service, which was restored from its store.
 
-    Requests are traced if tracing is enabled before this call.
-
-    Args:
-        security: access control; by default everything is permitted.
-        clock: seconds since 1970.
-        handlers: replaces `Handlers` for a shared store.
+    Requests are traced if tracing is enabled before this call. By default everything is permitted,
+    and the clock is that of the machine; a shared store has `handlers` of its own.
     """
     app = ProtocolApp(
         handlers or Handlers(service, clock or SteadyClock()), store, security or Security(service)

@@ -66,11 +66,7 @@ class _ClientDisconnectError(Exception):
 
 
 class ProtocolApp:
-    """ASGI application of the protocol, in front of the one for health and pages.
-
-    Args:
-        handlers: of the service, which was restored from the store.
-    """
+    """ASGI application of the protocol, in front of the one for health and pages."""
 
     def __init__(self, handlers: Handlers, store: MetadataStore, security: Security) -> None:
         self.pages: ASGIApp
@@ -130,10 +126,6 @@ class ProtocolApp:
             }
         )
         await send({"type": "http.response.body", "body": response.body})
-
-    async def hand_over(self) -> None:
-        """Give everything to other servers that they can serve; called before the end."""
-        await self.handlers.hand_over()
 
     @contextlib.asynccontextmanager
     async def running(self, app: Starlette | None = None) -> AsyncGenerator[None]:

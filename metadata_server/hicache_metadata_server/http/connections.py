@@ -45,11 +45,9 @@ def max_connections() -> int:
 
 
 def part_end(last: bytes, data: bytes, begin: int) -> int:
-    """Return the end of a part of `data` in which no more than one head of a request ends.
+    """Return the end of a part of `data` from `begin`, in which one head of a request ends at most.
 
-    Args:
-        last: the three bytes before `begin`; the end of a head may lie across.
-        begin: index at which the part begins.
+    `last` has the three bytes before: the end of a head may lie across.
     """
     across = (last + data[begin : begin + 3]).find(HEAD_END) if data[begin] in HEAD_END else -1
     found = data.find(HEAD_END, begin) if across < 0 else begin + across - len(last)

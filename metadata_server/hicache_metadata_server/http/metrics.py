@@ -191,11 +191,7 @@ class Metrics:
 
 
 class HistoryRecorder:
-    """Recorder of `GET /v2/history`: time series and slow log.
-
-    Args:
-        clock: seconds since 1970.
-    """
+    """Recorder of `GET /v2/history`: time series and slow log."""
 
     def __init__(
         self, service: MetadataService, metrics: Metrics, clock: Callable[[], float]

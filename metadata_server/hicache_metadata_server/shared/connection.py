@@ -93,14 +93,9 @@ class ScriptCall(NamedTuple):
 class RedisConnection:
     """Connections to one Redis or to a cluster, opened on demand and reopened when they break.
 
-    For use from one event loop. Methods raise `StoreError` if Redis is not reached, does not answer
-    in time, or refuses.
-
-    Args:
-        url: address of the store.
-        answer_seconds: timeout of an answer, in seconds.
-        replicas: number of replicas that must have all that an answer depends on, before it is
-            returned.
+    For use from one event loop. An answer has `answer_seconds`. With `replicas`, as many replicas
+    have all that an answer depends on, before it is returned. Methods raise `StoreError` if Redis
+    is not reached, does not answer in time, or refuses.
 
     Raises:
         ValueError: the address is not valid.

@@ -269,18 +269,13 @@ def owner_app(
     lease_seconds: float = LEASE_SECONDS,
     security: Security | None = None,
 ) -> ProtocolApp:
-    """Application of one server among several.
+    """Application of one server among several, with a service that has no scopes yet.
 
-    Args:
-        service: without scopes yet, made with `shares_store`.
-        store_url: address of Redis.
-        url: address of this server for clients.
-        replicas: number of replicas that have a change before it is acknowledged.
-        lease_seconds: time after which the others take the scopes of a silent server.
-        security: access control.
+    The others take its scopes once it has been silent for `lease_seconds`. `replicas` replicas have
+    a change before it is acknowledged. Clients reach the server at `url`.
 
     Raises:
-        ValueError: the address is not valid.
+        ValueError: the address of the store is not valid.
     """
     clock = SteadyClock()
     connection = RedisConnection(store_url, replicas=replicas)

@@ -106,14 +106,9 @@ class Incarnation:
         return self._until is not None and now >= self._until
 
     def renew(self, sent: float, now: float) -> bool:
-        """Renew the lease by a confirmed heartbeat.
+        """Renew the lease by a heartbeat that was sent at a time, and is confirmed now.
 
-        Args:
-            sent: time before the heartbeat was sent.
-            now: time at which its confirmation has arrived.
-
-        Returns:
-            False if the incarnation had ended before: others may own its scopes by now.
+        Returns False if the incarnation had ended before: others may own its scopes by now.
         """
         if self.has_ended(now):
             return False
@@ -141,14 +136,10 @@ class Observer:
     def observe(
         self, records: Mapping[str, bytes], run_id: bytes, sent: float, received: float
     ) -> None:
-        """Take in the answer of a poll.
+        """Take in the answer of a poll: records by incarnation, and the id of the Redis.
 
-        Args:
-            records: by incarnation.
-            run_id: of the Redis that has answered. One that was promised less than another may have
-                older records, so all observations begin anew.
-            sent: time before the poll was sent.
-            received: time at which its answer has arrived.
+        Another Redis than before was promised less, and may have older records, so all observations
+        begin anew. `sent` is the time before the poll was sent.
         """
         before = self._seen if run_id == self._run_id else {}
         self._run_id = run_id
@@ -178,12 +169,7 @@ def ready_servers(servers: Mapping[str, ServerRecord]) -> list[str]:
 
 
 def homes(owners: Mapping[str, str], entries: Mapping[str, ScopeEntry]) -> dict[str, str]:
-    """Owner of each group: that of the first of its scopes that has one.
-
-    Args:
-        owners: by scope; empty for none.
-        entries: by scope.
-    """
+    """Owner of each group: that of the first of its scopes that has one."""
     found = dict[str, str]()
     for name in sorted(entries):
         if owner := owners[name]:
@@ -197,16 +183,11 @@ def surplus(
     servers: Mapping[str, ServerRecord],
     me: str,
 ) -> dict[str, list[str]]:
-    """Groups of a server that another server should have, with their scopes; smallest first.
+    """Groups of server `me` that another server should have, with their scopes; smallest first.
 
     With any one of them, the server with the fewest scopes has fewer than this one has now. So
-    servers that are as even as their groups allow move nothing.
-
-    Args:
-        owners: by scope; empty for none.
-        entries: by scope.
-        servers: that may take scopes.
-        me: this server.
+    servers that are as even as their groups allow move nothing. `owners` are by scope, empty for
+    none; `servers` are those that may take scopes.
     """
     loads = Counter(owners.values())
     fewest = min((loads[name] for name in ready_servers(servers)), default=0)

@@ -183,13 +183,7 @@ class ScopeLog:
 
 
 def log_of(name: str, number: int, token: bytes, head: ScopeHead, now: float) -> ScopeLog:
-    """Return the log of a scope that was taken.
-
-    Args:
-        token: of the new owner.
-        head: as it was before.
-        now: time of the new owner.
-    """
+    """Return the log of a scope that was taken, with its head as it was before."""
     offset = head.clock - now if head.clock else 0.0
     return ScopeLog(name, number, token, head.seq, offset, head.seq)
 
@@ -215,8 +209,7 @@ async def take(
 ) -> tuple[bytes, ScopeHead]:
     """Make `owner` the owner of a scope whose token is `expected`.
 
-    Returns:
-        Its token, empty if it is not the owner, and the head as it was before.
+    Returns its token, empty if it is not the owner, and the head as it was before.
     """
     # A failover can take the count of a token back; the random part is never drawn again.
     call = ScriptCall(_TAKE, scope_keys(name)[:1], (expected, secrets.token_hex(8), owner))
@@ -296,9 +289,8 @@ def restored(
 ) -> tuple[Changes, Scope | None]:
     """Restore a scope from its snapshot and log, for `MetadataService.adopt`.
 
-    Returns:
-        Everything but slots, in the time of this server, and the scope; None if its first group was
-        never written.
+    Returns everything but slots, in the time of this server, and the scope; None if its first group
+    was never written.
 
     Raises:
         StoreError: snapshot or log cannot be read.
@@ -395,11 +387,8 @@ def _shifted_slots(changes: SlotChanges, offset: float) -> SlotChanges:
 class ScopeLogStore(MetadataStore):
     """The logs of the scopes that one server owns, as the store of its group commit.
 
-    It recovers nothing, since scopes are taken one by one, and is written by coroutines alone.
-
-    Args:
-        connection: used by the event loop of the group commit alone.
-        clock: seconds; the times in changes are of this clock.
+    It recovers nothing, since scopes are taken one by one, and is written by coroutines alone. The
+    times in changes are those of `clock`, in seconds.
     """
 
     durability = StoreDurability.PROCESS

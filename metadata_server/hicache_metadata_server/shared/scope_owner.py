@@ -104,16 +104,9 @@ _log = structlog.get_logger()
 class ScopeOwner:
     """The scopes that one server owns, and the map of all others.
 
-    For use from one event loop. `beat` is called every `BEAT_SECONDS`, and never by two tasks at
-    once.
-
-    Args:
-        connection: Redis, used by this event loop only.
-        service: the state machine of the scopes that this server owns.
-        store: writes their logs.
-        url: address of this server for clients.
-        now: the clock of service and store.
-        clock: a monotonic clock for leases.
+    For use from one event loop, as its connection. `beat` is called every `BEAT_SECONDS`, and never
+    by two tasks at once. `now` is the clock of service and store, and `clock` a monotonic one for
+    leases.
     """
 
     def __init__(

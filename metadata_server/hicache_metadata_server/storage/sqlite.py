@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
+from msgspec import structs
 
 from hicache_metadata_server.core.changes import AnswerRecord, Changes, PinRecord, ScopeRecord
 from hicache_metadata_server.core.codec import (
@@ -91,6 +92,8 @@ MAX_WAL_PAGES: Final = 32_768
 """Length of SQLite's own log at which a write does a checkpoint, if the thread cannot keep up."""
 _GET_VERSION: Final = 0x80087601
 """Linux' `FS_IOC_GETVERSION`, of ext4, XFS and Btrfs."""
+_GEOMETRY: Final = ScopeGeometry.__struct_fields__
+"""Columns of `scopes` behind the number."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _GROUP: Final = msgspec.msgpack.Decoder(Changes)
 _LOG: Final = structlog.get_logger()
@@ -258,19 +261,9 @@ class SqliteStore(MetadataStore):
         return Changes(
             scopes=[
                 ScopeRecord(
-                    number,
-                    ScopeGeometry(
-                        scope=name,
-                        slots=slots,
-                        slot_bytes=slot_bytes,
-                        geometry=geometry,
-                        identity=identity,
-                    ),
-                    *rest,
+                    row[0], ScopeGeometry(**dict(zip(_GEOMETRY, row[1:6], strict=True))), *row[6:]
                 )
-                for number, name, slots, slot_bytes, geometry, identity, *rest in run(
-                    "SELECT * FROM scopes"
-                )
+                for row in run("SELECT * FROM scopes")
             ],
             pins=[
                 PinRecord(pin, until, msgspec.msgpack.decode(slots, type=dict[int, list[int]]))
@@ -347,22 +340,11 @@ class SqliteStore(MetadataStore):
 
     def _compact_rest(self, changes: Changes, now: float) -> None:
         run, run_each = self._database.execute, self._database.executemany
-        for record in changes.scopes:
-            one = record.geometry
+        for one in changes.scopes:
+            rest = (one.epoch, one.cleared_until, one.tenant, one.model)
             run(
                 "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    record.number,
-                    one.scope,
-                    one.slots,
-                    one.slot_bytes,
-                    one.geometry,
-                    one.identity,
-                    record.epoch,
-                    record.cleared_until,
-                    record.tenant,
-                    record.model,
-                ),
+                (one.number, *structs.astuple(one.geometry), *rest),
             )
         # After the scopes: a group may have created and dropped a scope. Numbers are never reused.
         for number in changes.dropped:
@@ -385,18 +367,8 @@ class SqliteStore(MetadataStore):
         run_each("DELETE FROM pins WHERE pin = ?", [(pin,) for pin in changes.unpinned])
         run_each(
             "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
-            [
-                (
-                    answer.idempotency_key,
-                    answer.until,
-                    answer.digest,
-                    answer.content_type,
-                    answer.status,
-                    answer.body,
-                )
-                for answer in changes.answers
-                if answer.until > now
-            ],
+            # Without the scope, which is for several servers.
+            [structs.astuple(one)[:-1] for one in changes.answers if one.until > now],
         )
 
 

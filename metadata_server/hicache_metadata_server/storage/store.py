@@ -192,9 +192,6 @@ class MetadataStore:
 
         Call it only if `wants_compaction`, and only after `take_changes`: the blocks are encoded as
         they are in memory, and must not have changes that will be in no written group.
-
-        Args:
-            scope_of: returns a scope by its number.
         """
         raise NotImplementedError("there is nothing to compact")
 
