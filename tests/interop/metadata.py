@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from hicache_metadata_server.cli.admin_client import AdminClient
+from hicache_metadata_server.cli.options import AdminClient
 from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
 from tests.support.metadata import Served
 

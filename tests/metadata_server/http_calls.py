@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 
 from hicache_metadata_server import dashboard
-from hicache_metadata_server.auth.audit_log import AuditLog
-from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.security import AuditLog, Security
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.protocol import JSON, StoreDurability

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
-from hicache_metadata_server.auth.audit_log import BURST, AuditLog
 from hicache_metadata_server.auth.files import PREFIX, edit_token_file, new_token, record_of
+from hicache_metadata_server.auth.security import BURST, AuditLog
 from hicache_metadata_server.client.http_transport import client_context
-from hicache_metadata_server.core.tenants import Caller
+from hicache_metadata_server.core.limits import Caller
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import ServerSettings
 from tests.metadata_server.certificates import Authority

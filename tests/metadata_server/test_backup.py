@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.options import opened_store
+from hicache_metadata_server.cli.stores import opened_store
 from hicache_metadata_server.core.codec import SlotColumns
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import SglangService

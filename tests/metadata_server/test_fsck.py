@@ -8,7 +8,7 @@ import time
 from contextlib import closing
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.options import opened_store
+from hicache_metadata_server.cli.stores import opened_store
 from hicache_metadata_server.core.codec import BLOCK, SlotColumns
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.storage.sqlite import SCOPE_BITS

@@ -16,9 +16,8 @@ import pytest
 from hicache_metadata_server.auth.access import RateLimiter, Tokens
 from hicache_metadata_server.auth.files import record_of
 from hicache_metadata_server.auth.security import Security
-from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.limits import DEFAULTS, Quota, Quotas, TenantUsage
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.tenants import Quota, Quotas, TenantUsage
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES, SGLANG_ROUTES
 from hicache_metadata_server.storage.sqlite import SqliteStore
 from tests.metadata_server.http_calls import running, running_shared

@@ -9,8 +9,7 @@ import random
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.core.tenants import Quota, Quotas, TenantUsage
+from hicache_metadata_server.core.limits import DEFAULTS, Quota, Quotas, TenantUsage
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import eventually, running_shared
 from tests.metadata_server.test_refusals import bearer, guarded, refused_tokens

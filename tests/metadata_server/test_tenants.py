@@ -13,8 +13,8 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.access import RateLimiter
 from hicache_metadata_server.auth.files import read_tenants_file
 from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.limits import Caller, Quota, Quotas, TenantUsage
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.tenants import Caller, Quota, Quotas, TenantUsage
 from tests.metadata_server.http_calls import running
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.services import compact_all, opened

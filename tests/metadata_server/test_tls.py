@@ -13,7 +13,7 @@ import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server.auth.security import ServerTls
-from hicache_metadata_server.cli.admin_client import AdminClient
+from hicache_metadata_server.cli.options import AdminClient
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_metadata_server.client.http_transport import client_context

@@ -23,8 +23,8 @@ from hicache_metadata_server.auth.files import (
 )
 from hicache_metadata_server.auth.security import Security, WatchedFiles
 from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.limits import ANYBODY
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.tenants import ANYBODY
 from hicache_metadata_server.protocol import Token
 from tests.metadata_server.http_calls import audit_to
 from tests.metadata_server.token_files import write_tokens

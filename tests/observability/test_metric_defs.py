@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.files import record_of
 from hicache_metadata_server.auth.security import Security, WatchedFiles
+from hicache_metadata_server.core.limits import Quota, Quotas
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.tenants import Quota, Quotas
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.storage.store import MemoryStore
 from hicache_storage.hybrid import page_hashes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.auth.files import digest
 from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.core.tenants import ANYBODY, TOO_MANY, Caller, TokenBucket
+from hicache_metadata_server.core.limits import ANYBODY, TOO_MANY, Caller, TokenBucket
 from hicache_metadata_server.protocol import Token
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from hicache_metadata_server.core.tenants import NAME, Quota, Quotas
+from hicache_metadata_server.core.limits import NAME, Quota, Quotas
 from hicache_storage.spec.config import parse_bytes
 
 if TYPE_CHECKING:

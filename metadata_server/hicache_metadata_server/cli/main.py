@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hicache_metadata_server.cli import backup as backup_commands
-from hicache_metadata_server.cli import fsck as fsck_commands
 from hicache_metadata_server.cli import scopes as scope_commands
+from hicache_metadata_server.cli import stores as store_commands
 from hicache_metadata_server.cli.options import (
     FOUND_PROBLEMS,
     LOCAL,
@@ -33,7 +32,7 @@ from hicache_metadata_server.cli.token import app as token_app
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.admin_client import AdminClient
+    from hicache_metadata_server.cli.options import AdminClient
     from hicache_metadata_server.settings import ServerSettings
 
 app = typer.Typer(
@@ -41,8 +40,8 @@ app = typer.Typer(
     "errors.",
     no_args_is_help=True,
 )
-app.command()(backup_commands.backup)
-app.command()(fsck_commands.fsck)
+app.command()(store_commands.backup)
+app.command()(store_commands.fsck)
 
 POLL_SECONDS: Final = 0.1
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.admin_client import AdminClient
-    from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.sqlite import SqliteStore
+    from hicache_metadata_server.protocol import Answer, Request
 
+A = TypeVar("A", bound="Answer")
+
+# An fsck of a large store is one request, and takes its time.
+ANSWER_SECONDS: Final = 60.0
+MAX_MOVES: Final = 5
+CERTIFICATE: Final = "--certificate FILE, or HICACHE_METADATA_CERTIFICATE"
 FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
 LOCAL: Final = "http://127.0.0.1:18000"
@@ -56,6 +60,63 @@ Model = Annotated[
 ]
 
 
+class AdminClient:
+    """Client of the server at one address; opens a connection for each request.
+
+    Raises:
+        ValueError: the address is malformed.
+    """
+
+    def __init__(self, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> None:
+        from hicache_metadata_server.client.failover import addresses
+        from hicache_metadata_server.protocol import MSGPACK
+
+        [self._url] = addresses(url if "://" in url else f"http://{url}")
+        self._tls = tls
+        self._headers = {"Content-Type": MSGPACK}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def call(self, path: str, request: Request | None, kind: type[A]) -> A:
+        """Send a request to a route of the protocol; return the answer.
+
+        Raises:
+            MetadataError: there is no answer, or it is a refusal.
+        """
+        from msgspec import msgpack
+
+        from hicache_metadata_server.client.errors import MetadataError, MovedError, RetryableError
+        from hicache_metadata_server.client.failover import ServerEndpoint
+        from hicache_metadata_server.client.http_transport import HttpTransport, PendingRequest
+
+        body = None if request is None else msgpack.encode(request)
+        pending = PendingRequest(path, self._headers, body, kind)
+        url = self._url
+        with closing(HttpTransport(self._tls)) as transport:
+            for _ in range(MAX_MOVES):
+                try:
+                    return transport.send(ServerEndpoint(url), pending, ANSWER_SECONDS)
+                except MovedError as moved:
+                    # Servers that share a Redis name the owner of a scope.
+                    url = moved.url
+                except RetryableError as error:
+                    # A server that requires a client certificate closes the connection without
+                    # saying why.
+                    if not url.startswith("https:") or not isinstance(error.__cause__, OSError):
+                        raise
+                    hint = f"; if the server asks for a client certificate: {CERTIFICATE}"
+                    raise MetadataError(f"{error}{hint}") from error
+        raise MetadataError(f"no server owns the scopes; the last one that was named is {url}")
+
+    def problem(self) -> str:
+        """Ask for the reason that the server is not ready; empty if it is."""
+        from hicache_metadata_server.client.failover import ServerEndpoint
+        from hicache_metadata_server.client.http_transport import HttpTransport
+
+        with closing(HttpTransport(self._tls)) as transport:
+            return transport.problem(ServerEndpoint(self._url))
+
+
 def named_scopes(remote: AdminClient, names: list[str], model: str) -> list[str]:
     """Return the given names without repetition, or the names of a model's scopes.
 
@@ -82,7 +143,6 @@ def open_client(
     """Return a client of the server at `url`; no request is sent yet."""
     import os
 
-    from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.client.http_transport import client_context
 
     # Not an `envvar` of the option: the option names a file, the variable holds the token itself.
@@ -99,42 +159,6 @@ def open_client(
         if url.startswith("https:")
         else None,
     )
-
-
-@contextmanager
-def opened_store(url: str) -> Generator[tuple[MetadataService, SqliteStore]]:
-    """Return the service that a SQLite store recovers to, and the store."""
-    from hicache_metadata_server.core.errors import StoreError
-    from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.sqlite import SqliteStore
-    from hicache_metadata_server.storage.store import sqlite_file
-
-    file = sqlite_file(url)
-    if not Path(file).is_file():
-        # A mistyped path would be an empty store.
-        raise StoreError(f"there is no store {file}")
-    store, now = SqliteStore(file), time.time()
-    try:
-        service = MetadataService(durability=store.durability)
-        service.restore(store.recover(now), store.rows, now)
-        yield service, store
-    finally:
-        store.close()
-
-
-def audited(service: MetadataService) -> list[str]:
-    """Return the problems of a service that was recovered from a store."""
-    from hicache_metadata_server.core.invariants import audit
-
-    return [
-        *service.recovery_problems,
-        *(
-            f"{name}: {problem}"
-            for name, scope in service.scopes.items()
-            for piece in audit(scope)
-            for problem in piece
-        ),
-    ]
 
 
 @contextmanager

@@ -24,25 +24,23 @@ from hicache_metadata_server.core.errors import (
 )
 from hicache_metadata_server.core.invariants import SHOWN, audit
 from hicache_metadata_server.core.limits import (
+    ANYBODY,
     DEFAULTS,
+    NO_QUOTA,
+    QUOTA,
+    Caller,
     Measure,
+    Quotas,
+    TenantUsage,
     check_earlier_leases,
     check_lengths,
     check_limits,
     lease_seconds,
+    may_use,
 )
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
-from hicache_metadata_server.core.tenants import (
-    ANYBODY,
-    NO_QUOTA,
-    QUOTA,
-    Caller,
-    Quotas,
-    TenantUsage,
-    may_use,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

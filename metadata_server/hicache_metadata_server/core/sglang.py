@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.core.limits import Measure, check_slots
+from hicache_metadata_server.core.limits import ANYBODY, Caller, Measure, check_slots
 from hicache_metadata_server.core.slot_table import LEASED
-from hicache_metadata_server.core.tenants import ANYBODY, Caller
 
 if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope

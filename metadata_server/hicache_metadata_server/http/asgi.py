@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.audit_log import audit_fields, peer_of
+from hicache_metadata_server.auth.security import audit_fields, peer_of
 from hicache_metadata_server.core.errors import RequestError, StoreError, too_large
 from hicache_metadata_server.core.limits import LONG_BODY, request_size
 from hicache_metadata_server.http.handlers import ReceivedRequest, Response, refusal

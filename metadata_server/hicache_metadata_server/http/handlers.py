@@ -19,8 +19,8 @@ import msgspec
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord, check_idempotency_key, digest_of
 from hicache_metadata_server.core.errors import RequestError, invalid
+from hicache_metadata_server.core.limits import ANYBODY, Caller
 from hicache_metadata_server.core.sglang import SglangService
-from hicache_metadata_server.core.tenants import ANYBODY, Caller
 
 if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService

@@ -16,7 +16,7 @@ from hicache_metadata_server.core.errors import (
     moved,
     unknown_scope,
 )
-from hicache_metadata_server.core.tenants import Caller, may_use
+from hicache_metadata_server.core.limits import Caller, may_use
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.handlers import Handlers, ReceivedRequest, Response
 from hicache_metadata_server.shared.connection import RedisConnection

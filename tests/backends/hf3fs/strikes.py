@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hicache_conformance.injectors.servers import stand_still
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.admin_client import AdminClient
+from hicache_metadata_server.cli.options import AdminClient
 from hicache_metadata_server.client.failover import FIRST_BACKOFF_SECONDS
 from tests.backends.hf3fs.forwards import Manner
 from tests.support.metadata import HttpClient, Unanswered

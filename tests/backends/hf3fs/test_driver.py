@@ -18,7 +18,7 @@ import torch
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.admin_client import AdminClient
+from hicache_metadata_server.cli.options import AdminClient
 from hicache_metadata_server.client.embedded import EmbeddedMetadata, _State
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.core.errors import RequestError

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.admin_client import AdminClient
+from hicache_metadata_server.cli.options import AdminClient
 from hicache_metadata_server.client import failover as failover_module
 from hicache_metadata_server.client import http_client as http_client_module
 from hicache_metadata_server.client.errors import (

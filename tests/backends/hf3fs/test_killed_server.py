@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.admin_client import AdminClient
+from hicache_metadata_server.cli.options import AdminClient
 from tests.backends.hf3fs.harness import Rig, chain, content
 
 pytestmark = pytest.mark.slow(seconds=25)

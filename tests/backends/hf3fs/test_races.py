@@ -17,7 +17,7 @@ import torch
 from hicache_backends.hf3fs import reader as reader_module
 from hicache_backends.hf3fs.slots import posix as posix_module
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.admin_client import AdminClient
+from hicache_metadata_server.cli.options import AdminClient
 from hicache_storage.objects import Call, ObjectRead
 from hicache_storage.spec import InvalidTransferError, PoolTransfer
 from tests.backends.hf3fs.harness import Rig, chain, content, interrupted, recycle

@@ -18,7 +18,7 @@ import pytest
 from hicache_conformance.history.checker import AnomalyKind, HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.admin_client import AdminClient
+from hicache_metadata_server.cli.options import AdminClient
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.engines import ENGINES, Engines, excused
 from tests.backends.hf3fs.forwards import Forward

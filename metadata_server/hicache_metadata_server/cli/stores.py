@@ -1,0 +1,222 @@
+"""`hicache metadata fsck` and `hicache metadata backup`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from hicache_metadata_server.cli.options import (
+    FOUND_PROBLEMS,
+    LOCAL,
+    Ca,
+    Certificate,
+    Token,
+    Url,
+    exit_on_error,
+    fail,
+    open_client,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from hicache_metadata_server.cli.options import AdminClient
+    from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.storage.sqlite import SqliteStore
+
+MAX_SHOWN: Final = 100
+
+
+def fsck(
+    scope: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCOPE", help="rank:namespace, as listed by `scopes`; default: all."
+        ),
+    ] = None,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Check this store instead: a sqlite:///FILE that no server has open, or a Redis.",
+        ),
+    ] = "",
+) -> None:
+    """Check the invariants of scopes; nothing is changed.
+
+    Exits with 1 if it finds a problem.
+    """
+    if store and scope:
+        fail("a store is checked as a whole: leave the scopes out, or ask a server")
+    with exit_on_error():
+        slots, problems = (
+            _check_store(store)
+            if store
+            else _check_served(open_client(url, token_file, ca, certificate), scope or [])
+        )
+    for problem in problems[:MAX_SHOWN]:
+        typer.echo(problem)
+    if len(problems) > MAX_SHOWN:
+        typer.echo(f"and {len(problems) - MAX_SHOWN} more")
+    # Standard output has the problems alone, one a line, for scripts.
+    typer.echo(f"{slots:,} slots checked, {len(problems) or 'no'} problems", err=True)
+    raise typer.Exit(FOUND_PROBLEMS if problems else 0)
+
+
+def _check_store(store: str) -> tuple[int, list[str]]:
+    """Check the service that a store recovers to; return the number of slots, and the problems."""
+    from hicache_metadata_server.storage.store import is_shared
+
+    if is_shared(store):
+        # Needs a library of its own.
+        from hicache_metadata_server.shared.scope_log import restored_service
+
+        return _checked(restored_service(store, time.time()))
+    with opened_store(store) as (service, _):
+        return _checked(service)
+
+
+def _checked(service: MetadataService) -> tuple[int, list[str]]:
+    slots = sum(scope.geometry.slots for scope in service.scopes.values())
+    return slots, audited(service)
+
+
+def _check_served(remote: AdminClient, scopes: list[str]) -> tuple[int, list[str]]:
+    """Let servers check scopes, each at its owner, or all that there are.
+
+    A server checks itself faster than a client could read its slots.
+    """
+    from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
+
+    wanted = scopes or [one.scope for one in remote.call("/v2/scopes", None, Scopes).scopes]
+    checked = [remote.call("/v2/fsck", Fsck(scopes=[name]), FsckReport) for name in wanted]
+    return sum(one.slots for one in checked), [
+        problem for one in checked for problem in one.problems
+    ]
+
+
+def backup(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The new backup, readable by its owner only.")
+    ],
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="sqlite:///FILE on this machine; a server may use it meanwhile.",
+            envvar="HICACHE_METADATA_STORE",
+        ),
+    ],
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Replace an existing file once the new one is complete."),
+    ] = False,
+) -> None:
+    """Copy the store of a server that may be running into one file, and check it there.
+
+    The file is a store: to restore it, copy it to the place of the lost one. Pages without a
+    checksum are left out: a reader of an older copy could not tell that their slots hold others.
+    Exits with 1 if the store contradicts itself; what does is left out.
+    """
+    import sqlite3
+
+    from hicache_metadata_server.storage.sqlite import INODE
+    from hicache_metadata_server.storage.store import sqlite_file
+
+    with exit_on_error():
+        if file.exists() and not replace:
+            raise FileExistsError(f"{file} exists already; --replace replaces it")
+        source = sqlite_file(store)
+        if not Path(source).is_file():
+            raise FileNotFoundError(f"there is no store {source}")
+        # In the same directory: a rename to another file system would not be atomic. Its mode keeps
+        # others out of keys, which reveal prompts that share a prefix.
+        with tempfile.TemporaryDirectory(dir=file.absolute().parent, prefix=file.name) as directory:
+            copy = Path(directory) / file.name
+            copy.touch(0o600)
+            try:
+                with (
+                    closing(sqlite3.connect(source)) as origin,
+                    closing(sqlite3.connect(copy)) as target,
+                ):
+                    origin.backup(target)
+                    [(damage,), *_] = target.execute("PRAGMA quick_check").fetchall()
+                    if damage != "ok":
+                        fail(f"{source} is damaged: {damage}")
+                    # It is checked as a store of its own, not as a copy that somebody serves. A
+                    # database of something else has no such table, and is refused then.
+                    with suppress(sqlite3.OperationalError):
+                        target.execute("DELETE FROM counters WHERE name = ?", (INODE,))
+                        target.commit()
+                problems, pages = _repaired(copy)
+                with closing(sqlite3.connect(copy)) as target, target:
+                    # Whatever file has this content counts as a copy, also this one.
+                    target.execute("UPDATE counters SET ceiling = 0 WHERE name = ?", (INODE,))
+            except sqlite3.Error as error:
+                fail(f"{source} cannot be copied to {file}: {error}")
+            copy.rename(file)
+    for problem in problems:
+        typer.echo(f"left out: {problem}")
+    typer.echo(f"{pages:,} pages: {file}, {file.stat().st_size:,} bytes")
+    raise typer.Exit(FOUND_PROBLEMS if problems else 0)
+
+
+def _repaired(copy: Path) -> tuple[list[str], int]:
+    """Recover a copy as a server does, and write it without what contradicts itself.
+
+    Returns:
+        Its problems, and the number of its pages.
+    """
+    with opened_store(f"sqlite:///{copy}") as (service, store):
+        problems, now = audited(service), time.time()
+        for name, scope in service.scopes.items():
+            keys = [key for key in scope.lru if not scope.table.checksums[scope.lru.slot(key)]]
+            service.find(name).delete(keys, (), now)
+        store.write(service.take_changes())
+        store.rewrite({scope.number: scope for scope in service.scopes.values()}, now)
+        return problems, service.totals().live
+
+
+@contextmanager
+def opened_store(url: str) -> Generator[tuple[MetadataService, SqliteStore]]:
+    """Return the service that a SQLite store recovers to, and the store."""
+    from hicache_metadata_server.core.errors import StoreError
+    from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.storage.sqlite import SqliteStore
+    from hicache_metadata_server.storage.store import sqlite_file
+
+    file = sqlite_file(url)
+    if not Path(file).is_file():
+        # A mistyped path would be an empty store.
+        raise StoreError(f"there is no store {file}")
+    store, now = SqliteStore(file), time.time()
+    try:
+        service = MetadataService(durability=store.durability)
+        service.restore(store.recover(now), store.rows, now)
+        yield service, store
+    finally:
+        store.close()
+
+
+def audited(service: MetadataService) -> list[str]:
+    """Return the problems of a service that was recovered from a store."""
+    from hicache_metadata_server.core.invariants import audit
+
+    return [
+        *service.recovery_problems,
+        *(
+            f"{name}: {problem}"
+            for name, scope in service.scopes.items()
+            for piece in audit(scope)
+            for problem in piece
+        ),
+    ]
