@@ -167,12 +167,7 @@ class BudgetCases:
 
 
 def _move(sut: StorageUnderTest, what: str, transfers: Sequence[PoolTransfer]) -> None:
-    """Set or get a batch of KV pages.
-
-    Raises:
-        Inconclusive: the store has no room for it.
-        Violation: SET-1, pages are gone from a store that evicts none.
-    """
+    """Set or get a batch of KV pages."""
     move = sut.storage.batch_set_v2 if what == "set" else sut.storage.batch_get_v2
     missed = sut.call(f"batch_{what}_v2", partial(move, transfers))[PoolName.KV].count(False)
     if missed and (what == "set" or sut.storage.capabilities.evicts):

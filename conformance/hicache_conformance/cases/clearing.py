@@ -186,12 +186,7 @@ def _clear_under(
     *,
     hangs: bool = False,
 ) -> None:
-    """Clear under a fault, and again afterwards.
-
-    Raises:
-        Violation: FT-3, the clear has not ended in time; LC-7, it raised something else than what
-            the rule names, or left a page; FT-4, one that is done again goes on failing.
-    """
+    """Clear under a fault, and again afterwards."""
     within = CLEARING_SECONDS + SLACK_SECONDS if hangs else PATIENCE_SECONDS
     injector.inject(plan)
     clearing = Pending(sut.storage.clear)

@@ -177,11 +177,7 @@ def _group(context: CaseContext) -> tuple[ProcessGroup, StorageUnderTest, list[s
 
 
 def _check_whole(context: CaseContext, client: StorageUnderTest, key: str) -> None:
-    """Ask for a page that is being set.
-
-    Raises:
-        Violation: GET-1 for wrong bytes, ID-6 for a page that exists and cannot be read.
-    """
+    """Ask for a page that is being set."""
     faults = client.storage.fault_count()
     there = client.has(key)
     [content] = client.get([key])

@@ -281,11 +281,7 @@ class _Calls:
         return HiCacheStorageExtraInfo(deadline_seconds=self.seconds)
 
     def check_ended(self, within: float, plan: FaultPlan) -> None:
-        """Make sure that they end in time and the slack, without an error that is not the caller's.
-
-        Raises:
-            Violation: FT-3, FT-1 or FT-2.
-        """
+        """Make sure that they end in time and the slack, without an error that is not the caller's."""
         for name, call in self._calls.items():
             if name == "batch_get_v2" and self._waits:
                 continue
@@ -312,11 +308,7 @@ class _Calls:
             self._give_back()
 
     def let_go(self, context: CaseContext, plan: FaultPlan) -> None:
-        """Wait for a get that was allowed to wait, when nothing hangs any more.
-
-        Raises:
-            Violation: FT-4, it has not come back.
-        """
+        """Wait for a get that was allowed to wait, when nothing hangs any more."""
         if self._waits:
             _come_back(context, self._calls["batch_get_v2"], "batch_get_v2", plan)
             self._give_back()
@@ -326,11 +318,7 @@ class _Calls:
         self._memory.fill(self._pages, spent(self._memory.page_bytes))
 
     def check_untouched(self, plan: FaultPlan) -> None:
-        """Make sure that nothing was read into the host pages afterwards.
-
-        Raises:
-            Violation: GET-9.
-        """
+        """Make sure that nothing was read into the host pages afterwards."""
         changed = self._memory.changed(self._pages, spent(self._memory.page_bytes))
         advice = (
             "; copy with ObjectRead.fill(), or within call.shield(), which know if the call is over"
@@ -343,11 +331,7 @@ class _Calls:
         )
 
     def check_unpublished(self, plan: FaultPlan) -> None:
-        """Make sure that nothing was stored of what the host pages hold since.
-
-        Raises:
-            Violation: SET-8.
-        """
+        """Make sure that nothing was stored of what the host pages hold since."""
         late = f", left by a set with deadline_seconds={self.seconds} ({plan}),"
         self._sut.check_right(self._new, self._sut.get(self._new), rule="SET-8", when=late)
 
@@ -403,11 +387,7 @@ def _ask_in_time(
     plan: FaultPlan,
     within: float = IN_TIME,
 ) -> Pending[list[bytes | None]]:
-    """Look up, set and read pages while nothing answers; the get, which may wait.
-
-    Raises:
-        Violation: FT-3, a call has not ended in time; GET-1 for wrong bytes.
-    """
+    """Look up, set and read pages while nothing answers; the get, which may wait."""
     for name, ask in (
         ("batch_exists_v2", partial(sut.exists, keys)),
         ("batch_set_v2", partial(sut.set, new)),

@@ -113,9 +113,6 @@ def _make_again(
 
     Nobody else opens the store meanwhile, nor reads of it, because that could tell the storage that
     it is gone.
-
-    Raises:
-        Violation: FT-4, sets are answered with True or False, and no file is there.
     """
     allowed, answers = context.profile.recovery_seconds, list[bool]()
 

@@ -174,12 +174,7 @@ def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
 def _kill_removers(
     context: CaseContext, call: Call, config: Mapping[str, object] | None = None
 ) -> None:
-    """Kill processes that remove the oldest pages, at steps from the first to the last.
-
-    Raises:
-        Violation: FT-5, a set after the kill answered True for a page that nobody finds.
-        Inconclusive: such a call has no steps.
-    """
+    """Kill processes that remove the oldest pages, at steps from the first to the last."""
     group, random, steps = ProcessGroup(context, PAGES, config), context.chance("steps"), 0
     witness = group.worker("witness")
     kills = context.profile.kills // 2

@@ -352,11 +352,7 @@ class _Library:
 
 
 def _check_form(answer: PoolTransferResult, profile: InterfaceProfile) -> None:
-    """Check the types in an answer.
-
-    Raises:
-        Violation: EX-1, EX-5 or EX-6.
-    """
+    """Check the types in an answer."""
     hit: object = answer.kv_hit_pages
     check(type(hit) is int, "EX-1", f"kv_hit_pages is {hit!r}, must be of type int")
     endpoints: object = answer.restorable_prefix_pages

@@ -327,11 +327,7 @@ def _use(
 def _ask_once(
     injector: FaultInjector, sut: StorageUnderTest, keys: Sequence[str], plan: FaultPlan
 ) -> None:
-    """Make sure that a lookup and a read of stored pages that miss under a fault count one each.
-
-    Raises:
-        Violation: FT-1; GET-1 for wrong bytes.
-    """
+    """Make sure that a lookup and a read of stored pages that miss under a fault count one each."""
     before = count_faults(sut)
     hit = call_bounded(injector, plan, "batch_exists_v2", partial(sut.exists, keys)).kv_hit_pages
     _check_counted(sut, "an exists of stored pages was", before, plan, missed=hit < len(keys))

@@ -124,11 +124,7 @@ class _Load:
         and that store."""
 
     def check_outage(self, member: str, plan: FaultPlan) -> None:
-        """Take a store away, use the storage, bring the store back, and look at the pages.
-
-        Raises:
-            Violation: FT-8, FT-1, FT-3, FT-4, SET-1 or GET-1.
-        """
+        """Take a store away, use the storage, bring the store back, and look at the pages."""
         faults = count_faults(self.storage)
         self._members.inject(plan)
         acknowledged, away, violation = self._use(plan)
@@ -160,9 +156,6 @@ class _Load:
         """Read and set until the pages of the stores that are there come for some rounds in a row.
 
         Or until it is late.
-
-        Raises:
-            Violation: FT-3; GET-1 for wrong bytes.
         """
         began, rounds, acknowledged = time.monotonic(), list[_Round](), list[str]()
         old = set(self._pages)
@@ -189,11 +182,7 @@ class _Load:
             time.sleep(PAUSE_SECONDS)
 
     def _round(self, acknowledged: list[str], plan: FaultPlan) -> _Round:
-        """Read all pages and set new ones, in several threads at once.
-
-        Raises:
-            Violation: FT-3; GET-1 for wrong bytes.
-        """
+        """Read all pages and set new ones, in several threads at once."""
         recent = acknowledged[-RECENT:]
         asked = [*self._pages, *recent]
         # Other batches in each round, most of them with pages of all stores.
@@ -211,11 +200,7 @@ class _Load:
         return _Round(recent, set[str]().union(*found[:READERS]))
 
     def _get_alone(self, keys: set[str], plan: FaultPlan) -> set[str]:
-        """Read some pages, each in a call of its own; those that are delivered.
-
-        Raises:
-            Violation: FT-3; GET-1 for wrong bytes.
-        """
+        """Read some pages, each in a call of its own; those that are delivered."""
         some = self._context.random.sample(sorted(keys), min(len(keys), READERS))
         gets = [
             ("batch_get_v2", partial(_get, reader, [key], plan))
@@ -226,11 +211,7 @@ class _Load:
     def _together(
         self, calls: Sequence[tuple[str, Callable[[], set[str]]]], plan: FaultPlan
     ) -> list[set[str]]:
-        """Make calls at once, in a thread each.
-
-        Raises:
-            Violation: FT-3, one has not ended in time.
-        """
+        """Make calls at once, in a thread each."""
         begun = [(name, Pending(ask)) for name, ask in calls]
         for name, call in begun:
             check(
@@ -242,11 +223,7 @@ class _Load:
         return [call.answer() for _, call in begun]
 
     def _check_kept(self, keys: Sequence[str], seconds: float, plan: FaultPlan) -> None:
-        """Make sure that pages are found when all stores are there again.
-
-        Raises:
-            Violation: SET-1, or FT-8 where they come, but not together; GET-1 for wrong bytes.
-        """
+        """Make sure that pages are found when all stores are there again."""
         missing = self._missing(keys, seconds, plan)
         checked("SET-1", "FT-8")
         if missing:
@@ -263,9 +240,6 @@ class _Load:
         """Make sure that new pages are stored and read again; these pages.
 
         Some of many, because others may know a store that was killed for a while.
-
-        Raises:
-            Violation: FT-4; GET-1 for wrong bytes.
         """
         found = set[str]()
 
@@ -283,11 +257,7 @@ class _Load:
         return sorted(found)
 
     def _missing(self, keys: Sequence[str], seconds: float, plan: FaultPlan) -> set[str]:
-        """Pages that one of the storages does not find, in so many seconds.
-
-        Raises:
-            Violation: GET-1 for wrong bytes.
-        """
+        """Pages that one of the storages does not find, in so many seconds."""
         missing = {reader: set(keys) for reader in (self.storage, self._other)}
 
         def are_there() -> bool:
@@ -302,11 +272,7 @@ class _Load:
         return set[str]().union(*missing.values())
 
     def _check_places(self, member: str, keys: Sequence[str], plan: FaultPlan) -> None:
-        """Make sure that pages which are there again were not missed with another store, too.
-
-        Raises:
-            Violation: FT-8.
-        """
+        """Make sure that pages which are there again were not missed with another store, too."""
         for key in keys:
             before = self._missed_with.setdefault(key, member)
             check(
@@ -319,11 +285,7 @@ class _Load:
 
 
 def _get(sut: StorageUnderTest, keys: Sequence[str], plan: FaultPlan) -> set[str]:
-    """Read pages; those that are delivered.
-
-    Raises:
-        Violation: GET-1 for wrong bytes.
-    """
+    """Read pages; those that are delivered."""
     pages = sut.get(keys)
     check_hits(sut, keys, pages, plan)
     return {key for key, page in zip(keys, pages, strict=True) if page is not None}

@@ -312,11 +312,7 @@ def _meet(
 def _check_right(
     reader: StorageUnderTest, stored: Sequence[str], plan: FaultPlan, *, keeps: bool
 ) -> None:
-    """Check pages that were acknowledged while another set was held up.
-
-    Raises:
-        Violation: GET-1 for a wrong page, SET-1 for one that is damaged or gone.
-    """
+    """Check pages that were acknowledged while another set was held up."""
     if stored:
         checked("EV-2")
     found = reader.get(stored) if stored else []

@@ -146,11 +146,7 @@ class _Search:
         """End of the search for shorter examples, once there is one."""
 
     def check(self, plan: FaultPlan, steps: Sequence[Step]) -> None:
-        """Make the calls under the faults.
-
-        Raises:
-            Violation: a rule was broken.
-        """
+        """Make the calls under the faults."""
         example = plan, tuple(steps)
         if example not in self._found:
             if self._until is not None and time.monotonic() > self._until:

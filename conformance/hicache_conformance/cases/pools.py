@@ -283,12 +283,7 @@ class HostPoolCases:
 
 
 def _check_failing(context: CaseContext, memory: FailingPool) -> None:
-    """Let a pool fail in a get and in a set.
-
-    Raises:
-        Violation: FT-1 for a call that raised, GET-2 for one that answered True, SET-1 for a page
-            that is gone afterwards.
-    """
+    """Let a pool fail in a get and in a set."""
     sut = context.storage(_identity(context, memory), pools={PoolName.KV: memory})
     keys, new = context.keys(3), context.keys(3)
     sut.store(keys)
@@ -342,11 +337,7 @@ def _serve_or_refuse(context: CaseContext, memory: PoolMemory) -> None:
 
 
 def _is_admitted(context: CaseContext, memory: PoolMemory) -> bool:
-    """Return whether a pool is registered, and not refused, as it may be.
-
-    Raises:
-        Violation: GET-8, registering it raised something else than a refusal.
-    """
+    """Return whether a pool is registered, and not refused, as it may be."""
     storage = context.bare(_identity(context, memory))
     checked("GET-8")
     try:

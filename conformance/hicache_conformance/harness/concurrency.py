@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from hicache_conformance.model.violation import Violation, checked
@@ -41,8 +42,8 @@ class Pending(Generic[AnswerT_co]):
         # By the call's own clock, because the join may return late.
         return self.seconds is not None and self.seconds <= within
 
-    def comes_back(self, within: float) -> bool:
-        """Return whether it ends within so many seconds from now."""
+    def comes_back(self, within: float | None) -> bool:
+        """Return whether it ends within so many seconds from now; None for no limit."""
         self._thread.join(within)
         return self.seconds is not None
 
@@ -90,14 +91,8 @@ def together(
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=run, args=(function,), daemon=True) for function in functions
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds)
-        if thread.is_alive():
+    for call in [Pending(partial(run, function)) for function in functions]:
+        if not call.comes_back(seconds):
             raise Violation(rule, f"a call has not come back after {seconds:.0f} s")
     if errors:
         raise errors[0]

@@ -101,55 +101,37 @@ def corrupt_object(storage: HiCacheStorage, pool: str, key: str, damage: ObjectC
 
 
 def _damaged(namespace: Namespace, key: str, damage: ObjectCorruption) -> ObjectWrite:
-    buffers = [
+    *front, last = [
         memoryview(bytearray(b"\x5a" * length)) for length in namespace.geometry.component_bytes
     ]
-    honest = ObjectWrite(namespace, key, buffers)
+    honest = ObjectWrite(namespace, key, [*front, last], replaces=True)
+    # The wrong bytes go with the envelope of the honest object: a driver that reads nothing but the
+    # envelope delivers them.
+    envelope = bytearray(honest.envelope)
     match damage:
-        # The wrong bytes go with the envelope of the honest object: a driver that reads nothing but
-        # the envelope delivers them.
         case ObjectCorruption.SHORT:
-            return _Forgery(
-                honest, [*buffers[:-1], buffers[-1][: len(buffers[-1]) // 2]], honest.envelope
-            )
+            last = last[: len(last) // 2]
         case ObjectCorruption.LONG:
             # At the front, so that a store that cuts objects to length is not left with the honest
             # page.
-            return _Forgery(
-                honest, [*buffers[:-1], memoryview(b"more" + bytes(buffers[-1]))], honest.envelope
-            )
+            last = memoryview(b"more" + bytes(last))
         case ObjectCorruption.FLIPPED_BIT:
-            sealed, flipped = honest.envelope, bytearray(buffers[-1])
-            flipped[len(flipped) // 2] ^= 1
-            return _Forgery(honest, [*buffers[:-1], memoryview(flipped)], sealed)
+            last[len(last) // 2] ^= 1
         case ObjectCorruption.OTHER_KEY:
-            return _Forgery(honest, buffers, ObjectWrite(namespace, f"{key}'", buffers).envelope)
+            envelope[:] = ObjectWrite(namespace, f"{key}'", [*front, last]).envelope
         case ObjectCorruption.OTHER_IDENTITY:
-            envelope = bytearray(honest.envelope)
             # The fingerprint of the namespace, by the format that docs/spec.md gives.
             envelope[16:32] = bytes(byte ^ 0xFF for byte in envelope[16:32])
-            return _Forgery(honest, buffers, bytes(envelope))
+    return Forgery(honest, [*front, last], bytes(envelope))
 
 
-def forged(honest: ObjectWrite, buffers: list[memoryview]) -> ObjectWrite:
-    """A write of other bytes under the envelope of the honest one."""
-    return _Forgery(honest, buffers, honest.envelope, replaces=honest.replaces)
-
-
-class _Forgery(ObjectWrite):
-    """An object whose envelope does not say the truth about its bytes."""
+class Forgery(ObjectWrite):
+    """A write of other bytes than the honest one's, whose envelope does not say so."""
 
     __slots__ = ()
 
-    def __init__(
-        self,
-        honest: ObjectWrite,
-        buffers: list[memoryview],
-        envelope: bytes,
-        *,
-        replaces: bool = True,
-    ) -> None:
-        super().__init__(honest.namespace, honest.key, buffers, replaces=replaces)
+    def __init__(self, honest: ObjectWrite, buffers: list[memoryview], envelope: bytes) -> None:
+        super().__init__(honest.namespace, honest.key, buffers, replaces=honest.replaces)
         self._envelope = envelope
 
     def seal(self, computed: int) -> None:
@@ -173,17 +155,16 @@ def corrupt_files(
     Returns:
         Number of pages that were found and damaged.
     """
-    return sum(_rot(path, pages, decay, random) for path in _files(directory))
-
-
-def _rot(path: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random) -> int:
-    with path.open("rb") as file:
-        # Only files that hold a page as it is: elsewhere it is not known whose bytes would be
-        # damaged.
-        places = [place for place in find_all(file.fileno(), pages) if place >= 0]
-    if places:
-        _corrupt_file(path, places, len(pages[0]), decay, random)
-    return len(places)
+    damaged = 0
+    for path in _files(directory):
+        with path.open("rb") as file:
+            # Only files that hold a page as it is: elsewhere it is not known whose bytes would be
+            # damaged.
+            places = [place for place in find_all(file.fileno(), pages) if place >= 0]
+        if places:
+            _corrupt_file(path, places, len(pages[0]), decay, random)
+        damaged += len(places)
+    return damaged
 
 
 def _corrupt_file(
@@ -197,17 +178,14 @@ def _corrupt_file(
         match decay:
             case FileCorruption.FLIPPED:
                 for place in places:
-                    _flip(file.fileno(), place + random.randrange(length), random.randrange(8))
+                    at = place + random.randrange(length)
+                    [byte] = os.pread(file.fileno(), 1, at)
+                    os.pwrite(file.fileno(), bytes([byte ^ 1 << random.randrange(8)]), at)
             case FileCorruption.TORN:
                 # Inside the first page, so that at least one is cut, and those behind it are gone.
                 file.truncate(min(places) + random.randrange(1, length))
             case FileCorruption.EMPTIED:
                 file.truncate(0)
-
-
-def _flip(descriptor: int, at: int, bit: int) -> None:
-    [byte] = os.pread(descriptor, 1, at)
-    os.pwrite(descriptor, bytes([byte ^ 1 << bit]), at)
 
 
 def corrupt_page(directory: Path, page: bytes, other: bytes, damage: ObjectCorruption) -> bool:

@@ -42,12 +42,12 @@ class OpenResources:
         }
         descriptors = dict[int, str]()
         for entry in Path("/proc/self/fd").iterdir():
-            try:
+            # The descriptor that lists the directory is there no more.
+            with suppress(FileNotFoundError):
                 descriptors[int(entry.name)] = str(entry.readlink())
-            except FileNotFoundError:
-                # The descriptor that lists the directory.
-                continue
-        return cls(threads, descriptors, _children())
+        own = str(os.getpid())
+        children = {number: name for number, name, fields in processes() if fields[1] == own}
+        return cls(threads, descriptors, children)
 
     def beyond(self, before: OpenResources) -> str:
         """Describe resources that were not open before; empty if there are none."""
@@ -74,11 +74,6 @@ def left_open(before: OpenResources, seconds: float) -> str:
     """Describe what was not open before, and is after so many seconds; empty if nothing is."""
     eventually(lambda: not OpenResources.now().beyond(before), seconds, 0.05)
     return OpenResources.now().beyond(before)
-
-
-def _children() -> dict[int, str]:
-    own = str(os.getpid())
-    return {number: name for number, name, fields in processes() if fields[1] == own}
 
 
 def processes() -> Iterator[tuple[int, str, list[str]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from hicache_conformance.harness.page_patterns import (
@@ -29,7 +30,7 @@ from hicache_storage.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from random import Random
 
     import torch
@@ -499,16 +500,13 @@ class StorageUnderTest:
 
         No two are the same in a pool.
         """
-        free = dict[str, list[int]]()
+        free: dict[str, Iterator[int]] = {}
         placed = list[list[int]]()
         for group in groups:
             if group.pool not in free:
-                free[group.pool] = list(self._own_pages(self.memories[group.pool]))
-                self.arrange(free[group.pool])
-            taken, free[group.pool] = (
-                free[group.pool][: len(group.keys)],
-                free[group.pool][len(group.keys) :],
-            )
+                self.arrange(pages := list(self._own_pages(self.memories[group.pool])))
+                free[group.pool] = iter(pages)
+            taken = list(islice(free[group.pool], len(group.keys)))
             if len(taken) < len(group.keys):
                 raise ValueError(
                     f"a case moves {len(group.keys)} pages of {group.pool!r} at once; the pool is "

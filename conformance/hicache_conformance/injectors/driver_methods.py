@@ -6,7 +6,7 @@ import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from hicache_conformance.harness.corruption import forged
+from hicache_conformance.harness.corruption import Forgery
 from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
 from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicache_conformance.model.fault_plan import Fault, FaultPlan
-    from hicache_storage.objects import Call, LookupBatch, ObjectWrite
+    from hicache_storage.objects import Call, ObjectWrite
     from hicache_storage.spec import HiCacheStorage
 
+if TYPE_CHECKING:
+    BatchT = TypeVar("BatchT")
+    Ask = Callable[[Sequence[BatchT], Call], list[list[bool]]]
 ItemsT = TypeVar("ItemsT")
 AnswerT = TypeVar("AnswerT")
 
@@ -43,19 +46,19 @@ class DriverMethodInjector(FaultInjector):
         driver: Any = innermost(storage)
         if not isinstance(driver, ObjectStorage):
             return
-        exists, read, write = driver.objects_exist, driver.read_objects, driver.write_objects
+        read, write = driver.read_objects, driver.write_objects
         # On the instance, so that the class and its other instances stay as they are.
         replaced: dict[str, Callable[[Any, Call], object]] = {
             # An answer from memory would bypass the faults; declined, the call goes through the
             # method below.
             "objects_exist_cached": lambda _, __: None,
-            "objects_exist": lambda batches, call: self._exists(exists, batches, call),
+            "objects_exist": partial(self._change, "exists", driver.objects_exist),
             "read_objects_cached": lambda _, __: False,
             "read_objects": lambda batches, call: self._read(read, batches, call),
             "write_objects": lambda batches, call: self._write(write, batches, call),
-            "discard_objects": partial(self._remove, "discard", driver.discard_objects),
-            "delete_objects": partial(self._remove, "remove", driver.delete_objects),
-            "clear_namespaces": partial(self._remove, "remove", driver.clear_namespaces),
+            "discard_objects": partial(self._change, "discard", driver.discard_objects),
+            "delete_objects": partial(self._change, "remove", driver.delete_objects),
+            "clear_namespaces": partial(self._change, "remove", driver.clear_namespaces),
         }
         for name, method in replaced.items():
             setattr(driver, name, method)
@@ -76,12 +79,6 @@ class DriverMethodInjector(FaultInjector):
         active.apply(faults)
         return faults
 
-    def _exists(
-        self, ask: Ask[LookupBatch], batches: Sequence[LookupBatch], call: Call
-    ) -> list[list[bool]]:
-        self._begin("exists")
-        return ask(batches, call)
-
     def _read(
         self, ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call
     ) -> list[list[bool]]:
@@ -100,19 +97,10 @@ class DriverMethodInjector(FaultInjector):
         partial = find_fault(faults, FaultKind.PARTIAL)
         if partial is not None:
             return _without_one(batches, "writes", partial.place, ask, call)
-        torn, flip = (
-            find_fault(faults, FaultKind.TORN_WRITE),
-            find_fault(faults, FaultKind.BIT_FLIP),
-        )
-        if torn is not None or flip is not None:
+        flip = find_fault(faults, FaultKind.BIT_FLIP)
+        if flip or find_fault(faults, FaultKind.TORN_WRITE):
             batches = [
-                WriteBatch(
-                    batch.namespace,
-                    [
-                        _spoilt(write, None if flip is None else flip.place)
-                        for write in batch.writes
-                    ],
-                )
+                WriteBatch(batch.namespace, [_spoilt(write, flip) for write in batch.writes])
                 for batch in batches
             ]
         if find_fault(faults, FaultKind.DUPLICATE):
@@ -121,7 +109,7 @@ class DriverMethodInjector(FaultInjector):
         _fail_afterwards(faults)
         return answer
 
-    def _remove(
+    def _change(
         self, operation: str, ask: Callable[[ItemsT, Call], AnswerT], items: ItemsT, call: Call
     ) -> AnswerT:
         faults = self._begin(operation)
@@ -137,12 +125,12 @@ def _fail_afterwards(faults: Sequence[Fault]) -> None:
         raise failure(applied.error or "EIO")
 
 
-def _spoilt(write: ObjectWrite, flip: float | None) -> ObjectWrite:
-    """The write with other bytes than its envelope says."""
+def _spoilt(write: ObjectWrite, flip: Fault | None) -> ObjectWrite:
+    """The write with other bytes than its envelope says; half of them where no bit is flipped."""
     last = write.buffers[-1]
-    half = len(last) // 2
-    changed = bytes(last[:half]) + bytes(len(last) - half) if flip is None else flipped(last, flip)
-    return forged(write, [*write.buffers[:-1], memoryview(bytearray(changed))])
+    changed = flipped(last, flip.place) if flip else bytes(last[: len(last) // 2])
+    changed = changed.ljust(len(last), b"\0")
+    return Forgery(write, [*write.buffers[:-1], memoryview(bytearray(changed))], write.envelope)
 
 
 def _without_one(
@@ -161,14 +149,3 @@ def _without_one(
         [is_kept and next(answer) for is_kept in stays]
         for stays, answer in zip(kept, answers, strict=True)
     ]
-
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    BatchT_contra = TypeVar("BatchT_contra", contravariant=True)
-
-    class Ask(Protocol[BatchT_contra]):
-        """One of the driver's methods."""
-
-        def __call__(self, batches: Sequence[BatchT_contra], call: Call) -> list[list[bool]]: ...

@@ -76,9 +76,6 @@ REFUSALS: Final[dict[str, tuple[Fault, ...]]] = {
 }
 """Nothing more can be written, and what is there can be read."""
 
-HUNG: Final = (_at(FaultKind.HANG),)
-"""Nothing answers."""
-
 _UNNAMED: Final[dict[str, tuple[Fault, ...]]] = {
     "disk": (
         *(_error(name, *_OPENING) for name in ("ENFILE", "EACCES")),
@@ -98,7 +95,7 @@ _UNNAMED: Final[dict[str, tuple[Fault, ...]]] = {
 }
 MENU: Final[dict[str, tuple[Fault, ...]]] = {
     injector: (
-        *HUNG,
+        _at(FaultKind.HANG),
         *([_at(FaultKind.DELAY)] if injector in _UNNAMED else []),
         *(fault for named in faults.values() for fault in named),
         *_UNNAMED.get(injector, ()),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import socket
 import struct
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -80,7 +79,6 @@ class _Proxies:
     def __init__(self, servers: Mapping[str, int]) -> None:
         self._active = ActiveFaults()
         self._healed = asyncio.Event()
-        self._turns = itertools.count()
         self._seen = 0
         self.counter: _WaitCounter | None = None
         """Counts waits, while replies are held."""
@@ -145,8 +143,7 @@ class _Proxies:
             _HalfOpen: neither these bytes nor later ones go through.
         """
         # A turn is one round trip, in however many packets it comes (EX-10).
-        if begins and operation == "request":
-            self._seen = next(self._turns) + 1
+        self._seen += begins and operation == "request"
         # Read once: `apply` may replace both while this turn is delayed.
         active, healed = self._active, self._healed
         faults = active.at(operation) if begins else []

@@ -66,12 +66,12 @@ class Cause:
 
 def cause_of(error: BaseException) -> Cause:
     """Describe an exception; nothing of its frames is kept alive."""
-    raised = list(traceback.walk_tb(error.__traceback__))
     chain = list(_chain(error))
+    stacks = [list(traceback.walk_tb(each.__traceback__)) for each in chain]
+    raised = stacks[0]
     # The SDK raises some errors from the driver's: the driver's frames are in those.
     frames = next(
-        (found for found in map(_frames, chain) if any(_is_foreign(frame) for frame, _ in found)),
-        raised,
+        (found for found in stacks if any(_is_foreign(frame) for frame, _ in found)), raised
     )
     package = next((_package(frame) for frame, _ in frames if _is_foreign(frame)), "")
     mine = [(frame, line) for frame, line in frames if package and _package(frame) == package]
@@ -102,10 +102,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             return
         yield link
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-
-
-def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    return list(traceback.walk_tb(error.__traceback__))
 
 
 def _name(error: BaseException) -> str:

@@ -59,14 +59,6 @@ class Settings:
     home: str = ""
     """Directory of a command line's run."""
 
-    @property
-    def shrinks(self) -> bool:
-        """Return whether a failure is made as short as possible, also where the profile does not.
-
-        A case that is named is run to be understood.
-        """
-        return bool(self.cases)
-
     def write(self, path: Path) -> None:
         """Write them for `read`."""
         # Created before it is written, because options may hold secrets.

@@ -21,12 +21,8 @@ _WORST_FIRST = (Outcome.FAIL, Outcome.ERROR, Outcome.UNTESTED, Outcome.PASS, Out
 
 STOPPED_AT: Final = " stopped at a violation of "
 """Between a case and the rule whose violation kept it from judging its own."""
-
-
 DID_NOT_CHECK: Final = " did not check it"
 """Behind the names of the cases of a rule that passed, where all of them judged other rules alone."""
-
-
 DID_NOT_RUN: Final = " did not run"
 """Behind the names of cases that left no outcome."""
 
@@ -120,11 +116,6 @@ class Judgement:
                         shared.rules.append(result.rule.id)
         several = [shared for shared in found.values() if len(shared.rules) > 1]
         return sorted(several, key=lambda shared: -len(shared.rules))
-
-    def failures(self) -> list[CaseOutcome]:
-        """The cases in which the driver broke a rule or the suite broke, each once."""
-        found = {case.case: case for result in self.rules for case in result.cases}
-        return [case for case in found.values() if case.outcome in (Outcome.FAIL, Outcome.ERROR)]
 
 
 def judge(

@@ -18,6 +18,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 import msgspec
 import pytest
@@ -348,20 +349,14 @@ def _arguments(settings: Settings) -> list[str]:
 @contextlib.contextmanager
 def _environment(settings: Settings) -> Generator[None]:
     """Set the variables of a run's processes."""
-    before = dict(os.environ)
-    for name in _FOREIGN:
-        os.environ.pop(name, None)
-    os.environ.update(
-        {
-            RUN_VARIABLE: str(Path(settings.home, "run.json")),
-            PAGE_VARIABLE: str(settings.page_bytes),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            # Otherwise hypothesis makes a directory where the user stands.
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(Path(settings.home, "hypothesis")),
-        }
-    )
-    try:
+    variables = {
+        RUN_VARIABLE: str(Path(settings.home, "run.json")),
+        PAGE_VARIABLE: str(settings.page_bytes),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        # Otherwise hypothesis makes a directory where the user stands.
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(Path(settings.home, "hypothesis")),
+    }
+    with mock.patch.dict(os.environ, variables):
+        for name in _FOREIGN:
+            os.environ.pop(name, None)
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -272,10 +272,8 @@ class EngineStorage(ForeignStorage):
     def _register(self, driver: Any, name: str) -> None:
         driver.register_mem_host_pool_v2(self._pages[name].pool, _engine_name(name))
 
-    def _config_file(self) -> Path | None:
+    def _config_file(self) -> Path:
         """The configuration file of a driver that reads one, beside its store."""
-        if not self._setup.config_variable:
-            return None
         content = {
             name: self._options[name] for name in self._setup.config_keys if name in self._options
         }
@@ -296,13 +294,9 @@ class EngineStorage(ForeignStorage):
         if asked == "page_first":
             asked = self._identity.layout
         served = self._setup.layouts
-        return (
-            asked
-            if asked in served
-            else served[0]
-            if asked == "page_first" or len(served) == 1
-            else served[1]
-        )
+        if asked in served:
+            return asked
+        return served[0] if asked == "page_first" or len(served) == 1 else served[1]
 
     def _key(self, key: str) -> str:
         return key + self._suffix
