@@ -245,8 +245,6 @@ class _Calls:
     """An exists, a get and a set of one client at the same time, with a deadline.
 
     Args:
-        sut: the client.
-        seconds: the deadline.
         waits: the get may wait for as long as something hangs.
     """
 

@@ -260,11 +260,6 @@ def _meet(
     """Hold up a set, let another storage remove and set pages meanwhile, and look at those.
 
     Args:
-        context: the case's.
-        injector: where the set is held up.
-        config: of both storages.
-        plan: what holds it up.
-        remove: done by the other storage first.
         after: seconds that the set was held up before.
 
     Returns:

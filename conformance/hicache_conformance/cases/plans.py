@@ -85,8 +85,6 @@ def fault_plans(draw: st.DrawFn, injector: str, *, hangs: bool, engines: bool) -
     """Plans of one to four faults.
 
     Args:
-        draw: of Hypothesis.
-        injector: name of the injector.
         hangs: whether operations may hang; each costs its deadlines, so that only some plans have
             one.
         engines: whether another engine may be killed.

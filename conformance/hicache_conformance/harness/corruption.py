@@ -144,13 +144,10 @@ class Forgery(ObjectWrite):
 def corrupt_files(
     directory: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random
 ) -> int:
-    """ObjectCorruption the files that hold pages.
+    """Damage the files that hold pages.
 
     Args:
-        directory: of the store.
         pages: their bytes, all of one length.
-        decay: what happens to them.
-        random: where exactly.
 
     Returns:
         Number of pages that were found and damaged.
@@ -192,10 +189,7 @@ def corrupt_page(directory: Path, page: bytes, other: bytes, damage: ObjectCorru
     """Damage the files of a store that hold a page.
 
     Args:
-        directory: of the store.
-        page: its bytes.
         other: bytes of a page of another key, or another identity.
-        damage: what happens to it.
 
     Returns:
         Whether one of them holds it as it is, and another one `other` where that is asked for.

@@ -77,7 +77,6 @@ def check_exists(
     """Compare an answer with the truth.
 
     Args:
-        answer: what a storage says.
         kv: which pages of the chain are there in the KV pool.
         asked: the same for each side pool.
         verdicts: whether each pool's own verdict is part of the answer.

@@ -109,8 +109,6 @@ class GuardedPool(PoolMemory):
     """A `HostPool` whose components lie in separate memory, each between two guards.
 
     Args:
-        pages: number of pages.
-        page_size: slots per page.
         components: bytes of each component of a page; the next multiple of the run's page length,
             where it has one.
         exact: keep these lengths whatever the run asks for.
@@ -187,10 +185,8 @@ class HeadsPool(GuardedPool):
     layout. So the pages of all ranks are consecutive parts of the whole model's page.
 
     Args:
-        heads: KV heads of the rank.
         first: number of the first of them in the model.
         layout: one of `LAYOUTS`.
-        pages: number of pages.
     """
 
     LAYOUTS: ClassVar[tuple[str, ...]] = (

@@ -71,7 +71,6 @@ class StorageUnderTest:
         self.storage = storage
         self.memories = memories
         self._patterns = patterns
-        self._random = random
         self._client = client
         self._clients = clients
         self._calls = client
@@ -101,12 +100,7 @@ class StorageUnderTest:
     def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
         """The same storage, restricted to a share of each pool's pages, for one thread."""
         client = StorageUnderTest(
-            self.storage,
-            self.memories,
-            self._patterns,
-            random,
-            client=number,
-            clients=of,
+            self.storage, self.memories, self._patterns, random, client=number, clients=of
         )
         client.model = self.model
         return client
@@ -202,12 +196,9 @@ class StorageUnderTest:
         )
         listed, hit = list(answer.restorable_prefix_pages), answer.kv_hit_pages
         if not 0 <= hit <= len(keys):
-            raise Violation(
-                "EX-1" if keys else "EX-8", f"kv_hit_pages is {hit} for {len(keys)} keys"
-            )
-        if listed != sorted(set(listed)) or any(
-            not 1 <= endpoint <= len(keys) for endpoint in listed
-        ):
+            told = f"kv_hit_pages is {hit} for {len(keys)} keys"
+            raise Violation("EX-1" if keys else "EX-8", told)
+        if listed != sorted({end for end in listed if 1 <= end <= len(keys)}):
             raise Violation(
                 "EX-5", f"restorable_prefix_pages is not ascending within 1..{len(keys)}: {listed}"
             )
@@ -340,9 +331,6 @@ class StorageUnderTest:
         """Make sure that pages are neither delivered nor said to exist.
 
         Args:
-            keys: of the pages.
-            pool: of the pages.
-            rule: that is broken otherwise.
             why: the pages must be missing.
             writer: identity under which they were set, where it is another.
 
@@ -359,11 +347,8 @@ class StorageUnderTest:
                 whose = self._patterns.explain(content, page_of_key) or "holds its own bytes"
                 raise Violation(rule, f"{page}, and a get delivers it: {whose}")
             if claimed[index] or self.has(key, pool):
-                under = (
-                    f", though it was written under {differing_fields(writer, self.identity)}"
-                    if writer is not None and writer != self.identity
-                    else ""
-                )
+                under = differing_fields(writer or self.identity, self.identity)
+                under = f", though it was written under {under}" if under else ""
                 raise Violation(rule, f"{page}, and exists says that it is there{under}")
 
     def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
@@ -520,19 +505,11 @@ class StorageUnderTest:
         memory = self.memories[pool]
         blank = canary(self._calls, memory.page_bytes)
         neighbours = [page for page in self._own_pages(memory) if page not in destinations]
-        for page in memory.changed(neighbours, blank):
-            near = min(destinations, key=lambda destination: abs(destination - page), default=None)
-            raise Violation(
-                "GET-2",
-                f"a get into host pages {sorted(destinations)} touched page {page} (nearest: "
-                f"{near})",
-            )
+        read = f"a get into host pages {sorted(destinations)}"
+        if touched := memory.changed(neighbours, blank):
+            raise Violation("GET-2", f"{read} touched page {', '.join(map(str, touched))}")
         if not memory.guards_intact():
-            raise Violation(
-                "GET-2",
-                f"a get into host pages {sorted(destinations)} wrote outside the memory of pool "
-                f"{pool!r}",
-            )
+            raise Violation("GET-2", f"{read} wrote outside the memory of pool {pool!r}")
 
 
 def check_each(keys: Sequence[str], answers: Sequence[object], rule: str, otherwise: str) -> None:

@@ -296,12 +296,7 @@ def judge(
     """Check the history of one identity.
 
     Args:
-        events: in any order.
-        identity: of the pages.
-        patterns: know what was written.
         rule: broken by an anomaly that `rules` gives no other one.
-        keeps: whether pages stay until somebody removes them; not so where they may be evicted.
-        rules: by kind of anomaly.
 
     Raises:
         Violation: something that was answered cannot be.

@@ -180,8 +180,6 @@ class Control:
         As `begin`, and afterwards the error of one that took effect.
 
         Args:
-            operation: its sort.
-            handle: of the open file that it is about.
             retransmitted: error of a second request like it, after the first one took effect and
                 its reply was lost.
         """

@@ -29,7 +29,6 @@ class MemberInjector(ServerInjector):
     no case shall meet that is about something else.
 
     Args:
-        commands: of all servers.
         members: the ports of those that are stores.
         proxied: the ports that a proxy stands before.
 

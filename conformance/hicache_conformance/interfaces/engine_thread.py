@@ -38,7 +38,6 @@ class EngineThread:
     and none of them waits inside the driver.
 
     Args:
-        name: of the thread.
         end_turn: called behind each turn, in the thread; may wait a little for the driver.
     """
 
@@ -57,7 +56,6 @@ class EngineThread:
         """Make a call and wait for its answer.
 
         Args:
-            steps: the call.
             patience: seconds that it may take.
 
         Raises:

@@ -126,8 +126,6 @@ def judge(
     """Judge what a run has written down.
 
     Args:
-        record: the run.
-        selected: the levels that were asked for.
         catalogue: all cases of the suite by function name; one that left no outcome makes its rules
             untested.
     """

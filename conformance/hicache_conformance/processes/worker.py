@@ -231,7 +231,6 @@ class WorkerProcess:
     `watch` has to read its events.
 
     Args:
-        setup: the storage.
         fresh: a new interpreter, with a hash seed of its own; takes a second.
         log: where exceptions go that are answered as misses there.
 

@@ -25,12 +25,6 @@ def write_report(
     """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory.
 
     It is made if need be.
-
-    Args:
-        directory: where to.
-        header: the run.
-        judgement: its verdict.
-        cases: the suite's, by function name.
     """
     directory.mkdir(parents=True, exist_ok=True)
     record = results(header, judgement)

@@ -34,9 +34,6 @@ def write_adopted(
     """Write a pytest module and its pinned requirement.
 
     Args:
-        directory: where to; it is made if need be.
-        engine: as the command has it.
-        driver: name of the driver.
         run: arguments of the run that the test makes, by line.
         judgement: of such a run; what it has found broken is expected to fail.
         unpromised: rules that the interface does not promise.

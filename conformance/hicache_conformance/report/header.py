@@ -36,10 +36,7 @@ def blank_header(
     """The header of a run.
 
     Args:
-        driver: name of the driver.
-        settings: what was asked for.
         capabilities: of the instance under test, as plain values; None while it is not known.
-        options: of the driver, redacted.
     """
     # From plain values, because under pytest-xdist they arrive as JSON.
     declared = msgspec.convert(capabilities or {}, Capabilities)

@@ -58,14 +58,7 @@ def conclude(
     settings: Settings,
     report: Path | None,
 ) -> int:
-    """Judge a run, show and report the verdict, and return the command's exit status.
-
-    Args:
-        console: where to.
-        record: the run.
-        settings: what was asked for.
-        report: directory of the report; None for none.
-    """
+    """Judge a run, show and report the verdict, and return the command's exit status."""
     if record.broken or record.header is None:
         log = record.log[-LOG_LIMIT:]
         reason = record.broken or record.stopped or f"the suite could not begin:\n{log}"
@@ -89,11 +82,6 @@ def show(console: Console, judgement: Judgement, record: RunRecord) -> None:
     """Print every rule that is not a pass: failures first, then what nobody found out.
 
     The verdict comes last, because that is where a terminal ends.
-
-    Args:
-        console: where to.
-        judgement: of the run.
-        record: the run.
     """
     assert record.header is not None
     counted = [result for result in judgement.rules if result.selected]

@@ -55,9 +55,7 @@ def check_driver(owner: type[DriverTarget], config: pytest.Config, settings: Set
     The controller is told what it is, and which cases there are.
 
     Args:
-        owner: the class that the run collected.
         config: pytest's; the servers that are started stay up for the cases.
-        settings: what was asked for.
 
     Raises:
         pytest.UsageError: that is not possible; the controller has been told why.

@@ -77,7 +77,6 @@ def run(
     SIGINT, SIGTERM and SIGHUP end the run, and leave the record of what it had found.
 
     Args:
-        settings: the driver, chance, and the selected cases.
         progress: called whenever something has become known.
     """
     with tempfile.TemporaryDirectory(prefix="hicache-conformance-") as directory:

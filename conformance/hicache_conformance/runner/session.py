@@ -38,10 +38,9 @@ from hicache_conformance.report.header import blank_header
 from hicache_conformance.runner.preflight import check_driver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from hicache_conformance.harness.log_records import CauseLog
-    from hicache_conformance.model.case import Case
     from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.settings import Settings
     from hicache_conformance.model.verdict import Judgement
@@ -64,36 +63,12 @@ FINDINGS: Final = pytest.StashKey[list[CaseOutcome]]()
 """What each phase of a case came to so far."""
 
 
-def take_phase(
-    item: pytest.Item, error: BaseException | None, report: pytest.TestReport, *, owner: str
-) -> None:
-    """Note what a phase of a case came to; its last report carries the outcome."""
-    record = item.stash.get(RECORD, CaseRecord())
-    if isinstance(error, NotPromised):
-        record.gate = str(error)
-    mark = item.get_closest_marker(CASE_MARK)
-    assert mark is not None
-    injects = record.injects or bool(mark.kwargs.get("corrupts"))
-    found = item.stash.setdefault(FINDINGS, [])
-    found.append(_finding(report, error, record, injects=injects))
-    # A fixture that fails at the end decides as much as the call.
-    if report.when == "teardown":
-        ended = EndedCase(
-            owner=owner, context=record.context, outcome=_outcome(item.name, mark, found, record)
-        )
-        # A property and not an attribute, because reports are serialized on their way from
-        # pytest-xdist's workers to the controller.
-        report.user_properties.append((OUTCOME_PROPERTY, msgspec.json.encode(ended).decode()))
-
-
 def violation_finding(
     error: BaseException, log: CauseLog | None = None, *, injects: bool = False
 ) -> CaseOutcome | None:
     """Describe a violation; None if `error` is, and holds, none.
 
     Args:
-        error: raised by a case.
-        log: of the case.
         injects: the case makes the store fail or damages pages, so that faults of the store
             explain nothing.
     """
@@ -239,13 +214,26 @@ class Session:
     def take_phase(
         self, item: pytest.Item, error: BaseException | None, report: pytest.TestReport
     ) -> None:
-        """Note what a phase of a case came to."""
-        owner = _class_of(item)
-        take_phase(item, error, report, owner=owner.full_name())
+        """Note what a phase of a case came to; its last report carries the outcome."""
+        owner, record = _class_of(item), item.stash.get(RECORD, CaseRecord())
+        if isinstance(error, NotPromised):
+            record.gate = str(error)
+        mark = item.get_closest_marker(CASE_MARK)
+        assert mark is not None
+        injects = record.injects or bool(mark.kwargs.get("corrupts"))
+        found = item.stash.setdefault(FINDINGS, [])
+        found.append(_finding(report, error, record, injects=injects))
+        # A fixture that fails at the end decides as much as the call.
+        if report.when == "teardown":
+            outcome = _outcome(item.name, mark, found, record)
+            ended = EndedCase(owner=owner.full_name(), context=record.context, outcome=outcome)
+            # A property and not an attribute, because reports are serialized on their way from
+            # pytest-xdist's workers to the controller.
+            encoded = msgspec.json.encode(ended).decode()
+            report.user_properties.append((OUTCOME_PROPERTY, encoded))
         if report.failed:
             forget_sandbox(self._config, owner)
-            if (record := item.stash.get(RECORD, None)) is not None:
-                record.failed = True
+            record.failed = True
 
     def end_full_process(self) -> None:
         """End a worker that has done its share of a run, so that another one goes on."""
@@ -274,7 +262,10 @@ class Session:
             record.header = _header(self._contexts.get(owner), self.settings)
             judgement = self._verdicts[owner] = judge(record, self.settings.levels, catalogue())
             if directory:
-                self._write_report(Path(directory), record, judgement, catalogue())
+                from hicache_conformance.report import write_report
+
+                place = Path(directory, *([record.header.driver] if len(self._records) > 1 else []))
+                write_report(place, record.header, judgement, catalogue())
                 if (
                     judgement.verdict is not Verdict.CONFORMANT
                     and session.exitstatus == pytest.ExitCode.OK
@@ -297,20 +288,6 @@ class Session:
             return False
         wanted = self.settings.cases
         return not wanted or any(text in item.name for text in wanted)
-
-    def _write_report(
-        self,
-        directory: Path,
-        record: RunRecord,
-        judgement: Judgement,
-        cases: Mapping[str, Case],
-    ) -> None:
-        from hicache_conformance.report import write_report
-
-        header = record.header
-        assert header is not None
-        several = len(self._records) > 1
-        write_report(directory / header.driver if several else directory, header, judgement, cases)
 
 
 def _header(context: dict[str, Any] | None, settings: Settings) -> Header:

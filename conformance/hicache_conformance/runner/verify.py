@@ -126,11 +126,8 @@ def settings_of(
     """Return the settings of the run that repeats a file's.
 
     Args:
-        published: the file.
         driver: that of the command line; empty for the file's, which has to be installed.
-        interface: of the command line, as all that follow.
-        options: of the driver.
-        services: commands of servers.
+        interface: of the command line, as `options` and `services`.
 
     Raises:
         ValueError: the run of the file was given what this command line does not give.

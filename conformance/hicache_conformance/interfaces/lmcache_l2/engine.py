@@ -47,12 +47,7 @@ def layout_of(page_bytes: int, tokens: int, dtype: torch.dtype) -> MemoryLayoutD
 
 
 class Arena:
-    """LMCache's L1 memory, and the objects that its own allocator has made in it.
-
-    Args:
-        layouts: of the objects of each group.
-        counts: of the objects of each group.
-    """
+    """LMCache's L1 memory, and the objects that its own allocator has made in it."""
 
     def __init__(self, layouts: Mapping[int, MemoryLayoutDesc], counts: Mapping[int, int]) -> None:
         sizes = [
@@ -101,13 +96,7 @@ class _Tasks:
 
 
 class Controllers:
-    """LMCache's store controller and prefetch controller, each a thread that polls descriptors.
-
-    Args:
-        entry: of `--l2-adapter`.
-        arena: LMCache's L1.
-        layouts: of the objects of each group.
-    """
+    """LMCache's store controller and prefetch controller, each a thread that polls descriptors."""
 
     def __init__(
         self, entry: Mapping[str, Any], arena: Arena, layouts: Mapping[int, MemoryLayoutDesc]

@@ -75,7 +75,6 @@ def _first_rank(salt: str, options: Mapping[str, Any]) -> int:
 
     Args:
         salt: of the identity; all that a case compares with each other have the same.
-        options: of the driver.
     """
     text = repr((salt, sorted(options.items()))).encode()
     # Far apart, because the ranks of one case are counted from here.

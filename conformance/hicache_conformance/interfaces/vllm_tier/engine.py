@@ -154,13 +154,7 @@ class Rows:
 
 
 class Scheduler:
-    """Calls a tier as the thread of vLLM's scheduler does, step by step.
-
-    Args:
-        entry: of `secondary_tiers`.
-        rows: of the CPU tier.
-        config: vLLM's.
-    """
+    """Calls a tier as the thread of vLLM's scheduler does, step by step."""
 
     def __init__(self, entry: Mapping[str, object], rows: Rows, spec: TierSpec) -> None:
         self._rows = rows
