@@ -1,23 +1,21 @@
-"""Two places where copies run, the simulator and a GPU, and pairs of pools of every kind and layout
-between which they run."""
+"""Two places where copies run, the simulator and a GPU, the row kernel on the CPU, and pairs of pools
+of every kind and layout between which copies run."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from hicache_storage.pools import DevicePool, PagedHostPool, host_tensor
-from hicache_storage.transfer import (
-    CudaDevice,
-    Indices,
-    PageTransfers,
-    PoolPair,
-    StreamSimulator,
-)
+from hicache_storage.transfer import CudaDevice, Indices, PageTransfers, PoolPair, StreamSimulator
+from hicache_storage.transfer.cuda.kernel import SOURCE, address, driver
 from tests.support.pools import SHAPES, make_pool
 
 LAYERS, PAGES, PAGE = 3, 6, 2
@@ -37,7 +35,6 @@ extern "C" __global__ void gate(const volatile int* open, unsigned long long nan
 }
 """
 """A kernel that ends when the host sets a number, or too late for its test."""
-
 
 BF16 = torch.bfloat16
 STATE = {"temporal_shape": (2, 3), "conv_shapes": ((5,), (3, 2)), "conv_dtype": BF16}
@@ -67,14 +64,12 @@ def pools_of(kind, layout, where="cpu", pages=PAGES, **changes):
 
 @functools.cache
 def gate():
-    """The driver, the kernel `gate` for this GPU, and the code that it is part of."""
+    """The code of the kernel `gate` for this GPU, and the kernel."""
     from cuda.core import Program, ProgramOptions
-
-    from hicache_storage.transfer.cuda.kernel import driver
 
     major, minor = torch.cuda.get_device_capability()
     code = Program(GATE, "c++", ProgramOptions(arch=f"sm_{major}{minor}")).compile("cubin")
-    return driver(), code, driver().CUfunction(int(code.get_kernel("gate").handle))
+    return code, driver().CUfunction(int(code.get_kernel("gate").handle))
 
 
 class Simulated:
@@ -112,8 +107,6 @@ class Cuda:
     where = "cuda"
 
     def __init__(self, seed):
-        from hicache_storage.transfer.cuda.kernel import address
-
         self.device = CudaDevice()
         # Page-locked memory that kernels read: a gate's number is 0 while it is closed.
         self._open = host_tensor((GATES,), torch.int32)
@@ -130,10 +123,10 @@ class Cuda:
         places = [ctypes.c_uint64(value) for value in values]
         arguments = (ctypes.c_void_p * 2)(*map(ctypes.addressof, places))
         self._gates += 1
-        driver, _, function = gate()
+        _, function = gate()
         one = (1, 1, 1)
         where = stream.native.cuda_stream, ctypes.addressof(arguments)
-        error, *_ = driver.cuLaunchKernel(function, *one, *one, 0, *where, 0)
+        error, *_ = driver().cuLaunchKernel(function, *one, *one, 0, *where, 0)
         assert not int(error)
 
     def release(self):
@@ -157,17 +150,33 @@ class Cuda:
         torch.cuda.synchronize()
 
 
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 PLACES = [
     pytest.param(Simulated, id="simulator"),
-    pytest.param(
-        Cuda,
-        id="cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
+    pytest.param(Cuda, id="cuda", marks=NEEDS_GPU),
 ]
+
+
+@functools.cache
+def library():
+    """The row kernel as C++: `run(word bytes, blocks, threads, address of a Move)`."""
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "rows.so"
+        options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas"]
+        paths = ["-I", SOURCE.parent, Path(__file__).parent / "rows_on_cpu.cpp", "-o", built]
+        subprocess.run(["g++", "-Werror", *options, *paths], check=True)
+        loaded = ctypes.CDLL(str(built))
+    loaded.run.argtypes = (ctypes.c_int, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p)
+    loaded.run.restype = None
+    return loaded
+
+
+def launch(word, blocks, arguments, threads=32):
+    """Run a kernel as `cuLaunchKernel` is called: with the address of its arguments' addresses."""
+    library().run(word, blocks, threads, ctypes.c_void_p.from_address(arguments).value)
 
 
 class Rig:
@@ -191,6 +200,7 @@ class Rig:
         }
         self.device = {name: pair.device_pool for name, pair in pairs.items()}
         self.host = {name: pair.host_pool for name, pair in pairs.items()}
+        self.page_sizes = {name: pool.page_size for name, pool in self.host.items()}
         self.engine = PageTransfers(
             place.device, self.compute, pairs, way=way, staging_bytes=staging_bytes
         )
@@ -211,16 +221,14 @@ class Rig:
     # -----------------------------------------------------------------------------------------
 
     def slots(self, *pages):
-        return {name: page_slots(pages, pool.page_size) for name, pool in self.device.items()}
+        return {name: page_slots(pages, size) for name, size in self.page_sizes.items()}
 
     def alloc(self, pages=1):
         """Slots of host pages; None if fewer are free."""
         if self.free_pages() < pages:
             return None
-        return {
-            name: slots.alloc(pages * self.host[name].page_size)
-            for name, slots in self.host_slots.items()
-        }
+        sizes = {name: pages * size for name, size in self.page_sizes.items()}
+        return {name: slots.alloc(sizes[name]) for name, slots in self.host_slots.items()}
 
     def free(self, host):
         for name, slots in host.items():
@@ -228,22 +236,20 @@ class Rig:
 
     def free_pages(self):
         """Number of host pages that can be taken, in the pool that has the fewest."""
-        return min(
-            slots.available_size() // self.host[name].page_size
-            for name, slots in self.host_slots.items()
-        )
+        slots = self.host_slots
+        return min(slots[name].available_size() // size for name, size in self.page_sizes.items())
 
     def host_pages(self, host):
         """The numbers of host pages, by pool."""
         return {
-            name: (slots[:: self.host[name].page_size] // self.host[name].page_size).tolist()
+            name: (slots[:: self.page_sizes[name]] // self.page_sizes[name]).tolist()
             for name, slots in host.items()
         }
 
     def some(self, host, numbers):
         """Some of these host pages, which may occur twice."""
         return {
-            name: slots.view(-1, self.host[name].page_size)[list(numbers)].view(-1)
+            name: slots.view(-1, self.page_sizes[name])[list(numbers)].view(-1)
             for name, slots in host.items()
         }
 

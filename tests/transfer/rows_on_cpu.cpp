@@ -1,4 +1,4 @@
-// The row kernel as C++: blocks and threads one after the other. Built by `kernel_on_cpu.py`.
+// The row kernel as C++: blocks and threads one after the other. Built by `rig.py`.
 #define __device__
 #define __global__
 #define __launch_bounds__(threads)

@@ -20,8 +20,10 @@ from hicache_storage.transfer import CudaDevice, CudaStream
 from hicache_storage.transfer.plan import WAYS
 from tests.support.pools import make_pool
 from tests.transfer.rig import (
+    BF16,
     FIELDS,
     LAYERS,
+    NEEDS_GPU,
     ONE_POOL,
     POISON,
     POOLS,
@@ -37,18 +39,9 @@ from tests.transfer.rig import (
     same,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 MANY_PAGES = 4096
-SIZE = {
-    "page_size": 1,
-    "layers": range(16),
-    "head_num": 8,
-    "head_dim": 128,
-    "dtype": torch.bfloat16,
-}
+SIZE = {"page_size": 1, "layers": range(16), "head_num": 8, "head_dim": 128, "dtype": BF16}
 """Pages of one token and 64 KiB: rows of 2 KiB."""
 
 

@@ -17,7 +17,6 @@ from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import driver as driver_module
 from hicache_storage.transfer.cuda import kernel as kernel_module
 from hicache_storage.transfer.plan import WAYS
-from tests.transfer.kernel_on_cpu import launch
 from tests.transfer.rig import (
     FIELDS,
     LAYERS,
@@ -26,6 +25,7 @@ from tests.transfer.rig import (
     PAGES,
     POISON,
     fill,
+    launch,
     moved,
     one_pool,
     page_slots,

@@ -18,8 +18,7 @@ from hicache_storage.transfer.plan import geometry, word_bytes
 from hicache_storage.transfer.streams import RowSide
 from tests.support.pool_strategies import pool_pairs
 from tests.support.pools import make_pool
-from tests.transfer.kernel_on_cpu import library
-from tests.transfer.rig import POISON, fill, random_bytes, raw
+from tests.transfer.rig import POISON, fill, library, random_bytes, raw
 
 
 @settings(deadline=None, max_examples=60)

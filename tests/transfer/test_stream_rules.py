@@ -197,7 +197,7 @@ def freed_pages_stay(rig, host, direction):
     copy = rig.write_back(page, host) if direction == OUT else rig.load(host, page)
     rig.free(host)
     handed = rig.alloc(PAGES - 1)
-    extra = [slots.alloc(rig.host[name].page_size) for name, slots in rig.host_slots.items()]
+    extra = [slots.alloc(rig.page_sizes[name]) for name, slots in rig.host_slots.items()]
     rig.place.release()
     assert extra == [None] * len(extra), "a host page was handed out while a copy used it"
     rig.free(handed)
@@ -220,9 +220,8 @@ ANY = [
 ]
 STAGED_OUT = [staged(write_back_pages, slow(OUT)) for slow in (filling, draining)]
 STAGED_IN = [staged(layers_behind_their_events, slow(IN)) for slow in (filling, draining)]
-PROGRAMS = [(program, way, *pool) for program in ANY for way in WAYS for pool in POOLS] + [
-    (program, "dma", "mha", "page_first_direct") for program in STAGED_OUT + STAGED_IN
-]
+PROGRAMS = [(program, way, *pool) for program in ANY for way in WAYS for pool in POOLS]
+PROGRAMS += [(each, "dma", "mha", "page_first_direct") for each in STAGED_OUT + STAGED_IN]
 
 
 def named(value):
