@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.storage import compaction, sqlite
+from hicache_metadata_server.storage import sqlite
+from hicache_metadata_server.storage import store as stores
 from tests.fuse.counting_fs import CountingMount, FileChange, file_changes
 from tests.metadata_server.services import (
     NOW,
@@ -123,7 +124,7 @@ def files_at(requests: list[FileChange], is_kept: Callable[[bool], bool]) -> dic
 def small_steps(monkeypatch):
     """Compactions of a few blocks, and checkpoints after some of them."""
     monkeypatch.setattr(sqlite, "BATCH_BLOCKS", 2)
-    monkeypatch.setattr(compaction, "WINDOW_BYTES", 1500)
+    monkeypatch.setattr(stores, "WINDOW_BYTES", 1500)
     monkeypatch.setattr(sqlite, "CHECKPOINT_BYTES", 10_000)
 
 

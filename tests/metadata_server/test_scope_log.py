@@ -12,7 +12,7 @@ from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared import offline, scope_log
+from hicache_metadata_server.shared import scope_log
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
@@ -24,7 +24,7 @@ from hicache_metadata_server.shared.scope_log import (
     scope_keys,
     take,
 )
-from hicache_metadata_server.storage import compaction
+from hicache_metadata_server.storage import store as stores
 from tests.metadata_server.services import (
     NOW,
     check_restored,
@@ -315,7 +315,7 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch, cli
     """The owner changes after every few groups, compacted or half compacted."""
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
-    monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
+    monkeypatch.setattr(stores, "WINDOW_BYTES", 2000)
     chance, scopes = random.Random(5), ("0:kv", "0:mamba")
     one = owner("one")
     for scope in scopes:
@@ -340,7 +340,9 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch, cli
     assert client.xlen("hm:{0:kv}:log") < 100
 
 
-@pytest.mark.parametrize(("writes", "read"), [(offline.READS - 1, True), (offline.READS, False)])
+@pytest.mark.parametrize(
+    ("writes", "read"), [(scope_log.READS - 1, True), (scope_log.READS, False)]
+)
 def test_a_scope_that_its_server_changes_meanwhile_is_read_again(owner, redis, writes, read):
     one = owner("one")
     one.make("0:kv")
@@ -361,7 +363,7 @@ def test_a_scope_that_its_server_changes_meanwhile_is_read_again(owner, redis, w
     async def attempt():
         connection = Between(redis.url)
         try:
-            return await offline.load_unchanged(connection, "0:kv")
+            return await scope_log.load_unchanged(connection, "0:kv")
         finally:
             await connection.close()
 

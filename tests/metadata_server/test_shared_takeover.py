@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.shared import preflight
+from hicache_metadata_server.shared import connection as redis_connection
 from hicache_metadata_server.shared.connection import _Sentinels, check_store
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward
@@ -138,7 +138,7 @@ async def test_nothing_is_told_that_no_replica_has(pair):
 def test_replicas_that_are_missing_are_warned_of_at_the_start(pair, monkeypatch):
     # Where a line goes depends on what has configured logs in this process before.
     lines = structlog.testing.CapturingLogger()
-    monkeypatch.setattr(preflight, "_log", lines)
+    monkeypatch.setattr(redis_connection, "_log", lines)
     check_store(pair[0].url, p.StoreDurability.NONE, 1)
     assert not lines.calls
     check_store(pair[0].url, p.StoreDurability.NONE, 2)

@@ -15,7 +15,8 @@ from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.codec import SlotColumns
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.slot_table import LIVE
-from hicache_metadata_server.storage import compaction, sqlite
+from hicache_metadata_server.storage import sqlite
+from hicache_metadata_server.storage import store as stores
 from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server.services import (
     NOW,
@@ -105,7 +106,7 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
 def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
     """Killed after every few groups, compacted or half compacted; in one block and in several."""
     monkeypatch.setattr(sqlite, "BATCH_BLOCKS", 1)
-    monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
+    monkeypatch.setattr(stores, "WINDOW_BYTES", 2000)
     chance, now = random.Random(5), NOW
     store, service = opened(tmp_path)
     initialize(service, "0:kv", "0:mamba", slots=size)
@@ -220,7 +221,7 @@ def test_a_damaged_block_is_refused(tmp_path, blob):
 
 
 def test_what_is_compacted_leaves_the_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(compaction, "WINDOW_BYTES", 500)
+    monkeypatch.setattr(stores, "WINDOW_BYTES", 500)
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
     most, chance = 0, random.Random(0)
