@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.model.outcomes import Outcome
-from hicache_conformance.model.profiles import PROFILES
+from hicache_conformance.model.profiles import PROFILES, parse_profile
 from hicache_conformance.model.rules import Level, parse_levels, rules
 from hicache_conformance.model.settings import Settings, parse_page_bytes
 from hicache_conformance.model.verdict import judge
@@ -71,20 +71,6 @@ Interface = Annotated[
     ),
 ]
 CaseSeconds = Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")]
-Seed = Annotated[
-    int | None, typer.Option(help="Of everything random; drawn and printed if not given.")
-]
-ReportDirectory = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here."
-    ),
-]
-ProfileName = Annotated[str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")]
-Cases = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="Run only cases whose name has this text; may be repeated."),
-]
 
 
 @app.command()
@@ -96,10 +82,24 @@ def run(
     level: Annotated[
         str, typer.Option(metavar="LEVELS", help="Levels to run, comma-separated, or all.")
     ] = "all",
-    seed: Seed = None,
-    report: ReportDirectory = None,
-    profile: ProfileName = "default",
-    case: Cases = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of everything random; drawn and printed if not given.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here."
+        ),
+    ] = None,
+    profile: Annotated[
+        str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")
+    ] = "default",
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Run only cases whose name has this text; may be repeated."
+        ),
+    ] = None,
     case_seconds: CaseSeconds = 300.0,
     run_id: Annotated[
         str | None,
@@ -125,8 +125,7 @@ def run(
     # Here, where a mistake costs a line. In the worker it would be a driver that cannot be opened.
     with _mistakes(console):
         levels = parse_levels(level)
-        if profile not in PROFILES:
-            raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+        parse_profile(profile)
         options, usual_page_bytes = _checked(interface, driver, config, start_server)
         unit = usual_page_bytes if page_bytes is None else parse_page_bytes(page_bytes)
     settings = Settings(

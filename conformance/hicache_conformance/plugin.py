@@ -31,32 +31,15 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the suite."""
     group = parser.getgroup("hicache", "HiCacheStorage conformance")
-    group.addoption(
-        "--hicache-level",
-        metavar="LEVELS",
-        default="all",
-        help="levels to run, comma-separated (default: all)",
-    )
-    group.addoption(
-        "--hicache-seed",
-        metavar="N",
-        type=int,
-        help="seed of everything random (default: drawn, and printed)",
-    )
-    group.addoption(
-        "--hicache-profile", metavar="NAME", default="default", help="smoke, default or soak"
-    )
-    group.addoption(
-        "--hicache-page-bytes",
-        metavar="BYTES",
-        default="0",
-        help="make every page a multiple of so many bytes long, such as 4KiB",
-    )
-    group.addoption(
-        "--hicache-report",
-        metavar="DIR",
-        help="write the conformance report here; without 'conformant' exit with 1",
-    )
+    for name, metavar, default, text in (
+        ("level", "LEVELS", "all", "levels to run, comma-separated (default: all)"),
+        ("profile", "NAME", "default", "smoke, default or soak"),
+        ("page-bytes", "BYTES", "0", "make every page a multiple of so many bytes, such as 4KiB"),
+        ("report", "DIR", None, "write the report here; without 'conformant' exit with 1"),
+    ):
+        group.addoption(f"--hicache-{name}", metavar=metavar, default=default, help=text)
+    drawn = "seed of everything random (default: drawn, and printed)"
+    group.addoption("--hicache-seed", metavar="N", type=int, help=drawn)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -66,23 +66,19 @@ class DurabilityCases:
     @covers("FT-5", levels=Level.DURABLE, needs=(*SURVIVING, "evicts", CAPACITY))
     def test_the_engine_is_killed_while_it_evicts(self, context: CaseContext) -> None:
         """The same in a full store: any page may be gone, none is wrong, new ones find room."""
-        group, random = (
-            ProcessGroup(context, PAGES, config=context.capped(CAPACITY_BYTES)),
-            context.chance("strikes"),
-        )
+        group = ProcessGroup(context, PAGES, config=context.capped(CAPACITY_BYTES))
+        random = context.chance("strikes")
         engine = group.worker("engine0")
         for kill in range(context.profile.kills):
             # Fresh keys after every kill: the store of 2 MiB fills up over them, and from then on
             # sets have to evict.
             keys = group.new_keys(200)
-            work = group.work(
-                keys, {Call.SET: 6, Call.GET: 3, Call.EXISTS: 1}, calls=60, clients=2, max_keys=16
-            )
+            mix = {Call.SET: 6, Call.GET: 3, Call.EXISTS: 1}
+            work = group.work(keys, mix, calls=60, clients=2, max_keys=16)
             # Killed after a drawn number of events and a drawn part of the next one: over several
             # kills every step of a write is hit.
-            group.run(
-                {engine: work}, {engine: KillSchedule(random.randint(20, 60), random.random())}
-            )
+            schedule = KillSchedule(random.randint(20, 60), random.random())
+            group.run({engine: work}, {engine: schedule})
             engine = group.worker(f"engine{kill + 1}")
             engine.get(keys[:48])
             # New pages find room only if what the killed process had reserved or half written is

@@ -358,11 +358,10 @@ class EvictionProcessCases:
         check(
             left <= BATCH or gone <= BATCH,
             "EV-4",
-            f"in a store of {pages} pages, process {first.name} set {len(old)} pages and then "
-            f"process {second.name} {len(new)}; "
-            f"the clock of one is a year {'ahead' if clock > 0 else 'behind'}: {gone} of the "
-            f"newer pages are gone, while {left} of "
-            "the older ones are there, which nobody has used since",
+            f"in a store of {pages} pages, process {first.name} set {len(old)} pages and then process "
+            f"{second.name} {len(new)}; the clock of one is a year "
+            f"{'ahead' if clock > 0 else 'behind'}: {gone} of the newer pages are gone, while {left} "
+            f"of the older ones are there, which nobody has used since",
         )
 
 

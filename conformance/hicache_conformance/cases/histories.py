@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -59,11 +60,8 @@ def check_histories(context: CaseContext, pools: Sequence[str]) -> None:
         Violation: the first rule found broken, with the shortest history found that breaks it as a
             note.
     """
-
-    def machine() -> _StateMachine:
-        return _StateMachine(context, pools)
-
     try:
+        machine = partial(_StateMachine, context, pools)
         seeded: Any = hypothesis.seed(context.number("histories"))(machine)
         settings = search_settings(
             context, context.profile.histories, stateful_step_count=context.profile.steps
@@ -166,22 +164,14 @@ class _StateMachine(RuleBasedStateMachine):
         present = {pool: [(pool, key) in self.stored for key in chain] for pool in self.pools}
         answer = self._speaker(speaker).exists(chain, *transfers)
         asked = [PoolQuery(transfer, present[transfer.name]) for transfer in transfers]
-        check_exists(
-            answer,
-            present[PoolName.KV],
-            asked,
-            verdicts=self.context.interface_profile.is_native,
-        )
+        verdicts = self.context.interface_profile.is_native
+        check_exists(answer, present[PoolName.KV], asked, verdicts=verdicts)
 
     @precondition(lambda self: self.context.capabilities.deletes)
     @rule(pool=POOLS, places=PLACES, speaker=SPEAKERS)
     def delete(self, pool: int, places: list[int], speaker: int) -> None:
-        name, doomed, sut = (
-            self._pool(pool),
-            list(dict.fromkeys(self._chain(places))),
-            self._speaker(speaker),
-        )
-        removed = sut.delete(doomed, name)
+        name, doomed = self._pool(pool), list(dict.fromkeys(self._chain(places)))
+        removed = self._speaker(speaker).delete(doomed, name)
         wanted = [self.stored.pop((name, key), None) is not None for key in doomed]
         check(
             removed == wanted,

@@ -52,11 +52,6 @@ def probe(driver: str, config: Mapping[str, object]) -> str:
     return answer["found"]
 
 
-def _main() -> None:
-    asked: dict[str, Any] = json.load(sys.stdin)
-    print(json.dumps(_look(asked["driver"], asked["owner"], asked["config"])))
-
-
 def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
     # Its own plugin alone: what another one imports is not this driver's doing.
     points = [
@@ -88,7 +83,8 @@ def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
     engines = [name for name in ENGINES if name in sys.modules]
     if engines:
         found.append(f"imports an engine ({', '.join(engines)})")
-    if _uses_gpu():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
         found.append("initialises CUDA")
     if changed:
         found.append(f"changes {', '.join(changed)}")
@@ -104,10 +100,5 @@ _CONNECTING: Final = (
 )
 
 
-def _uses_gpu() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
-
-
 if __name__ == "__main__":
-    _main()
+    print(json.dumps(_look(**json.load(sys.stdin))))

@@ -28,7 +28,10 @@ def transient_bytes(calls: Iterable[Callable[[], object]]) -> int:
         for call in calls:
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
-            _forget_peak()
+            # Where the kernel does not let us, the peak since the process began hides this part; the
+            # traced part remains.
+            with contextlib.suppress(OSError):
+                _CLEAR.write_text("5")
             resident = _status("VmRSS:")
             call()
             resident_peak, resident_after = _status("VmHWM:"), _status("VmRSS:")
@@ -41,13 +44,6 @@ def transient_bytes(calls: Iterable[Callable[[], object]]) -> int:
     # The least, because a buffer that grows once, or a library's cache, is needed in the first
     # calls only.
     return max(0, min(needs))
-
-
-def _forget_peak() -> None:
-    # Where the kernel does not let us, the peak since the process began hides this part; the traced
-    # part remains.
-    with contextlib.suppress(OSError):
-        _CLEAR.write_text("5")
 
 
 def _status(field: str) -> int:

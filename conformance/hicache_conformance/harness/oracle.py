@@ -41,11 +41,8 @@ class PoolQuery:
         """The pool's own answer."""
         pages = len(self.present)
         if self.transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-            block, group = (
-                self.transfer.block_pages,
-                self.transfer.group_pages or self.transfer.block_pages,
-            )
-            complete = 0
+            block, complete = self.transfer.block_pages, 0
+            group = self.transfer.group_pages or block
             # Leading groups only: one that is missing ends the count, although later ones may be
             # there (EX-4).
             for end in range(block, pages + 1, block):

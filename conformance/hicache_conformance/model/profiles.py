@@ -80,3 +80,14 @@ PROFILES = {
         ),
     )
 }
+
+
+def parse_profile(text: str) -> str:
+    """Return the name of a profile.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if text not in PROFILES:
+        raise ValueError(f"unknown profile {text!r}; profiles are {', '.join(PROFILES)}")
+    return text

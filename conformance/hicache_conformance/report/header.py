@@ -20,6 +20,7 @@ from hicache_storage.spec import Capabilities
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hicache_conformance.model.outcomes import Replay
     from hicache_conformance.model.settings import Settings
 
 SUITE = "hicache-storage"
@@ -32,6 +33,7 @@ def blank_header(
     *,
     capabilities: Mapping[str, Any] | None = None,
     options: Mapping[str, str] | None = None,
+    replay: Replay | None = None,
 ) -> Header:
     """The header of a run.
 
@@ -56,6 +58,7 @@ def blank_header(
         undeclared=undeclared(declared, all_needs()) if capabilities else [],
         options=dict(options or {}),
         environment=environment(),
+        replay=replay,
     )
 
 

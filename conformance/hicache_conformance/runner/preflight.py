@@ -194,15 +194,16 @@ def _header(settings: Settings, capabilities: Capabilities) -> Header:
     # With `{tmp}` left in: the directory differs from run to run, and reports of equal runs are
     # equal.
     shown = redacted(DriverSetup(settings.driver, settings.config).filled(TMP))
-    header = blank_header(
-        settings.driver, settings, capabilities=asdict(capabilities), options=shown
-    )
-    header.replay = Replay(
+    replay = Replay(
         run=settings.run,
         options=redacted(settings.config),
         services=settings.services,
         interface=settings.interface,
         cases=settings.cases,
+    )
+    declared = asdict(capabilities)
+    header = blank_header(
+        settings.driver, settings, capabilities=declared, options=shown, replay=replay
     )
     if settings.interface:
         describe_interface(header)

@@ -294,19 +294,15 @@ def _header(context: dict[str, Any] | None, settings: Settings) -> Header:
     """The header of a run in the author's own pytest."""
     if context is None:
         return blank_header("unknown", settings)
-    header = blank_header(
+    options = context["options"]
+    given = {name: context[name] for name in ("services", "test_class")}
+    return blank_header(
         context["driver"],
         settings,
         capabilities=context["capabilities"],
-        options=context["options"],
+        options=options,
+        replay=Replay(run=settings.run, options=options, **given),
     )
-    header.replay = Replay(
-        run=settings.run,
-        options=context["options"],
-        services=context["services"],
-        test_class=context["test_class"],
-    )
-    return header
 
 
 def _class_of(item: pytest.Item) -> type[DriverTarget]:

@@ -168,10 +168,8 @@ class EngineStorage(ForeignStorage):
             return PoolTransferResult(
                 0, {PoolName.KV: 0, **{transfer.name: 0 for transfer in asked}}
             )
-        hit, told = (
-            int(found.kv_hit_pages),
-            {str.__str__(name): pages for name, pages in found.extra_pool_hit_pages.items()},
-        )
+        hit = int(found.kv_hit_pages)
+        told = {str.__str__(name): pages for name, pages in found.extra_pool_hit_pages.items()}
         verdicts = {
             PoolName.KV: told.get("kv", hit),
             **{transfer.name: told.get(transfer.name, 0) for transfer in asked},
