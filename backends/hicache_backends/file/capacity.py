@@ -299,8 +299,10 @@ class Capacity:
         freed = taken = 0
         for namespace in {victim.namespace: None for victim in victims}:
             some = [victim for victim in victims if victim.namespace == namespace]
-            outcomes = self._publisher.remove(self._bundle_sets.get(namespace), some)
             page_index = self._page_indexes(namespace)
+            if page_index is not None:
+                page_index.read_before_removal(some)
+            outcomes = self._publisher.remove(self._bundle_sets.get(namespace), some)
             for victim, outcome in zip(some, outcomes, strict=True):
                 if isinstance(outcome, OSError):
                     logger.debug("cannot evict %s: %s", victim.path, outcome)

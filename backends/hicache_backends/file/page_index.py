@@ -262,6 +262,11 @@ class PageIndex:
                     self._reading.difference_update(bundles)
                     self.reading_changed.notify_all()
 
+    def read_before_removal(self, bundles: Sequence[Bundle]) -> None:
+        """Read the indexes of some bundles that are still unread: their pages are to be counted."""
+        if unread := [bundle for bundle in bundles if bundle in self._unread]:
+            self._read_batch(unread)
+
     def _read_logged(self) -> bool:
         """Read one segment of an event log for unread bundles; `False` if there is none left."""
         if self._search_logs:

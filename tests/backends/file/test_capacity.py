@@ -266,6 +266,18 @@ def test_a_bundle_that_was_never_announced_is_counted_in_the_end(room, monkeypat
     fill(a, "c")
 
 
+def test_pages_that_go_before_anyone_has_read_their_index_are_counted(room):
+    """As those of a bundle that another thread has just found, or whose index no call had the time
+    to read."""
+    a, b = room(3), room(3)
+    fill(a, "abc")
+    b.storage.open()
+    assert b.page_index.bundle_set.bundles == {}
+    with replaced(b.page_index.bundle_set, "index", lambda _: lambda expired: None):
+        fill(b, "d")
+    assert b.stats().pages_evicted == 8
+
+
 def test_the_used_bytes_are_known_without_asking_for_each_file(room):
     a = room(50)
     fill(a, "abcdefghij")
