@@ -56,7 +56,7 @@ class Capabilities:
     clears: bool = False
     """`clear()` is implemented."""
     evicts: bool = False
-    """A configured capacity is kept by evicting pages (rules EV)."""
+    """Pages are evicted, to keep a configured capacity or to leave others room (rules EV)."""
     removals: RemovalScope = RemovalScope.NONE
     """`removals()` is implemented, and reports these (rules RM)."""
     networked: bool = False

@@ -34,6 +34,7 @@ _UNITS: Final = (("_seconds", "seconds"), ("_bytes", "bytes"))
 _SIZES: Final = frozenset(
     {
         "capacity",
+        "min_free",
         "file_size",
         "usrbio_buffer",
         "global_segment_size",

@@ -37,10 +37,14 @@ DRIVERS = ("file", "hf3fs")
 def engine_on(name: str, path: Path, server: Served) -> Rig:
     """A storage with every layer at its defaults, the circuit breakers among them.
 
-    `file` has no capacity: with one, a full disk makes it evict what is there.
+    `file` leaves nobody any room, and has no capacity: a full disk makes it evict what is there
+    otherwise.
     """
     driver = name.split()[0]
-    options = {"file_size": "128MiB", "metadata_url": server.url} if driver == "hf3fs" else {}
+    options = {
+        "file": {"min_free": 0},
+        "hf3fs": {"file_size": "128MiB", "metadata_url": server.url},
+    }[driver]
     storage = create_storage(
         driver,
         identity(model=name),

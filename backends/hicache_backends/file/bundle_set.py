@@ -706,15 +706,25 @@ class BundleSets:
         self._feed = feed
         self._lock = threading.Lock()
         self._bundle_sets: dict[str, BundleSet] = {}
-        self.on_created: Callable[[BundleSet], None] = lambda bundle_set: None
+        self._listener: BundleSetListener | None = None
 
     def get(self, namespace: str) -> BundleSet:
         with self._lock:
             if namespace not in self._bundle_sets:
                 bundle_set = BundleSet(namespace, self._feed)
-                self.on_created(bundle_set)
+                if self._listener is not None:
+                    bundle_set.listen(self._listener)
                 self._bundle_sets[namespace] = bundle_set
             return self._bundle_sets[namespace]
+
+    def listen(self, listener: BundleSetListener) -> None:
+        """Register a listener with all bundle sets, those that are created later included."""
+        with self._lock:
+            if self._listener is None:
+                for bundle_set in self._bundle_sets.values():
+                    bundle_set.listen(listener)
+                # Last: a call that was interrupted is repeated.
+                self._listener = listener
 
     def all(self) -> list[BundleSet]:
         return list(self._bundle_sets.values())

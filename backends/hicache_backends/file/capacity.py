@@ -1,10 +1,12 @@
-"""Capacity: keeps a store below its limit by LRU eviction (rule EV-1).
+"""Capacity: LRU eviction keeps a store below its limit (rule EV-1), and leaves others room.
 
 The limit covers all namespaces, all processes and the temporary files. Used bytes are not kept in
 a file, where a count could drift: they are the sum of the lengths in the names of all bundles and
 temporary files. A writer creates its temporary file first, with its full length in the name, and
 computes the sum then. When several processes write at once, the last one to compute it sees every
 reservation, so the capacity is never exceeded.
+
+Others fill the file system, too: pages are evicted where less than `min_free` of it is free.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import heapq
 import logging
 import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -52,6 +55,13 @@ each."""
 
 STAT_SECONDS = 1.0
 """Seconds before a file's mtime is read again."""
+
+MEASURE_SECONDS = 1.0
+"""Seconds before the free bytes of the file system are measured again."""
+
+LATE_SECONDS = 1.0
+"""Seconds in which evicted bytes that are not free yet count as free: another process has the file
+open, or the file system frees it in the background."""
 
 FULL_DISK_SECONDS = 10.0
 """Seconds without another eviction for a full disk, after one that was in vain: something else takes
@@ -157,12 +167,92 @@ def _entry(bundle: Bundle) -> _Entry:
     )
 
 
+class FreeSpace:
+    """The bytes of the store's file system that may still be taken. Safe for many threads.
+
+    Measured once a second, which is a request on a network mount, and reckoned in between.
+
+    Args:
+        path: of the store.
+        min_free: returns the bytes to be left free on a file system of so many.
+    """
+
+    def __init__(self, path: str, min_free: Callable[[int], int]) -> None:
+        self._path = path
+        self._min_free = min_free
+        self._spare = 0
+        self._measure_at = 0.0
+        self._late = 0
+        self._late_until = 0.0
+        self._floor = 0
+        self._privileged = 0
+
+    def spare(self, wanted: int = 0) -> int:
+        """Bytes that are free beyond `min_free`; negative where less is free.
+
+        Args:
+            wanted: if fewer seem to be free, they are measured.
+        """
+        if self._spare < wanted or time.monotonic() >= self._measure_at:
+            return self.measure()
+        return self._spare
+
+    def measure(self) -> int:
+        """Measure the bytes that `spare` returns."""
+        self._spare = self._measured() + self._late
+        return self._spare
+
+    def take(self, size: int) -> None:
+        """Reckon with bytes that are about to be written."""
+        self._spare -= size
+
+    def give(self, size: int) -> None:
+        """Reckon with the bytes of files that have been removed."""
+        self._spare += size
+        if self._spare < 2 * size:
+            measured = self._measured()
+            # Whoever takes room meanwhile is noticed once these seconds are over.
+            if not self._late:
+                self._late_until = time.monotonic() + LATE_SECONDS
+            self._late = max(0, self._spare - measured)
+            self._spare = measured + self._late
+
+    def __str__(self) -> str:
+        free = max(0, self._spare + self._floor)
+        return f"{free:,} bytes are free at {self._path}, min_free is {self._floor:,}"
+
+    def _measured(self) -> int:
+        now = time.monotonic()
+        self._measure_at = now + MEASURE_SECONDS
+        if now >= self._late_until:
+            self._late = 0
+        try:
+            status = os.statvfs(self._path)
+        except OSError:
+            return sys.maxsize  # The store was deleted, or the mount fails: the write will tell.
+        # Some file systems have no fixed size, and report 0.
+        total = status.f_blocks * status.f_frsize
+        self._floor = self._min_free(total)
+        # A superuser may take blocks that others may not, and then none seem to be free until these
+        # are back.
+        if status.f_bavail:
+            self._privileged = status.f_bfree - status.f_bavail
+        available = status.f_bavail or min(0, status.f_bfree - self._privileged)
+        return available * status.f_frsize - self._floor if total else sys.maxsize
+
+
 class Capacity:
-    """Makes room for pending bundles. Safe for many threads; one at a time makes room."""
+    """Makes room for pending bundles. Safe for many threads; one at a time makes room.
+
+    Args:
+        limit: bytes of the whole store, if they are limited.
+        free: the room on the file system, if some of it is left to others.
+    """
 
     def __init__(
         self,
-        limit: int,
+        limit: int | None,
+        free: FreeSpace | None,
         bundle_sets: BundleSets,
         publisher: Publisher,
         rewriter: Rewriter,
@@ -170,6 +260,7 @@ class Capacity:
         evicted: Callable[[Namespace, int], None],
     ) -> None:
         self.limit = limit
+        self.free = free
         self._feed = publisher.feed
         self._temp_files = publisher.temp_files
         self._bundle_sets = bundle_sets
@@ -184,10 +275,18 @@ class Capacity:
         """Until then a full disk evicts nothing: it has been in vain."""
         self._kept = set[tuple[str, BundleId]]()
         """Bundles that could not be removed; tried again after the next listing."""
-        bundle_sets.on_created = lambda bundle_set: bundle_set.listen(self.queue)
+        self._told = False
 
     def used(self, expired: Callable[[], bool] = no_deadline) -> int:
         """Bytes in the store: bundles, and the reservations of living processes.
+
+        Raises:
+            OSError: the store could not be listed.
+        """
+        return sum(self._count(expired))
+
+    def _count(self, expired: Callable[[], bool]) -> tuple[int, int]:
+        """Bytes of reservations, and of bundles.
 
         Files that killed processes have left are collected.
 
@@ -198,6 +297,8 @@ class Capacity:
         Raises:
             OSError: the store could not be listed.
         """
+        # Not before the first time: most stores without a limit never need the order.
+        self._bundle_sets.listen(self.queue)
         snapshot = self._feed.read()
         reserved, collected = self._temp_files.collect()
         for namespace in snapshot.cursors:
@@ -218,15 +319,44 @@ class Capacity:
         if listing:
             ended = time.monotonic()
             self._relist_at = ended + max(RELIST_SECONDS, RELIST_SHARE * (ended - started))
-        return reserved + sum(
+        return reserved, sum(
             bundle_set.used + bundle_set.leaving_bytes() for bundle_set in self._bundle_sets.all()
         )
 
+    def has_room(self, wanted: int) -> bool:
+        """Return whether so many bytes may be written without `make_room`."""
+        return self.limit is None and self.free is not None and self.free.spare(wanted) >= wanted
+
+    def keep_free(self) -> None:
+        """Evict if others have left less than `min_free`.
+
+        Raises:
+            OSError: the store could not be listed.
+        """
+        if self.free is not None and self.free.spare() < 0:
+            self.make_room()
+
+    def refusal(self) -> str:
+        """The reason why no set can make room; empty if one can.
+
+        Raises:
+            OSError: the store could not be listed.
+        """
+        if self.free is None or (spare := self.free.spare()) > 0:
+            return ""
+        return "" if self._count(lambda: True)[1] > -spare else str(self)
+
+    def __str__(self) -> str:
+        limit = "" if self.limit is None else f", the capacity is {self.limit:,}"
+        return f"no room: {self.free or 'nothing is left to evict'}{limit}"
+
     def make_room(self, expired: Callable[[], bool] = no_deadline, *, missing: int = 0) -> int:
-        """Evict until the used bytes, reservations included, are within the limit.
+        """Evict until the used bytes, reservations included, are within the limit, and enough of
+        the file system is free for the reservations.
 
         Args:
-            missing: so many bytes in any case: the disk is full below the limit.
+            missing: so many bytes more, which did not fit: the disk is full. If that is below the
+                limit, they are evicted in any case.
             expired: returns whether the caller's deadline has passed; indexes of new bundles are
                 read until then.
 
@@ -238,16 +368,23 @@ class Capacity:
         """
         with self._lock:
             # One thread of this process at a time: two would evict for the same bytes.
-            used, races = self.used(expired), 0
-            limit = min(self.limit, used - missing)
-            excess = used - limit
+            reserved, stored = self._count(expired)
+            limit, races = sys.maxsize if self.limit is None else self.limit, 0
+            if missing and self.free is not None:
+                # More than was reckoned with has been taken.
+                self.free.measure()
+            if missing and self.limit is not None and time.monotonic() >= self.full_until:
+                limit = min(limit, reserved + stored - missing)
+            excess = self._excess(reserved, stored, limit, missing)
             tried = list[Bundle]()
             try:
                 while excess > 0 and (victims := self._victims(excess, tried)):
                     freed, taken = self._evict(victims, excess)
+                    if self.free is not None:
+                        self.free.give(freed)
                     if taken and races < MAX_RACES:
                         races += 1
-                        excess = self.used(expired) - limit
+                        excess = self._excess(*self._count(expired), limit, missing)
                     else:
                         excess -= freed + taken
             finally:
@@ -256,6 +393,15 @@ class Capacity:
                     if not bundle.gone:
                         self.queue.put_back(bundle)
             return max(0, excess)
+
+    def _excess(self, reserved: int, stored: int, limit: int, missing: int) -> int:
+        excess, wanted = reserved + stored - limit, reserved + missing
+        if self.free is None or (spare := self.free.spare(wanted)) >= wanted:
+            return excess
+        if not self._told:
+            self._told = True
+            logger.info("file: evicting pages: %s", self.free)
+        return max(excess, wanted - spare)
 
     def _victims(self, excess: int, tried: list[Bundle]) -> list[Bundle]:
         """Take out as many bundles as free so many bytes; `tried` gets all that were looked at."""
@@ -324,6 +470,7 @@ class Capacity:
             page_index is None
             or not victim.keys
             or victim.name.claim is not None
+            or self.limit is None
             or size * SMALL_STORE_BUNDLES < self.limit
             or excess >= size
         ):

@@ -27,6 +27,7 @@ from hicache_storage.spec import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from hicache_backends.file.capacity import Capacity
     from hicache_backends.file.config import FileConfig
     from hicache_backends.file.page_index import Extent, Location, PageIndex
     from hicache_storage.objects import (
@@ -75,7 +76,7 @@ class FileStorage(ObjectStorage):
                 durability=Durability.MACHINE if config.fsync else Durability.PROCESS,
                 deletes=True,
                 clears=True,
-                evicts=config.capacity is not None,
+                evicts=config.capacity is not None or config.leaves_room,
                 # Before `connect`, when the mount is unknown: a read is guarded, and waited for.
                 hung_reads=HungReads.WAIT
                 if config.hung_reads == "wait"
@@ -315,7 +316,10 @@ class FileStorage(ObjectStorage):
     def _plan_writes(
         self, batches: Sequence[WriteBatch], page_indexes: Sequence[PageIndex], call: Call
     ) -> list[PendingBundle]:
-        """Plan the bundles to be written, and make room for them."""
+        """Plan the bundles to be written, and make room for them.
+
+        Those that get none have a fault.
+        """
         store, pending_bundles = self.store, list[PendingBundle]()
         limit = None if store.capacity is None else store.capacity.limit
         for batch, page_index in zip(batches, page_indexes, strict=True):
@@ -325,46 +329,68 @@ class FileStorage(ObjectStorage):
                 limit -= sum(pending.name.size for pending in planned)
         if store.capacity is None:
             return pending_bundles
-        for page_index in page_indexes:
-            page_index.touch(call.prefix_keys)
-        for pending in pending_bundles:
-            store.writer.open(pending)
+        size = sum([pending.size for pending in pending_bundles])
+        if not store.capacity.has_room(size):
+            for page_index in page_indexes:
+                page_index.touch(call.prefix_keys)
+            for pending in pending_bundles:
+                store.writer.open(pending)
+            self._make_room(store.capacity, pending_bundles, call)
+        if store.capacity.free is not None:
+            store.capacity.free.take(size)
+        return pending_bundles
+
+    def _make_room(
+        self,
+        capacity: Capacity,
+        pending_bundles: Sequence[PendingBundle],
+        call: Call,
+        *,
+        missing: int = 0,
+    ) -> None:
+        """Make room for bundles, as `Capacity.make_room` does, and refuse those that get none."""
+        discard = self.store.writer.discard
         try:
-            excess = store.capacity.make_room(call.expired)
+            excess = capacity.make_room(call.expired, missing=missing)
         except BaseException:
             # Any error: the bundles hold reservations and open files.
             for pending in pending_bundles:
-                store.writer.discard(pending)
+                discard(pending)
             raise
-        while excess > 0 and pending_bundles:
-            pending = pending_bundles.pop()
-            store.writer.discard(pending)
-            excess -= pending.name.size
-        return pending_bundles
+        for pending in reversed(pending_bundles):
+            if excess <= 0:
+                break
+            excess -= pending.size
+            discard(pending, str(capacity))
 
     def _write_all(self, pending_bundles: Sequence[PendingBundle], call: Call) -> None:
-        """Write bundles; on a disk that is full below the capacity once more, after an eviction.
+        """Write bundles; on a disk that has become full once more, after an eviction.
 
-        Only as many bytes are evicted as these bundles have.
+        Below the capacity only as many bytes are evicted as these bundles have.
         """
         store, capacity = self.store, self.store.capacity
-        if capacity is None or time.monotonic() < capacity.full_until:
+        if (
+            capacity is not None
+            and capacity.free is None
+            and time.monotonic() < capacity.full_until
+        ):
             capacity = None
         write = partial(store.writer.write, call=call, shortens=capacity is None)
         store.thread_pool.run([partial(write, pending) for pending in pending_bundles])
         short = [
             pending
             for pending in pending_bundles
-            if pending.fault is not None and pending.fault.errno in FULL
+            if isinstance(pending.fault, OSError) and pending.fault.errno in FULL
         ]
         if capacity is None or not short:
             return
-        try:
-            capacity.make_room(call.expired, missing=sum([pending.size for pending in short]))
-        except OSError as error:
-            logger.debug("cannot make room on a full disk: %s", error)
+        size = sum([pending.size for pending in short])
         for pending in short:
             store.writer.reset(pending)
+        try:
+            self._make_room(capacity, short, call, missing=size)
+        except OSError as error:
+            logger.debug("cannot make room on a full disk: %s", error)
         write = partial(store.writer.write, call=call)
         store.thread_pool.run([partial(write, pending) for pending in short])
         if all(pending.index is None for pending in short):

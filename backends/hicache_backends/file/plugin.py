@@ -28,7 +28,8 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 hung_reads=HungReads.BOUNCE_BUFFER,
             ),
             summary="Files in a directory, local or on a mount that many nodes share",
-            trial_config={"path": "{tmp}/store"},
+            # What is tried out evicts for its capacity alone, whatever others leave on this disk.
+            trial_config={"path": "{tmp}/store", "min_free": "0"},
             capacity_option="capacity",
         )
     ]

@@ -7,10 +7,12 @@ import logging
 import os
 import threading
 import time
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle_set import BundleSets, no_deadline
-from hicache_backends.file.capacity import Capacity
+from hicache_backends.file.capacity import MEASURE_SECONDS, Capacity, FreeSpace
 from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
 from hicache_backends.file.page_index import PageIndex
 from hicache_backends.file.paths import StorePaths, random_writer
@@ -149,9 +151,12 @@ class Store:
         self._flush_at = time.monotonic() + FLUSH_SECONDS
         self._collect_at = time.monotonic() + COLLECT_SECONDS
         self.capacity: Capacity | None = None
-        if config.capacity_bytes is not None:
+        self._closing = threading.Event()
+        self._watch = ThreadPool("hicache-file-room", 1)
+        if config.capacity_bytes is not None or config.leaves_room:
             self.capacity = Capacity(
                 config.capacity_bytes,
+                FreeSpace(self.paths.root, config.min_free_bytes) if config.leaves_room else None,
                 self.bundle_sets,
                 self.publisher,
                 self.rewriter,
@@ -159,6 +164,7 @@ class Store:
                 evicted,
             )
         self._tidy()
+        self._watch_room()
 
     def page_indexes(
         self, namespaces: Sequence[Namespace], expired: Callable[[], bool] = no_deadline
@@ -212,6 +218,7 @@ class Store:
             self.descriptors.expire()
         elif self.descriptors.has_idle():
             self.thread_pool.run_in_background(self.descriptors.expire)
+        self._watch_room()
         if time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + COLLECT_SECONDS
             self.thread_pool.run_in_background(self.collect_logs)
@@ -262,9 +269,12 @@ class Store:
                 for place in (paths.root, paths.temporaries, paths.writers)
             ),
             # With a capacity, a set evicts others' pages.
-            "the file system is full": full and self.capacity is None,
+            "the file system is full": full
+            and (self.capacity is None or self.capacity.limit is None),
             "bundles cannot be moved to their places": not self.publisher.moves,
         }
+        if self.capacity is not None and (reason := self.capacity.refusal()):
+            reasons[reason] = True
         return [reason for reason, applies in reasons.items() if applies]
 
     def ignored(self) -> int:
@@ -277,11 +287,28 @@ class Store:
 
     def close(self) -> None:
         """Stop all threads and close all files."""
+        self._closing.set()
         if self.capacity is not None:
             self.flush_touches()
-        self.thread_pool.close(CLOSE_SECONDS)
+        until = time.monotonic() + CLOSE_SECONDS
+        for pool in (self.thread_pool, self._watch):
+            pool.close(until - time.monotonic())
         self.descriptors.close()
         self.feed.close()
+
+    def _watch_room(self) -> None:
+        """Start the thread that leaves others their room, unless it runs.
+
+        An engine that makes no calls keeps its pages, and others may fill the disk meanwhile.
+        """
+        if (
+            self.capacity is not None
+            and self.capacity.free is not None
+            and not self._watch.has_threads
+        ):
+            self._watch.run_in_background(
+                partial(_keep_free, weakref.ref(self.capacity), self._closing)
+            )
 
     def _read_feed(self) -> FeedSnapshot:
         try:
@@ -341,3 +368,15 @@ class Store:
             raise StorageUnavailableError(
                 f"cannot list the store in {self.path!r}: {error}"
             ) from error
+
+
+def _keep_free(capacity: weakref.ref[Capacity], closing: threading.Event) -> None:
+    """Leave others their room until a store is closed, or dropped without being closed."""
+    while not closing.wait(MEASURE_SECONDS):
+        if (kept := capacity()) is None:
+            return
+        try:
+            kept.keep_free()
+        except OSError as error:
+            logger.debug("cannot make room for others: %s", error)
+        del kept

@@ -13,6 +13,7 @@ from hicache_backends.file.bundle import BundleIndex, tail_checksum
 from hicache_backends.posix.faults import FULL, NO_ROOM, detached
 from hicache_backends.posix.files import write_from
 from hicache_storage.objects import running_checksum
+from hicache_storage.spec import StorageRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +64,7 @@ class PendingBundle:
     """Set when all bytes are in the file."""
     checksum: int = 0
     """Its `tail_checksum`, set then."""
-    fault: OSError | None = None
+    fault: OSError | StorageRefusedError | None = None
 
     @property
     def keys(self) -> list[str]:
@@ -153,7 +154,7 @@ class Writer:
         Args:
             shortens: if there is no room for all pages, the bundle holds the first ones.
         """
-        if pending.descriptor < 0:
+        if pending.descriptor < 0 and pending.fault is None:
             self.open(pending)
         if pending.fault is not None:
             return
@@ -181,8 +182,10 @@ class Writer:
         pending.name = self.temp_files.name(pending.size)
         pending.fault = None
 
-    def discard(self, pending: PendingBundle) -> None:
-        """Give up a bundle that was not written."""
+    def discard(self, pending: PendingBundle, reason: str = "") -> None:
+        """Give up a bundle that was not written, and note why it is refused."""
+        if reason:
+            pending.fault = StorageRefusedError(reason)
         if pending.descriptor >= 0:
             self._close(pending)
         self.temp_files.discard(pending.name)

@@ -138,7 +138,7 @@ def disk(tmp_path):
 
 
 def test_a_full_disk_refuses_what_does_not_fit_and_uses_freed_space_again(rig, disk):
-    a = rig(disk / "store")
+    a = rig(disk / "store", min_free=0)
     stored = []
     for number in range(12):
         keys = chain(f"{number}", 16)

@@ -67,7 +67,7 @@ def test_a_rename_that_the_file_system_refuses_evicts_nothing_and_is_told(rig, s
 
 def test_a_full_or_read_only_disk_is_told_of_before_a_set(rig, tmp_path):
     with small_disk(tmp_path) as disk:
-        a, keys = rig(disk.path / "store"), chain("a", 8)
+        a, keys = rig(disk.path / "store", min_free=0), chain("a", 8)
         assert a.put(keys) == [True] * 8
         assert_writes(a)
         disk.fill()
