@@ -91,6 +91,16 @@ class Reserved(StrEnum):
     """No slot is free; a quarantine may end soon."""
 
 
+class RemovedBecause(StrEnum):
+    """Reason of the removal of a live page."""
+
+    EVICTED = "evicted"
+    DELETED = "deleted"
+    CLEARED = "cleared"
+    DAMAGED = "damaged"
+    """Deleted by its generation, as a client deletes a page that it has found damaged."""
+
+
 class Settled(StrEnum):
     """Result of `commit`, `abort` and `renew` for a lease."""
 
@@ -362,6 +372,46 @@ class Cleared(Answer, frozen=True, kw_only=True):
     pages: list[Natural]
 
 
+class RemovalCursor(Request, frozen=True, kw_only=True):
+    """A scope, and what of its removals is known."""
+
+    scope: ScopeName
+    # Opaque, so that servers may count as they like.
+    cursor: Annotated[str, Meta(max_length=128)] | None = None
+    """Of the last answer; null to begin with the next removal. An unknown one, such as "", is
+    lost, and begins with the oldest removal that is kept."""
+
+
+class CollectRemovals(Request, frozen=True, kw_only=True):
+    """`POST /v2/removals`: list the pages that were removed."""
+
+    scopes: list[RemovalCursor]
+
+
+class RemovedPages(Answer, frozen=True, kw_only=True):
+    """Removals of one scope, in their order."""
+
+    keys: list[str]
+    reasons: list[RemovedBecause]
+    times: list[float]
+    """Seconds since 1970."""
+    by: list[str]
+    """Owner of the lease for which a page was evicted; "" where that is not known."""
+    cursor: str
+    """For the next request."""
+    lost: bool = False
+    """Removals may be missing before these: the server was restarted, the scope has another owner
+    or was made anew, or more were removed than are kept."""
+    more: bool = False
+    """Further removals are known; the limit of keys has left them out."""
+
+
+class CollectedRemovals(Answer, frozen=True, kw_only=True):
+    """Response of `removals`."""
+
+    scopes: list[RemovedPages]
+
+
 COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
     Lookup: ("keys",),
     Touch: ("keys",),
@@ -559,6 +609,8 @@ class About(Answer, frozen=True, kw_only=True):
     """Random text that changes with each start of the server."""
     durability: StoreDurability
     limits: Limits
+    removals: bool = False
+    """True if it has `/v2/removals`. Older servers have not."""
 
 
 # `GET /v2/history`: time series of a server and its slowest calls. Optional.
@@ -671,6 +723,7 @@ ROUTES: Final = {
         Route("POST", "/v2/touch", Touch, Marked, Token.READ),
         Route("POST", "/v2/delete", Delete, Marked, Token.WRITE, changes=True),
         Route("POST", "/v2/clear", Clear, Cleared, Token.WRITE, changes=True),
+        Route("POST", "/v2/removals", CollectRemovals, CollectedRemovals, Token.READ),
         Route("POST", "/v2/drop", Drop, Dropped, Token.WRITE),
         Route("GET", "/v2/scopes", None, Scopes, Token.READ),
         Route("POST", "/v2/inspect", Inspect, Inspected, Token.READ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from hicache_metadata_server.core.invariants import audit
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED, SlotPins
-from hicache_metadata_server.protocol import Reserved, ScopeGeometry
+from hicache_metadata_server.protocol import RemovedBecause, Reserved, ScopeGeometry
 
 if TYPE_CHECKING:
     import random
@@ -26,6 +27,12 @@ MAX_LEASE = 8
 RESTING = (QUARANTINED, FREE)
 STEPS = ["reserve", "commit"] * 3 + ["wait"] * 2
 STEPS += ["abort", "release", "delete", "touch", "pin", "unpin", "renew", "clear", "crash"]
+REASONS = {
+    "reserve": {RemovedBecause.EVICTED},
+    "delete": {RemovedBecause.DELETED, RemovedBecause.DAMAGED},
+    "clear": {RemovedBecause.CLEARED},
+}
+"""Reasons of the pages that a step removes; no other step removes any."""
 
 
 def problems_of(scope: Scope) -> list[str]:
@@ -70,7 +77,10 @@ class History:
             for slot, state in enumerate(self.scope.table.states)
             if state in (LEASED, LIVE)
         }
-        getattr(self, self.chance.choice(STEPS))()
+        pages, cursor = Counter(self.scope.lru), self.scope.removals.read(None, 0).cursor
+        step = self.chance.choice(STEPS)
+        getattr(self, step)()
+        self.check_removals(pages - Counter(self.scope.lru), cursor, step)
         self.write()
         for slot, end in before.items():
             if slot < len(self.scope.table) and self.scope.table.states[slot] in RESTING:
@@ -237,6 +247,16 @@ class History:
         for slot, until in enumerate(scope.table.until):
             if scope.table.states[slot] == QUARANTINED:
                 assert until <= max(self.now + QUARANTINE, self.written.get(slot, 0.0))
+
+    def check_removals(self, gone: Counter[str], cursor: str, step: str) -> None:
+        """Every page that is live no more is listed, once, and no other."""
+        found = self.scope.removals.read(cursor, 10**6)
+        if step == "crash":
+            assert (found.keys, found.lost) in (([], False), ([], True))
+            return
+        assert (Counter(found.keys), found.lost) == (gone, False)
+        assert set(found.reasons) <= REASONS.get(step, set())
+        assert set(found.times) <= {self.now}
 
     def see(self) -> None:
         assert problems_of(self.scope) == []

@@ -71,6 +71,7 @@ class _State:
             "/v2/unpin": service.unpin,
             "/v2/delete": service.delete,
             "/v2/clear": service.clear,
+            "/v2/removals": service.collect_removals,
             "/v2/drop": service.drop,
             "/v2/inspect": service.inspect,
         }

@@ -6,9 +6,11 @@ docs/metadata-protocol.md describes the transitions.
 from __future__ import annotations
 
 from array import array
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.core.lru import LruOrder, PrefixRefs
+from hicache_metadata_server.core.removals import MAX_KEPT, RemovalRoom, ScopeRemovals
 from hicache_metadata_server.core.slot_table import (
     FREE,
     LEASED,
@@ -22,7 +24,13 @@ from hicache_metadata_server.core.slot_table import (
     Timers,
     as_run,
 )
-from hicache_metadata_server.protocol import MAX_SPARE_SHARE, NO_SLOT, Reserved, SlotStatus
+from hicache_metadata_server.protocol import (
+    MAX_SPARE_SHARE,
+    NO_SLOT,
+    RemovedBecause,
+    Reserved,
+    SlotStatus,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +67,12 @@ class Scope:
     them.
     """
 
-    def __init__(self, geometry: ScopeGeometry, quarantine_seconds: float) -> None:
+    def __init__(
+        self,
+        geometry: ScopeGeometry,
+        quarantine_seconds: float,
+        removal_room: RemovalRoom | None = None,
+    ) -> None:
         self.geometry = geometry
         self.number = 0
         """Number in the store."""
@@ -75,6 +88,7 @@ class Scope:
         self.leases = HeldLeases(self.table)
         self.pins = SlotPins()
         self.timers = Timers()
+        self.removals = ScopeRemovals(removal_room)
         self._min_spare = geometry.slots // MIN_SPARE_SHARE if geometry.slots >= STEP else 0
         # A scope of a few slots would evict what one request has just stored.
         self._max_spare = geometry.slots // MAX_SPARE_SHARE if geometry.slots >= FEW_SLOTS else 0
@@ -195,7 +209,7 @@ class Scope:
         self.settle(now)
         places = self._places_of_new(keys)
         if places and not self.closed_until:
-            self._make_room(len(places), now)
+            self._make_room(len(places), now, owner)
         if len(keys) == len(places) <= self.available:
             # The usual case: all keys are new, and there is room.
             given = self._lease(keys, prefixes, owner, first_lease, until)
@@ -319,7 +333,10 @@ class Scope:
             if meant:
                 seen.add(slot)
             done.append(meant)
-        self._quarantine([slot for slot, goes in zip(slots, done, strict=True) if goes], now)
+        going = [slot for slot, goes in zip(slots, done, strict=True) if goes]
+        reason = RemovedBecause.DAMAGED if generations else RemovedBecause.DELETED
+        self.removals.add([self.table.keys[slot] for slot in going], reason, now)
+        self._quarantine(going, now)
         return done
 
     def clear(self, now: float) -> int:
@@ -337,6 +354,10 @@ class Scope:
         self.in_quarantine += pages + len(self.leases)
         self.epoch += 1
         self.cleared_until = now + self.quarantine_seconds
+        # A few milliseconds at most, however many pages there are.
+        states, latest = self.table.states, islice(reversed(self.table.by_key.items()), MAX_KEPT)
+        gone = [key for key, slot in latest if states[slot] == LIVE]
+        self.removals.add(gone, RemovedBecause.CLEARED, now, unnamed=pages - len(gone))
         # The states before tell which slots were leased.
         before = bytes(self.table.states) if self.leases.held else b""
         self._cleared.append((self.cleared_until, before, self.table.quarantine_all()))
@@ -524,25 +545,23 @@ class Scope:
         if remember:
             self.changed.append(slots)
 
-    def _make_room(self, new: int, now: float) -> int:
-        """Evict pages for `new` leases, so that enough slots are free or in quarantine.
-
-        Returns the number of evicted pages.
-        """
+    def _make_room(self, new: int, now: float, owner: str) -> None:
+        """Evict pages for `new` leases, so that enough slots are free or in quarantine."""
         # Slots in quarantine count: evicting further pages would free no slot sooner.
         at_hand = len(self.free) + self.in_quarantine
         wanted = min(new, new + self._spare - at_hand)
         if wanted <= 0:
-            return 0
+            return
+        gone = list[str]()
+
+        def evict(slot: int) -> None:
+            gone.append(self.table.keys[slot])
+            self._quarantine([slot], now)
+
         # One page at a time: after its eviction, its prefix may be the next victim.
-        gone = self.lru.victims(
-            wanted,
-            lambda slot: self.is_pinned(slot, now),
-            lambda slot: self._quarantine([slot], now),
-        )
-        self.evicted += gone
+        self.evicted += self.lru.victims(wanted, lambda slot: self.is_pinned(slot, now), evict)
+        self.removals.add(gone, RemovedBecause.EVICTED, now, owner)
         self.settle(now)
-        return gone
 
     def _grow_spare(self, keys: Sequence[str], now: float) -> None:
         """Keep more slots spare: leases come faster than quarantines end."""

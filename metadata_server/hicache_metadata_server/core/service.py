@@ -38,6 +38,7 @@ from hicache_metadata_server.core.limits import (
     lease_seconds,
     may_use,
 )
+from hicache_metadata_server.core.removals import RemovalRoom
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
@@ -89,6 +90,7 @@ class MetadataService:
             instance=secrets.token_hex(8),
             durability=durability,
             limits=limits,
+            removals=True,
         )
         self.max_scopes = max_scopes
         self.scopes: dict[str, Scope] = {}
@@ -107,6 +109,7 @@ class MetadataService:
         # Servers that share a store hand pins over with their scopes, so no two may draw one number.
         self._pin_numbers = IdAllocator(1 + secrets.randbelow(1 << 52) if shares_store else 1)
         self._pins = PinTable()
+        self._removal_room = RemovalRoom()
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
         """New, cleared or described scopes."""
@@ -182,7 +185,7 @@ class MetadataService:
 
     def add_scope(self, geometry: p.ScopeGeometry, tenant: str = "") -> Scope:
         """Create a scope that does not exist."""
-        scope = Scope(geometry, self.limits.quarantine_seconds)
+        scope = Scope(geometry, self.limits.quarantine_seconds, self._removal_room)
         self.scopes[geometry.scope] = scope
         scope.tenant = tenant
         scope.number = self.new_number()
@@ -394,6 +397,18 @@ class MetadataService:
             flags.append(p.Flags(done=scope.delete(part.keys, part.generations, now)))
         return p.Marked(scopes=flags)
 
+    def collect_removals(self, request: p.CollectRemovals, now: float) -> p.CollectedRemovals:
+        """List pages that were removed, as many as the limit of keys allows."""
+        Measure(self.limits).scopes(request.scopes)
+        room, answers = self.limits.keys, list[p.RemovedPages]()
+        scopes = [
+            self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(request.scopes)
+        ]
+        for part, scope in zip(request.scopes, scopes, strict=True):
+            answers.append(scope.removals.read(part.cursor, room))
+            room -= len(answers[-1].keys)
+        return p.CollectedRemovals(scopes=answers)
+
     # Operators.
 
     def inspect(self, request: p.Inspect, now: float) -> p.Inspected:
@@ -567,7 +582,7 @@ class MetadataService:
         `pins` may be of other scopes, too. `longest` is that of the longest lease and quarantine
         that its store has seen, in seconds.
         """
-        scope = Scope(record.geometry, self.limits.quarantine_seconds)
+        scope = Scope(record.geometry, self.limits.quarantine_seconds, self._removal_room)
         longest = max(self._longest, longest)
         scope.number = record.number
         scope.tenant = record.tenant

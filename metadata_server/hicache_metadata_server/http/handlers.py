@@ -379,6 +379,8 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         row("/v2/touch", service.touch),
         row("/v2/delete", service.delete),
         row("/v2/clear", service.clear, audited=True),
+        # Answered with the next group: a crash must not bring back what was reported as removed.
+        row("/v2/removals", service.collect_removals, changes=True),
         row("/v2/drop", service.drop, changes=True, audited=True),
         row("/v2/scopes", list_scopes, takes_caller=True),
         row("/v2/inspect", service.inspect),

@@ -8,9 +8,9 @@ import msgspec
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server.http_calls import Clock, running
+from tests.metadata_server.services import restored
 from tests.support.metadata import Written
 
 LEASE, QUARANTINE = DEFAULTS.lease_seconds, DEFAULTS.quarantine_seconds
@@ -224,6 +224,6 @@ async def peer_on(address, **limits):
     """A server on a store, with a clock of the test's."""
     store, clock = open_store(address), Clock()
     limits = msgspec.structs.replace(DEFAULTS, **limits)
-    service = MetadataService(limits, durability=store.durability)
+    service = restored(store, clock.now, limits)
     async with running(store, service, clock=clock) as caller:
         yield Peer(caller, clock)
