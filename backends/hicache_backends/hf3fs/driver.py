@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.reader import PageReader
 from hicache_backends.hf3fs.slots.engine import SlotRead
-from hicache_backends.hf3fs.slots.scopes import metadata_keys
+from hicache_backends.hf3fs.slots.scopes import metadata_keys, page_key
 from hicache_backends.hf3fs.store import Store
 from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import InUseError
-from hicache_storage.objects import Call, ObjectRead, ObjectStorage
+from hicache_storage.objects import Call, ObjectRead, ObjectRemoval, ObjectStorage, this_process
 from hicache_storage.objects.namespace import stored_checksum
 from hicache_storage.spec import (
     Capabilities,
     Durability,
     Health,
     HungReads,
+    RemovalReason,
+    RemovalScope,
     Sharing,
     StorageUnavailableError,
 )
@@ -62,6 +62,7 @@ class Hf3fsStorage(ObjectStorage):
                 deletes=True,
                 clears=True,
                 evicts=True,
+                removals=RemovalScope.STORE,
                 networked=remote,
                 hung_reads=HungReads.WAIT
                 if config.hung_reads == "wait"
@@ -72,6 +73,11 @@ class Hf3fsStorage(ObjectStorage):
         )
         self._config = config
         self._store: Store | None = None
+        self._cursors: dict[str, str | None] = {}
+        """Removals of each scope that `collect_removals` has read."""
+        self._removed: list[ObjectRemoval] = []
+        """Those of a call that has failed, and whether further ones may be missing."""
+        self._lost = False
 
     @property
     def store(self) -> Store:
@@ -88,18 +94,14 @@ class Hf3fsStorage(ObjectStorage):
         store = self._store = Store(self._config, self.recorder.count_failover)
         self.caches_lookups = store.is_embedded
         self._reader = PageReader(store)
-        self._writer = PageWriter(
-            store, self._count_evicted, f"{socket.gethostname()}:{os.getpid()}"
-        )
-        durability = self._capabilities.durability
-        if (
-            durability is Durability.PROCESS
-            and store.metadata.about.durability is p.StoreDurability.NONE
-        ):
+        self._writer = PageWriter(store, self._count_evicted, this_process())
+        about, durability = store.metadata.about, self._capabilities.durability
+        if durability is Durability.PROCESS and about.durability is p.StoreDurability.NONE:
             durability = Durability.REOPEN
         self._capabilities = replace(
             self._capabilities,
             durability=durability,
+            removals=RemovalScope.STORE if about.removals else RemovalScope.NONE,
             hung_reads=HungReads.BOUNCE_BUFFER if store.engine.buffered else HungReads.WAIT,
         )
 
@@ -164,6 +166,29 @@ class Hf3fsStorage(ObjectStorage):
         scopes = self.store.scopes(namespaces)
         self.store.metadata.clear(list(dict.fromkeys(scope.name for scope in scopes)), call)
 
+    def collect_removals(
+        self, namespaces: Sequence[Namespace], call: Call
+    ) -> tuple[list[ObjectRemoval], bool]:
+        scopes = {scope.name: scope.namespace for scope in self.store.scopes(namespaces)}
+        self._cursors |= dict.fromkeys(scopes.keys() - self._cursors.keys())
+        # Kept in the storage until all are known: if a request fails, the next call has them.
+        for name, part in self.store.metadata.removals(self._cursors, call):
+            self._removed += _removals(scopes[name], part)
+            self._lost |= part.lost
+        removed, lost = self._removed, self._lost
+        self._removed = []
+        self._lost = False
+        return removed, lost
+
+    def recall_removals(self, batches: Sequence[LookupBatch], call: Call) -> list[ObjectRemoval]:
+        metadata, found = self.store.metadata, list[ObjectRemoval]()
+        scopes = self.store.scopes([batch.namespace for batch in batches])
+        for scope, batch in zip(scopes, batches, strict=True):
+            keys, everything = set(batch.keys), metadata.removals({scope.name: ""}, call)
+            for _, part in everything if metadata.about.removals else ():
+                found += [one for one in _removals(batch.namespace, part) if one.key in keys]
+        return sorted(found, key=lambda one: one.seconds)
+
     def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
         scopes = self.store.scopes(namespaces)
         while True:
@@ -226,6 +251,15 @@ class Hf3fsStorage(ObjectStorage):
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:
         self.recorder.count(namespace.pool, pages_evicted=pages)
+
+
+def _removals(namespace: Namespace, part: p.RemovedPages) -> list[ObjectRemoval]:
+    return [
+        ObjectRemoval(namespace.name, page_key(key), RemovalReason(reason), seconds, by)
+        for key, reason, seconds, by in zip(
+            part.keys, part.reasons, part.times, part.by, strict=True
+        )
+    ]
 
 
 def _lookups(scopes: Sequence[SlotScope], batches: Sequence[LookupBatch]) -> list[p.LookupScope]:

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
-from hicache_storage.spec import Capabilities, Durability, HungReads, Sharing
+from hicache_storage.spec import Capabilities, Durability, HungReads, RemovalScope, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 deletes=True,
                 clears=True,
                 evicts=True,
+                removals=RemovalScope.STORE,
                 networked=True,
                 hung_reads=HungReads.BOUNCE_BUFFER,
             ),

@@ -14,7 +14,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import MetadataError, UnknownScopeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hicache_storage.objects import Call
 
@@ -188,6 +188,22 @@ class MetadataClient(ABC):
                 "/v2/clear", request, request.scopes, p.Cleared, call
             ).pages
         return deleted
+
+    def removals(
+        self, cursors: dict[str, str | None], call: Call
+    ) -> Iterator[tuple[str, p.RemovedPages]]:
+        """Yield removals behind cursors of scopes, which it moves, until none is left."""
+        left = list(cursors)
+        while left:
+            some = left[: self.about.limits.scopes]
+            left = left[len(some) :]
+            asked = [p.RemovalCursor(scope=name, cursor=cursors[name]) for name in some]
+            request = p.CollectRemovals(scopes=asked)
+            answer = self._with_scopes("/v2/removals", request, some, p.CollectedRemovals, call)
+            for name, part in zip(some, answer.scopes, strict=True):
+                cursors[name] = part.cursor
+                left += [name] * part.more
+                yield name, part
 
     def drop(self, scopes: Sequence[str], call: Call) -> None:
         """Remove empty scopes. A scope that does not exist is no error.

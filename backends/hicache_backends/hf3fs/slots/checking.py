@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_backends.hf3fs.slots.scopes import ESCAPE
+from hicache_backends.hf3fs.slots.scopes import page_key
 from hicache_backends.posix.files import read_into
 from hicache_storage.objects import ENVELOPE_BYTES
 from hicache_storage.objects.namespace import belongs, checksum, key_digest, stored_checksum
@@ -29,8 +29,7 @@ def is_damaged(scope: SlotScope, listed: SlotStatus) -> bool:
     except OSError:
         return False
     page, envelope = content[:-ENVELOPE_BYTES], bytes(content[-ENVELOPE_BYTES:])
-    # The digest of the original key cannot be computed from an escaped key.
-    digest = envelope[32:48] if listed.key.startswith(ESCAPE) else key_digest(listed.key)
+    digest = key_digest(page_key(listed.key))
     return not belongs(envelope, scope.namespace.envelope_prefix, digest) or not stored_checksum(
         envelope
     ) == listed.checksum == checksum([page])

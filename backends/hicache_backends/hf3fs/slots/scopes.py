@@ -115,8 +115,9 @@ def metadata_keys(keys: Sequence[str]) -> list[str]:
     # Mostly none is converted, which one search of the joined text finds out.
     if all(keys) and ESCAPE not in "".join(keys):
         return list(keys)
-    return [key if key and key[0] != ESCAPE else _escaped(key) for key in keys]
+    return [key if key and key[0] != ESCAPE else ESCAPE + key for key in keys]
 
 
-def _escaped(key: str) -> str:
-    return ESCAPE + hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
+def page_key(key: str) -> str:
+    """Convert a server's key back."""
+    return key.removeprefix(ESCAPE)

@@ -1,0 +1,152 @@
+"""Removals on both clients: what others have removed, and what is asked again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from msgspec import structs
+
+from hicache_metadata_server.client.errors import MetadataError
+from hicache_metadata_server.client.http_client import HttpMetadataClient
+from hicache_storage.objects import Call, LookupBatch, this_process
+from hicache_storage.spec import RemovalReason, RemovalScope, UnsupportedOperationError
+from tests.backends.file.harness import COMPONENTS, ScratchPool
+from tests.backends.hf3fs.harness import recycle
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.slow(seconds=10)
+
+REASON = RemovalReason
+KEYS = ["", "~", "~tilde", "plain"]
+"""Some of which have other names on the server."""
+
+
+@pytest.fixture(params=["local", "remote"])
+def mine(request, rig):
+    if request.param == "remote":
+        return partial(rig, metadata_url=request.getfixturevalue("kept_server").url)
+    return rig
+
+
+class Listener:
+    """Collects what has been removed, by pool, since the last call."""
+
+    def __init__(self, storage):
+        self.storage = storage
+        self.cursor = storage.removals().cursor
+
+    def removed(self, *, lost=False):
+        answer = self.storage.removals(self.cursor)
+        assert answer.lost == lost
+        self.cursor = answer.cursor
+        return answer.removed
+
+    def pages(self):
+        return [(one.key, one.reason) for one in self.removed()]
+
+
+def test_what_another_storage_removes_is_reported_once(mine):
+    one, other = mine(), mine()
+    assert all(one.put([*KEYS, "damaged"]))
+    listener = Listener(one.storage)
+    assert all(other.storage.delete(KEYS[:3]))
+    assert listener.pages() == [(key, REASON.DELETED) for key in KEYS[:3]]
+    one.overwrite(one.slot("damaged"), b"\0")
+    assert other.get(["damaged"]) == [None]
+    assert listener.pages() == [("damaged", REASON.DAMAGED)]
+    other.storage.clear()
+    assert listener.pages() == [("plain", REASON.CLEARED)]
+    assert listener.pages() == []
+
+
+def test_evictions_name_the_process_that_needed_room(mine):
+    one, other = mine(file_size="64KiB"), mine(file_size="64KiB")
+    assert all(one.put(["first"]))
+    listener = Listener(one.storage)
+    recycle(other, ["first"])
+    gone = listener.removed()
+    assert gone[0].key == "first"
+    assert {(page.pool, page.reason, page.by) for page in gone} == {
+        ("kv", REASON.EVICTED, this_process())
+    }
+    assert min(page.seconds for page in gone) > 1e9
+    assert max(one.slot(page.key) for page in gone) < 0
+
+
+def test_what_a_failed_call_has_read_comes_with_the_next(mine, monkeypatch):
+    """Scopes are asked for one by one, and the second request fails."""
+    one = mine()
+    one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "mamba")
+    assert all(one.put(["a", "b"]))
+    listener, metadata = Listener(one.storage), one.store.metadata
+    send, about, sent, failing = metadata.send, metadata.about, [], {2}
+    limits = structs.replace(about.limits, scopes=1)
+    monkeypatch.setattr(
+        type(metadata), "about", property(lambda self: structs.replace(about, limits=limits))
+    )
+
+    def sending(path, *arguments):
+        sent.append(path)
+        if path == "/v2/removals" and sent.count(path) in failing:
+            raise MetadataError("the network is gone")
+        return send(path, *arguments)
+
+    monkeypatch.setattr(metadata, "send", sending)
+    assert one.storage.delete(["a"]) == [True]
+    assert listener.removed() == []
+    assert one.storage.get_stats().faults == 1
+    assert one.storage.delete(["b"]) == [True]
+    assert [page.key for page in listener.removed()] == ["a", "b"]
+    assert sent.count("/v2/removals") == 4
+
+
+def test_a_restarted_server_has_lost_them(rig, server):
+    one = rig(metadata_url=server.url)
+    assert all(one.put(["a", "b"]))
+    listener = Listener(one.storage)
+    server.kill()
+    assert listener.removed() == []
+    server.start()
+    eventually(lambda: one.hits(["a"]))
+    assert one.storage.delete(["a"]) == [True]
+    assert [page.key for page in listener.removed(lost=True)] == ["a"]
+    assert one.storage.delete(["b"]) == [True]
+    assert listener.pages() == [("b", REASON.DELETED)]
+
+
+def test_with_an_older_server_they_are_not_declared(rig, kept_server, monkeypatch):
+    refresh = HttpMetadataClient.refresh
+
+    def older(self, call):
+        refresh(self, call)
+        self._about = structs.replace(self._about, removals=False)
+        return self._about
+
+    monkeypatch.setattr(HttpMetadataClient, "refresh", older)
+    one = rig(metadata_url=kept_server.url)
+    one.storage.open()
+    assert one.storage.capabilities.removals is RemovalScope.NONE
+    with pytest.raises(UnsupportedOperationError, match="removals"):
+        one.storage.removals()
+    assert recalled(one, ["a"]) == []
+
+
+def recalled(rig, keys):
+    namespace = rig.storage.pools["kv"].namespace
+    found = rig.storage.recall_removals([LookupBatch(namespace, keys)], Call(5))
+    assert {page.namespace for page in found} <= {namespace.name}
+    return [(page.key, page.reason) for page in found]
+
+
+def test_the_store_remembers_removals_of_before(mine):
+    one = mine()
+    assert all(one.put(KEYS))
+    assert all(one.storage.delete(KEYS[:2]))
+    assert all(one.put(KEYS[:1]))
+    one.storage.clear()
+    late = mine()
+    late.storage.open()
+    expected = [("", REASON.DELETED), ("", REASON.CLEARED)]
+    assert recalled(late, ["", "none"]) == expected
+    assert recalled(late, ["plain"]) == [("plain", REASON.CLEARED)]
