@@ -15,24 +15,18 @@ from hicache_metadata_server.cli import scopes as scope_commands
 from hicache_metadata_server.cli import stores as store_commands
 from hicache_metadata_server.cli.options import (
     FOUND_PROBLEMS,
-    LOCAL,
-    Ca,
-    Certificate,
+    AdminClient,
     Model,
-    Token,
-    Url,
     error_message,
-    exit_on_error,
     fail,
     named_scopes,
-    open_client,
+    of_server,
 )
 from hicache_metadata_server.cli.token import app as token_app
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.options import AdminClient
     from hicache_metadata_server.settings import ServerSettings
 
 app = typer.Typer(
@@ -85,16 +79,14 @@ def config(context: typer.Context) -> None:
 
 
 @app.command()
+@of_server
 def status(
+    remote: AdminClient,
     wait: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="Time to wait for a server that is starting."),
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
 ) -> None:
     """Show a server's identity, readiness, limits, and the other servers on its Redis.
 
@@ -102,13 +94,13 @@ def status(
     """
     from hicache_metadata_server.protocol import About, Scopes
 
-    with exit_on_error():
-        remote = open_client(url, token_file, ca, certificate)
-        # A server that is starting refuses connections: without the wait that would be an error.
-        _wait_until_ready(remote, time.monotonic() + wait)
-        about = remote.call("/v2", None, About)
-        listed = remote.call("/v2/scopes", None, Scopes)
-        reason = remote.problem()
+    # A server that is starting refuses connections: without the wait that would be an error.
+    until = time.monotonic() + wait
+    while time.monotonic() < until and remote.problem():
+        time.sleep(POLL_SECONDS)
+    about = remote.call("/v2", None, About)
+    listed = remote.call("/v2/scopes", None, Scopes)
+    reason = remote.problem()
     scopes = listed.scopes
     exit_status = FOUND_PROBLEMS if reason else 0
     if as_json:
@@ -148,7 +140,9 @@ def status(
 
 
 @app.command()
+@of_server
 def inspect(
+    remote: AdminClient,
     scope: Annotated[
         str, typer.Argument(metavar="SCOPE", help="rank:namespace, as listed by `scopes`.")
     ] = "",
@@ -160,21 +154,15 @@ def inspect(
         list[int] | None,
         typer.Option(metavar="NUMBER", min=0, help="Slot to look up; may be repeated."),
     ] = None,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
 ) -> None:
     """Show all fields of slots or keys, one JSON object a line."""
     import msgspec
 
     from hicache_metadata_server.protocol import Inspect, Inspected
 
-    with exit_on_error():
-        remote = open_client(url, token_file, ca, certificate)
-        names = named_scopes(remote, [scope] if scope else [], model)
-        requests = [Inspect(scope=name, keys=key or [], slots=slot or []) for name in names]
-        found = [remote.call("/v2/inspect", request, Inspected).slots for request in requests]
+    names = named_scopes(remote, [scope] if scope else [], model)
+    requests = [Inspect(scope=name, keys=key or [], slots=slot or []) for name in names]
+    found = [remote.call("/v2/inspect", request, Inspected).slots for request in requests]
     for name, slots in zip(names, found, strict=True):
         for entry in slots:
             # Scopes of a model have the same keys.
@@ -183,28 +171,24 @@ def inspect(
 
 
 @app.command()
+@of_server
 def drain(
+    remote: AdminClient,
     off: Annotated[
         bool, typer.Option("--off", help="Stop draining: give new leases again.")
     ] = False,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time to wait for the leases to end.")
     ] = 0.0,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
 ) -> None:
     """Drain a server before a stop: it gives no new leases. Exits with 1 if leases are left."""
     from hicache_metadata_server.protocol import Drain, Draining
 
     deadline = time.monotonic() + wait
-    with exit_on_error():
-        remote = open_client(url, token_file, ca, certificate)
-        answer = remote.call("/v2/drain", Drain(enabled=not off), Draining)
-        while not off and answer.leases and time.monotonic() < deadline:
-            time.sleep(min(0.2, wait))
-            answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
+    answer = remote.call("/v2/drain", Drain(enabled=not off), Draining)
+    while not off and answer.leases and time.monotonic() < deadline:
+        time.sleep(min(0.2, wait))
+        answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
     typer.echo("gives leases" if off else f"draining; {answer.leases:,} leases left")
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
 
@@ -224,13 +208,6 @@ def _status_json(about: Any, listed: Any, problem: str) -> str:
         "servers": msgspec.to_builtins(listed.servers),
     }
     return msgspec.json.encode(found).decode()
-
-
-def _wait_until_ready(remote: AdminClient, until: float) -> None:
-    """Poll until the server is ready, or until a time; leave errors to the next call."""
-    # Refused connections are expected until the server listens.
-    while time.monotonic() < until and remote.problem():
-        time.sleep(POLL_SECONDS)
 
 
 @contextmanager

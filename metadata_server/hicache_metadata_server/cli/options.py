@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn, TypeVar
+from inspect import Signature, signature
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -12,7 +14,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from hicache_metadata_server.protocol import Answer, Request
 
@@ -24,35 +26,8 @@ MAX_MOVES: Final = 5
 CERTIFICATE: Final = "--certificate FILE, or HICACHE_METADATA_CERTIFICATE"
 FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
-LOCAL: Final = "http://127.0.0.1:18000"
-
-Url = Annotated[
-    str, typer.Option(metavar="URL", help="Address of the server.", envvar="HICACHE_METADATA_URL")
-]
-Token = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        metavar="FILE",
-        help="File that contains only a token; default: $HICACHE_METADATA_TOKEN.",
-    ),
-]
-Ca = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        show_default="the system's",
-        help="PEM file of authorities for https, or $HICACHE_METADATA_CA.",
-    ),
-]
-Certificate = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="PEM file with a client certificate and its key, or $HICACHE_METADATA_CERTIFICATE.",
-    ),
-]
-
+PREFIX: Final = "HICACHE_METADATA_"
+"""Of variables of the environment."""
 
 Model = Annotated[
     str,
@@ -137,28 +112,63 @@ def named_scopes(remote: AdminClient, names: list[str], model: str) -> list[str]
     return found
 
 
-def open_client(
-    url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None
-) -> AdminClient:
-    """Return a client of the server at `url`; no request is sent yet."""
-    import os
+def of_server(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that name a server, and its client as the first argument.
 
-    from hicache_metadata_server.client.http_transport import client_context
+    Expected errors end the command with a message.
+    """
 
-    # Not an `envvar` of the option: the option names a file, the variable holds the token itself.
-    environment = os.environ.get
-    token = environment("HICACHE_METADATA_TOKEN", "")
-    if token_file:
-        token = token_file.read_text("utf-8").strip()
-    authorities = ca or environment("HICACHE_METADATA_CA", "")
-    client = certificate or environment("HICACHE_METADATA_CERTIFICATE", "")
-    return AdminClient(
-        url,
-        token,
-        client_context(ca=str(authorities), certificate=str(client))
-        if url.startswith("https:")
-        else None,
-    )
+    def run(
+        url: Annotated[
+            str,
+            typer.Option(metavar="URL", help="Address of the server.", envvar=f"{PREFIX}URL"),
+        ] = "http://127.0.0.1:18000",
+        # Not an `envvar`: the option names a file, the variable holds the token itself.
+        token_file: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="FILE",
+                help=f"File that contains only a token; default: ${PREFIX}TOKEN.",
+            ),
+        ] = None,
+        ca: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="FILE",
+                show_default="the system's",
+                help="PEM file of authorities for https.",
+                envvar=f"{PREFIX}CA",
+            ),
+        ] = None,
+        certificate: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="FILE",
+                help="PEM file with a client certificate and its key.",
+                envvar=f"{PREFIX}CERTIFICATE",
+            ),
+        ] = None,
+        **own: Any,
+    ) -> None:
+        from hicache_metadata_server.client.http_transport import client_context
+
+        with exit_on_error():
+            token = os.environ.get(f"{PREFIX}TOKEN", "")
+            if token_file:
+                token = token_file.read_text("utf-8").strip()
+            tls = None
+            if url.startswith("https:"):
+                tls = client_context(ca=str(ca or ""), certificate=str(certificate or ""))
+            command(AdminClient(url, token, tls), **own)
+
+    _, *parameters = signature(command, eval_str=True).parameters.values()
+    *options, _ = signature(run, eval_str=True).parameters.values()
+    # Typer reads both.
+    run.__signature__ = Signature([*parameters, *options])  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in (*parameters, *options)}
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    return run
 
 
 @contextmanager

@@ -11,18 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from hicache_metadata_server.cli.options import (
-    LOCAL,
-    Ca,
-    Certificate,
-    Model,
-    Token,
-    Url,
-    exit_on_error,
-    fail,
-    named_scopes,
-    open_client,
-)
+from hicache_metadata_server.cli.options import AdminClient, Model, fail, named_scopes, of_server
 
 app = typer.Typer()
 ScopeNames = Annotated[
@@ -36,7 +25,9 @@ MAX_WIDTH: Final = 4096
 
 
 @app.callback(invoke_without_command=True)
+@of_server
 def scopes(
+    remote: AdminClient,
     context: typer.Context,
     as_json: Annotated[
         bool,
@@ -46,10 +37,6 @@ def scopes(
             "line.",
         ),
     ] = False,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
 ) -> None:
     """List every scope with its slots by state; `scopes clear` empties and `scopes delete` removes some."""
     import msgspec
@@ -64,10 +51,7 @@ def scopes(
             # They would not reach it, and it would ask another server.
             fail(f"options belong behind `{context.invoked_subcommand}`")
         return
-    with exit_on_error():
-        found = (
-            open_client(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
-        )
+    found = remote.call("/v2/scopes", None, Scopes).scopes
     if as_json:
         for one in found:
             typer.echo(msgspec.json.encode(one).decode())
@@ -94,30 +78,28 @@ def scopes(
 
 
 @app.command()
+@of_server
 def clear(
+    remote: AdminClient,
     scope: ScopeNames = None,
     model: Model = "",
     yes: Yes = False,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
 ) -> None:
     """Remove all pages and leases of scopes. The scopes stay, and data files are never written."""
     from hicache_metadata_server.protocol import Clear, Cleared
 
-    with exit_on_error():
-        remote = open_client(url, token_file, ca, certificate)
-        names = named_scopes(remote, scope or [], model)
-        _confirm(f"Remove all pages of {', '.join(names)}?", yes=yes)
-        # One by one: scopes that are named together get one owner, where servers share a Redis.
-        for name in names:
-            (pages,) = remote.call("/v2/clear", Clear(scopes=[name]), Cleared).pages
-            typer.echo(f"{name}: {pages:,} pages removed")
+    names = named_scopes(remote, scope or [], model)
+    _confirm(f"Remove all pages of {', '.join(names)}?", yes=yes)
+    # One by one: scopes that are named together get one owner, where servers share a Redis.
+    for name in names:
+        (pages,) = remote.call("/v2/clear", Clear(scopes=[name]), Cleared).pages
+        typer.echo(f"{name}: {pages:,} pages removed")
 
 
 @app.command()
+@of_server
 def delete(
+    remote: AdminClient,
     scope: ScopeNames = None,
     model: Model = "",
     yes: Yes = False,
@@ -133,10 +115,6 @@ def delete(
             help="Time to wait until leased and quarantined slots are free.",
         ),
     ] = None,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
 ) -> None:
     """Remove scopes, one after another: those that are empty, or with --force any.
 
@@ -145,28 +123,24 @@ def delete(
     from hicache_metadata_server.client.errors import InUseError
     from hicache_metadata_server.protocol import Clear, Cleared, Drop, Dropped
 
-    with exit_on_error():
-        remote = open_client(url, token_file, ca, certificate)
-        names = named_scopes(remote, scope or [], model)
-        # Without --force only empty scopes go, and nothing is lost.
+    names = named_scopes(remote, scope or [], model)
+    # Without --force only empty scopes go, and nothing is lost.
+    if force:
+        _confirm(f"Remove {', '.join(names)} with all pages?", yes=yes)
+    until = time.monotonic() + ((FORCED_WAIT_SECONDS if force else 0.0) if wait is None else wait)
+    for name in names:
         if force:
-            _confirm(f"Remove {', '.join(names)} with all pages?", yes=yes)
-        until = time.monotonic() + (
-            (FORCED_WAIT_SECONDS if force else 0.0) if wait is None else wait
-        )
-        for name in names:
-            if force:
-                remote.call("/v2/clear", Clear(scopes=[name]), Cleared)
-            while True:
-                try:
-                    remote.call("/v2/drop", Drop(scopes=[name]), Dropped)
-                    break
-                except InUseError:
-                    # Leases and quarantines end by themselves.
-                    if time.monotonic() >= until:
-                        raise
-                time.sleep(POLL_SECONDS)
-            typer.echo(f"{name}: deleted")
+            remote.call("/v2/clear", Clear(scopes=[name]), Cleared)
+        while True:
+            try:
+                remote.call("/v2/drop", Drop(scopes=[name]), Dropped)
+                break
+            except InUseError:
+                # Leases and quarantines end by themselves.
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(POLL_SECONDS)
+        typer.echo(f"{name}: deleted")
 
 
 def _confirm(question: str, *, yes: bool) -> None:

@@ -12,37 +12,30 @@ import typer
 
 from hicache_metadata_server.cli.options import (
     FOUND_PROBLEMS,
-    LOCAL,
-    Ca,
-    Certificate,
-    Token,
-    Url,
+    AdminClient,
     exit_on_error,
     fail,
-    open_client,
+    of_server,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.options import AdminClient
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.sqlite import SqliteStore
 
 MAX_SHOWN: Final = 100
 
 
+@of_server
 def fsck(
+    remote: AdminClient,
     scope: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="SCOPE", help="rank:namespace, as listed by `scopes`; default: all."
         ),
     ] = None,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
     store: Annotated[
         str,
         typer.Option(
@@ -57,12 +50,7 @@ def fsck(
     """
     if store and scope:
         fail("a store is checked as a whole: leave the scopes out, or ask a server")
-    with exit_on_error():
-        slots, problems = (
-            _check_store(store)
-            if store
-            else _check_served(open_client(url, token_file, ca, certificate), scope or [])
-        )
+    slots, problems = _check_store(store) if store else _check_served(remote, scope or [])
     for problem in problems[:MAX_SHOWN]:
         typer.echo(problem)
     if len(problems) > MAX_SHOWN:
