@@ -16,7 +16,7 @@ from hicache_metadata_server.core.codec import (
 from hicache_metadata_server.core.invariants import audit
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope
-from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED, SlotPins
+from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import RemovedBecause, Reserved, ScopeGeometry
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class History:
         old = self.scope
         old.settle(self.now, 10**6)
         scope = self.scope = Scope(self.geometry, QUARANTINE)
-        scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, SlotPins()
+        scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, {}
         for pin, (slots, until) in self.pins.items():
             scope.pin(pin, slots, until)
         blocks = ((number, SlotColumns.decode(blob)) for number, blob in self.blocks.items())

@@ -54,13 +54,8 @@ class Tokens:
     ) -> None:
         self._clock = clock
         self._fixed = dict(
-            _entry(
-                digest(text.encode()),
-                kind,
-                _NEVER,
-                Caller(f"env-{kind}", kind, "", kind is Token.ADMIN),
-            )
-            for text, kind in (tokens or {}).items()
+            _entry(digest(text.encode()), f"env-{right}", right)
+            for text, right in (tokens or {}).items()
         )
         self._known = dict(self._fixed)
         self._required = bool(self._fixed)
@@ -74,7 +69,16 @@ class Tokens:
 
         From now on requests need a token, even if there are no records.
         """
-        self._known = self._fixed | dict(_of_record(record) for record in records)
+        self._known = self._fixed | dict(
+            _entry(
+                bytes.fromhex(one.sha256),
+                one.id,
+                Token(one.right),
+                one.tenant,
+                _NEVER if one.expires is None else one.expires.timestamp(),
+            )
+            for one in records
+        )
         # Also for an empty file: revoking the last token must not open the server to everybody.
         self._required = True
 
@@ -132,15 +136,11 @@ class Tokens:
         return known if known is not None and compare_digest(known.rest, found[_HALF:]) else None
 
 
-def _entry(found: bytes, right: Token, expires: float, caller: Caller) -> tuple[bytes, _Known]:
+def _entry(
+    found: bytes, name: str, right: Token, tenant: str = "", expires: float = _NEVER
+) -> tuple[bytes, _Known]:
+    caller = Caller(name, right, tenant, right is Token.ADMIN and not tenant)
     return found[:_HALF], _Known(found[_HALF:], _RANK[right], expires, caller)
-
-
-def _of_record(record: TokenRecord) -> tuple[bytes, _Known]:
-    right = Token(record.right)
-    caller = Caller(record.id, right, record.tenant, right is Token.ADMIN and not record.tenant)
-    expires = _NEVER if record.expires is None else record.expires.timestamp()
-    return _entry(bytes.fromhex(record.sha256), right, expires, caller)
 
 
 class OriginPolicy:

@@ -21,7 +21,7 @@ from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from prometheus_client.core import Metric
@@ -187,9 +187,20 @@ class AuditLog:
         """By host the bucket of its refusals, and those left out since the last one written."""
 
     def request(
-        self, route: str, status: int, caller: Caller, peer: str, fields: Mapping[str, Any]
+        self,
+        route: str,
+        status: int,
+        caller: Caller,
+        peer: str,
+        message: Any,
+        names: Sequence[str],
     ) -> None:
-        """Write an admin call, or one that empties scopes."""
+        """Write an admin call, or one that empties scopes; bounded in size, without page keys."""
+        fields: dict[str, Any] = {"scopes": list(names[:NAMES])} if names else {}
+        if len(names) > NAMES:
+            fields["scopes_in_all"] = len(names)
+        if (enabled := getattr(message, "enabled", None)) is not None:
+            fields["enabled"] = enabled
         self.write("request", **_caller_fields(caller, peer), route=route, **fields, status=status)
 
     def refused(self, route: str, status: int, code: str, caller: Caller | None, peer: str) -> None:
@@ -214,20 +225,6 @@ class AuditLog:
                 code=code,
                 **more,
             )
-
-
-def audit_fields(message: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Fields of a request for its audit line, bounded in size, without page keys."""
-    found: dict[str, Any] = {"scopes": list(names[:NAMES])} if names else {}
-    if len(names) > NAMES:
-        found["scopes_in_all"] = len(names)
-    enabled = getattr(message, "enabled", None)
-    return found if enabled is None else {**found, "enabled": enabled}
-
-
-def peer_of(client: Sequence[Any] | None) -> str:
-    """Address and port of a peer as text; empty where unknown."""
-    return f"{client[0]}:{client[1]}" if client else ""
 
 
 def _caller_fields(caller: Caller, peer: str) -> dict[str, str]:

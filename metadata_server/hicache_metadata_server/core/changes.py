@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import xxhash
 
 from hicache_metadata_server.core.codec import SlotChanges
-from hicache_metadata_server.core.errors import RequestError, invalid
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER, ScopeGeometry
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 AHEAD: Final = 1 << 20
 """Ids between the last one and the durable ceiling."""
-KEY_CHARACTERS: Final = 128
-"""Characters of an idempotency key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +157,6 @@ class PinTable:
         return self.remove(pins) if pins else []
 
 
-def digest_of(path: str, content_type: str, body: bytes) -> bytes:
-    """Digest of a request, by which requests of one key are compared."""
-    return xxhash.xxh3_128_digest(b"%b %b %b" % (path.encode(), content_type.encode(), body))
-
-
-def check_idempotency_key(idempotency_key: str) -> None:
-    """Check the length of a client's idempotency key.
-
-    Raises:
-        RequestError: it is too long.
-    """
-    if len(idempotency_key) > KEY_CHARACTERS:
-        raise invalid(
-            f"an idempotency key of more than {KEY_CHARACTERS} characters", IDEMPOTENCY_HEADER
-        )
-
-
 class IdempotencyCache:
     """Answers by idempotency key, each kept for `seconds`."""
 
@@ -243,27 +223,19 @@ class IdempotencyCache:
         self._ends.append((record.until, record.idempotency_key))
 
 
-def first_number() -> int:
-    """First id of a server that starts: the microseconds since 1970, as in the Redis scripts.
-
-    No server allocates a million ids a second for long, so all ids of an earlier server are
-    smaller, even if its store is lost. They stay below 2^53, up to which numbers of JSON and Lua
-    are exact, until the year 2255.
-    """
-    return time.time_ns() // 1000
-
-
 class IdAllocator:
-    """A counter that starts at the time of the start, or at the durable ceiling if that is later.
+    """A counter that starts at the microseconds since 1970, or at the durable ceiling if that is later.
 
-    Only the ceiling is durable. A restart continues behind it, which skips up to a million ids and
-    saves one write for each of them.
+    No server allocates a million ids a second for long, so all ids of an earlier server are smaller,
+    even if its store is lost. They stay below 2^53, up to which numbers of JSON and Lua are exact,
+    until the year 2255. Only the ceiling is durable. A restart continues behind it, which skips up to
+    a million ids and saves one write for each of them.
     """
 
     __slots__ = ("_next", "ceiling")
 
     def __init__(self, kept: int = 1) -> None:
-        self._next = max(kept, first_number())
+        self._next = max(kept, time.time_ns() // 1000)
         self.ceiling = self._next
         """No id from here on was ever given, as far as the store can know."""
 

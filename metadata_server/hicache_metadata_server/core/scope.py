@@ -19,7 +19,6 @@ from hicache_metadata_server.core.slot_table import (
     QUARANTINED,
     FreeSlots,
     HeldLeases,
-    SlotPins,
     SlotTable,
     Timers,
     as_run,
@@ -86,7 +85,8 @@ class Scope:
         self.lru = LruOrder(self.table)
         self.prefix_refs = PrefixRefs(self.table, self.lru)
         self.leases = HeldLeases(self.table)
-        self.pins = SlotPins()
+        self.pins: dict[int, dict[int, float]] = {}
+        """End of each pin, by slot."""
         self.timers = Timers()
         self.removals = ScopeRemovals(removal_room)
         self._min_spare = geometry.slots // MIN_SPARE_SHARE if geometry.slots >= STEP else 0
@@ -187,7 +187,11 @@ class Scope:
 
     def is_pinned(self, slot: int, now: float) -> bool:
         """True if a pin on a slot has not ended."""
-        return bool(self.pins.by_slot) and self.pins.count(slot, now) > 0
+        return bool(self.pins) and self._pins_on(slot, now) > 0
+
+    def _pins_on(self, slot: int, now: float) -> int:
+        """Number of pins on a slot that have not ended."""
+        return sum(until > now for until in self.pins.get(slot, {}).values())
 
     # Operations of clients.
 
@@ -370,11 +374,16 @@ class Scope:
 
     def pin(self, pin: int, slots: list[int], until: float) -> None:
         """Keep slots from being given away until `until`."""
-        self.pins.add(pin, slots, until)
+        for slot in slots:
+            self.pins.setdefault(slot, {})[pin] = until
 
     def unpin(self, pin: int, slots: list[int], now: float) -> None:
         """Remove a pin from slots, and free those whose quarantine has ended."""
-        self.pins.remove(pin, slots)
+        for slot in slots:
+            if (pins := self.pins.get(slot)) is not None:
+                pins.pop(pin, None)
+                if not pins:
+                    del self.pins[slot]
         table = self.table
         quarantined = [slot for slot in slots if table.states[slot] == QUARANTINED]
         if quarantined:
@@ -408,7 +417,7 @@ class Scope:
             checksum=table.checksums[slot] if live else 0,
             owner=self.leases.owners.get(slot, ""),
             seconds_left=max(0.0, table.until[slot] - now) if timed else 0.0,
-            pins=self.pins.count(slot, now),
+            pins=self._pins_on(slot, now),
         )
 
     def lookup(self, keys: Sequence[str], *, touch: bool = True) -> Sequence[int]:

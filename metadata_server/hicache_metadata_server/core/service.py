@@ -616,15 +616,12 @@ class MetadataService:
 
     # Shared with `core.sglang`.
 
-    def find(self, name: str) -> Scope:
-        """Find a scope for a change by SGLang's protocol."""
+    def find(self, name: str, *, changes: bool = True) -> Scope:
+        """Find a scope for a request by SGLang's protocol."""
         scope = self._known(name, "namespace")
-        self._changed[name] = scope
+        if changes:
+            self._changed[name] = scope
         return scope
-
-    def known(self, name: str) -> Scope:
-        """Find a scope for a read by SGLang's protocol."""
-        return self._known(name, "namespace")
 
     def lease(
         self, scope: Scope, keys: Sequence[str], prefixes: Sequence[str], now: float

@@ -110,7 +110,7 @@ class SglangService:
 
     def _with_keys(self, rank: int, request: p.SglangKeys) -> Scope:
         Measure(self._service.limits).keys(request.keys, "keys")
-        return self._service.known(f"{rank}:{request.namespace}")
+        return self._service.find(f"{rank}:{request.namespace}", changes=False)
 
     def _confirm(self, scope: Scope, pairs: list[tuple[str, int]]) -> str:
         table, refused = scope.table, ""

@@ -1,5 +1,4 @@
-"""The slots of a scope: columns, 81 bytes a used slot, index by key, free slots, timers, and what holds
-slots: leases and pins."""
+"""The slots of a scope: columns, 81 bytes a used slot, index by key, free slots, timers, leases."""
 
 from __future__ import annotations
 
@@ -164,16 +163,13 @@ class FreeSlots:
         returned = self.returned
         # Sorted, because clients read and write neighbours of a slot file with one system call.
         back = sorted(returned.popleft() for _ in range(min(count, len(returned))))
-        new = self._grow(count - len(back))
+        first, more = len(self._table), count - len(back)
+        if more > self.slots - first:
+            raise IndexError(f"{more} new slots of {self.slots - first}")
+        if more:
+            self._table.grow(more)
+        new = range(first, first + more)
         return as_run(list(chain(back, new))) if back else new
-
-    def _grow(self, count: int) -> range:
-        first = len(self._table)
-        if count > self.slots - first:
-            raise IndexError(f"{count} new slots of {self.slots - first}")
-        if count:
-            self._table.grow(count)
-        return range(first, first + count)
 
 
 class Timers:
@@ -409,31 +405,3 @@ class HeldLeases:
         """Remove all leases. The log keeps them: their slots are no longer LEASED."""
         self.held = 0
         self.owners = {}
-
-
-class SlotPins:
-    """Pins on the slots of one scope: the end of each pin, by slot."""
-
-    __slots__ = ("by_slot",)
-
-    def __init__(self) -> None:
-        self.by_slot: dict[int, dict[int, float]] = {}
-
-    def add(self, pin: int, slots: list[int], until: float) -> None:
-        """Add a pin on slots."""
-        for slot in slots:
-            self.by_slot.setdefault(slot, {})[pin] = until
-
-    def remove(self, pin: int, slots: list[int]) -> None:
-        """Remove a pin from slots."""
-        for slot in slots:
-            pins = self.by_slot.get(slot)
-            if pins is not None:
-                pins.pop(pin, None)
-                if not pins:
-                    del self.by_slot[slot]
-
-    def count(self, slot: int, now: float) -> int:
-        """Number of pins on a slot that have not ended."""
-        pins = self.by_slot.get(slot)
-        return sum(until > now for until in pins.values()) if pins else 0

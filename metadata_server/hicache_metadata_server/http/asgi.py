@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.security import audit_fields, peer_of
 from hicache_metadata_server.core.errors import RequestError, StoreError, too_large
 from hicache_metadata_server.core.limits import LONG_BODY, request_size
 from hicache_metadata_server.http.handlers import ReceivedRequest, Response, refusal
@@ -116,7 +115,9 @@ class ProtocolApp:
         except _ClientDisconnectError:
             return
         if response.status in UNAUTHORIZED or (request is not None and request.endpoint.audited):
-            self._write_audit(path, headers, request, response, peer_of(scope["client"]))
+            client = scope["client"]
+            peer = f"{client[0]}:{client[1]}" if client else ""
+            self._write_audit(path, headers, request, response, peer)
         self._record(request, response.status, time.perf_counter() - begin, request_id)
         await send(
             {
@@ -312,9 +313,8 @@ class ProtocolApp:
         elif request is not None:
             # No message: the body could not be decoded.
             names = self.handlers.names(request) if request.message is not None else ()
-            fields = audit_fields(request.message, names)
             name, caller = request.endpoint.name, request.caller
-            self._audit.request(name, response.status, caller, peer, fields)
+            self._audit.request(name, response.status, caller, peer, request.message, names)
 
     def _route(self, path: str) -> str:
         """Name of a path for logs."""

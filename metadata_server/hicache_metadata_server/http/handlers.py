@@ -15,9 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
+import xxhash
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.changes import AnswerRecord, check_idempotency_key, digest_of
+from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.core.limits import ANYBODY, Caller
 from hicache_metadata_server.core.sglang import SglangService
@@ -31,6 +32,8 @@ TENANT_ROUTES: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
 """Routes without a scope that tenants may call; their operations filter by tenant. All other routes
 without a scope concern the whole server."""
 MAX_CACHED_PATHS: Final = 4096
+KEY_CHARACTERS: Final = 128
+"""Characters of an idempotency key."""
 _ENCODE: Final = {p.JSON: msgspec.json.encode, p.MSGPACK: msgspec.msgpack.encode}
 LISTS_NAMES: Final = (p.Clear, p.Drop, p.Fsck)
 """Messages whose `scopes` holds names; in all others it holds parts."""
@@ -183,13 +186,16 @@ class Handlers:
         if not caller.sees_all:
             self._check_tenant(endpoint, request.message, caller)
         if request.idempotency_key and endpoint.route.changes:
-            check_idempotency_key(request.idempotency_key)
+            if len(request.idempotency_key) > KEY_CHARACTERS:
+                message = f"an idempotency key of more than {KEY_CHARACTERS} characters"
+                raise invalid(message, p.IDEMPOTENCY_HEADER)
             # Keys are per tenant: with a shared namespace, a tenant could read another one's answer
             # by guessing its key. A header cannot contain a carriage return, so the prefix is
             # unambiguous.
             if caller.tenant:
                 request.idempotency_key = f"{caller.tenant}\r{request.idempotency_key}"
-            request.digest = digest_of(endpoint.name, request.content_type, body)
+            head = f"{endpoint.name} {request.content_type} ".encode()
+            request.digest = xxhash.xxh3_128_digest(head + body)
 
     def names(self, request: ReceivedRequest) -> Sequence[str]:
         """Scope names in a request that was read."""
