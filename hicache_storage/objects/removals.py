@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from hicache_storage.objects.requests import RegisteredPool
-    from hicache_storage.spec import PoolName
 
 MAX_REMOVALS = 65_536
 """Limit of the removals that are kept; a listener that is further behind is told so (`lost`)."""
@@ -37,10 +36,6 @@ class ObjectRemoval:
     """Time of the removal in seconds since 1970; 0 if it is not known."""
     by: str = ""
     """Process or server that has removed it; empty if it is not known."""
-
-    def of(self, pool: PoolName) -> Removal:
-        """The removal of its page."""
-        return Removal(pool, self.key, self.reason, self.seconds, self.by)
 
 
 def this_process() -> str:
@@ -106,7 +101,7 @@ class RemovalLog:
                 if (pool.name, one.key) in in_shards:
                     continue
                 in_shards.add((pool.name, one.key))
-            pages.append(one.of(pool.name))
+            pages.append(Removal(pool.name, one.key, one.reason, one.seconds, one.by))
         with self._lock:
             self._append([*[None] * lost, *pages])
         self._namespaces.update(homes)

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.objects.namespace import Namespace
     from hicache_storage.pools.access import PageAccess
-    from hicache_storage.spec import Removal, Removals
+    from hicache_storage.spec import Removals
 
 logger = logging.getLogger(__name__)
 
@@ -303,30 +303,6 @@ class ObjectStorage(ObjectDriver):
         with self._lifecycle.lock(), self._lifecycle:
             self._lifecycle.ensure_connected(insist=True)
             return self.remove_namespaces(self._namespaces(), Call(seconds))
-
-    def last_removals(
-        self, keys: Sequence[str], *, pool: str = PoolName.KV, seconds: float
-    ) -> dict[str, Removal]:
-        """Return the last removal of each page, as far as the store remembers it.
-
-        For tools: no engine does it.
-
-        Args:
-            seconds: after which the store is no longer waited for.
-
-        Raises:
-            HiCacheError, OSError: the store refuses, or cannot be reached.
-        """
-        with self._lifecycle.lock(), self._lifecycle:
-            self._lifecycle.ensure_connected(insist=True)
-            registered = self._pools.get(PoolName(pool))
-            if registered is None:
-                raise UnknownPoolError(f"pool {pool!r} is not registered")
-            batches = [LookupBatch(part.namespace, keys) for part in registered.parts]
-            found = self.recall_removals(batches, Call(seconds))
-        return {
-            one.key: one.of(registered.name) for one in sorted(found, key=lambda one: one.seconds)
-        }
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()

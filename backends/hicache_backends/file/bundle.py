@@ -45,6 +45,8 @@ from hicache_storage.objects import ENVELOPE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from hicache_storage.spec import RemovalReason
+
 _MAGIC = b"HCBUNDLE"
 _VERSION = 1
 _FOOTER = struct.Struct("<8sIIQQ16sQ")
@@ -199,6 +201,8 @@ class Bundle(msgspec.Struct, eq=False, gc=False):
     """Perhaps gone since before its announcement: its index is read from the file, not the log."""
     invalid: bool = False
     """The file has the name of a bundle and other content."""
+    reason: RemovalReason | None = None
+    """Why this storage removes it, or pages of it."""
 
     @property
     def path(self) -> str:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hicache_backends.file.bundle import BundleIndex
     from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
     from hicache_backends.file.events import EventLogs, WriterCursor
+    from hicache_backends.file.removal_history import RemovalHistory
+    from hicache_storage.spec import RemovalReason
 
 
 logger = logging.getLogger(__name__)
@@ -101,6 +103,8 @@ class BundleSet:
         """Being added; left non-empty only by an interrupt."""
         self.index: Callable[[Callable[[], bool]], None] = lambda expired: None
         """Reads the indexes of new bundles, without the lock."""
+        self.vanished: Callable[[Bundle], None] = lambda bundle: None
+        """Called for an own bundle that is gone before it could be added, with the lock."""
         self._generation = -1
         self._epoch = -1
         self._invalidations = 0
@@ -124,6 +128,11 @@ class BundleSet:
     def logs(self) -> EventLogs:
         """The store's event logs."""
         return self._feed.logs
+
+    @property
+    def history(self) -> RemovalHistory:
+        """The store's history of removals."""
+        return self._feed.history
 
     def listen(self, listener: BundleSetListener) -> None:
         """Register a listener, and report the present bundles to it."""
@@ -268,7 +277,9 @@ class BundleSet:
         """Add a prepared bundle, unless it has been removed since."""
         with self.lock:
             # A call that was interrupted is repeated: removed from `_prepared` last.
-            if not bundle.gone:
+            if bundle.gone:
+                self.vanished(bundle)
+            else:
                 self.add([bundle])
             self._prepared.pop(bundle.id, None)
 
@@ -304,6 +315,7 @@ class BundleSet:
         *,
         void: bool = False,
         paths: Mapping[Bundle, str] | None = None,
+        reason: RemovalReason | None = None,
     ) -> list[bool | OSError]:
         """Announce that bundles are removed, as many at once as fit into a cursor; unlink them.
 
@@ -311,6 +323,7 @@ class BundleSet:
             expired: returns whether the caller's deadline has passed; then the rest stays.
             void: no storage uses these files, and one that cannot be removed stays void.
             paths: the files, where a bundle that has another name by now is to stay.
+            reason: why their pages are removed; None if these are in the store all the same.
 
         Returns:
             For each bundle, `True`; `False` if its file was gone: another process has removed it,
@@ -327,6 +340,8 @@ class BundleSet:
                 return [*outcomes, *[passed] * (len(bundles) - done)]
             with self.removing:
                 batch = bundles[done : done + MAX_REMOVALS]
+                for bundle in batch:
+                    bundle.reason = reason
                 outcomes += self._remove_batch(batch, void=void, paths=paths or {})
         return outcomes
 

@@ -23,6 +23,7 @@ from hicache_backends.file.bundle import Bundle, BundleId
 from hicache_backends.file.bundle_set import no_deadline
 from hicache_backends.file.temp_files import TOLERANCE_NS
 from hicache_backends.posix.files import file_bytes
+from hicache_storage.spec import RemovalReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -448,7 +449,8 @@ class Capacity:
             page_index = self._page_indexes(namespace)
             if page_index is not None:
                 page_index.read_before_removal(some)
-            outcomes = self._publisher.remove(self._bundle_sets.get(namespace), some)
+            bundle_set = self._bundle_sets.get(namespace)
+            outcomes = self._publisher.remove(bundle_set, some, RemovalReason.EVICTED)
             for victim, outcome in zip(some, outcomes, strict=True):
                 if isinstance(outcome, OSError):
                     logger.debug("cannot evict %s: %s", victim.path, outcome)
@@ -487,6 +489,8 @@ class Capacity:
     def _shrink(self, victim: Bundle, dropped: int) -> int:
         page_index, size = self._page_indexes(victim.namespace), victim.name.size
         assert page_index is not None
-        self._rewriter.drop(page_index, victim, frozenset(victim.keys[-dropped:]))
+        self._rewriter.drop(
+            page_index, victim, frozenset(victim.keys[-dropped:]), RemovalReason.EVICTED
+        )
         self._evicted(page_index.namespace, dropped)
         return size - page_index.format.bundle_bytes(victim.keys[:-dropped])

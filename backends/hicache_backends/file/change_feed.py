@@ -37,6 +37,7 @@ from hicache_backends.file.events import (
     parse_cursor,
 )
 from hicache_backends.file.paths import BIRTH_NAME
+from hicache_backends.file.removal_history import RemovalHistory
 from hicache_backends.posix.directories import (
     Attributes,
     cached_attributes,
@@ -210,6 +211,7 @@ class ChangeFeed:
         self._parsed: dict[str, WriterCursor | None] = {}
         self._snapshot = FeedSnapshot()
         self.logs = EventLogs(paths)
+        self.history = RemovalHistory(paths, writer)
         self._announced: dict[str, WriterCursor] = {}
         self._unlogged: dict[str, list[Event]] = {}
         """The last of the events that were announced and are not in the log."""

@@ -20,6 +20,8 @@ from hicache_storage.spec import (
     Durability,
     Health,
     HungReads,
+    RemovalReason,
+    RemovalScope,
     Sharing,
     StorageUnavailableError,
 )
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         Call,
         LookupBatch,
         Namespace,
+        ObjectRemoval,
         ObjectWrite,
         ReadBatch,
         WriteBatch,
@@ -77,6 +80,7 @@ class FileStorage(ObjectStorage):
                 deletes=True,
                 clears=True,
                 evicts=config.capacity is not None or config.leaves_room,
+                removals=RemovalScope.STORE,
                 # Before `connect`, when the mount is unknown: a read is guarded, and waited for.
                 hung_reads=HungReads.WAIT
                 if config.hung_reads == "wait"
@@ -87,6 +91,9 @@ class FileStorage(ObjectStorage):
         )
         self._config = config
         self._store: Store | None = None
+        self._removed: list[ObjectRemoval] = []
+        """Taken from page indexes, and not yet returned."""
+        self._removed_lost = False
 
     @property
     def store(self) -> Store:
@@ -248,9 +255,11 @@ class FileStorage(ObjectStorage):
         for page_index, batch in zip(page_indexes, batches, strict=True):
             if call.expired():
                 raise TimeoutError("the deadline of the delete has passed")
-            store.rewriter.drop_all(page_index, partial(_locations, page_index, batch.keys))
+            find = partial(_locations, page_index, batch.keys)
+            store.rewriter.drop_all(page_index, find, RemovalReason.DELETED)
             page_index.bundle_set.force_relist()
         store.feed.announce(always_advance=not all(map(all, found)))
+        store.after_call()
         return found
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
@@ -260,6 +269,7 @@ class FileStorage(ObjectStorage):
                 store.bundle_sets.get(namespace.name).invalidate()
             # Whole bundles are removed, so no index needs to be read.
             if self._clear_listed(store.page_indexes(namespaces, expired=lambda: True), call):
+                store.after_call()
                 return
         raise FileNotFoundError("others keep on rewriting the bundles that are to be cleared")
 
@@ -275,11 +285,40 @@ class FileStorage(ObjectStorage):
             store.rewriter.drop_all(
                 page_index,
                 partial(inspection.damaged, dict.fromkeys(read.key for read in batch.reads)),
+                RemovalReason.DAMAGED,
             )
             conclusive &= inspection.conclusive
         # Where some copy may still be damaged, the SDK hides the page until the next set has
         # written it anew.
         return conclusive
+
+    def collect_removals(
+        self, namespaces: Sequence[Namespace], call: Call
+    ) -> tuple[list[ObjectRemoval], bool]:
+        store = self.store
+        page_indexes = store.known_page_indexes(namespaces)
+        for page_index in page_indexes:
+            page_index.watch()
+        store.page_indexes(namespaces, call.expired)
+        for page_index in page_indexes:
+            while (taken := page_index.take_removed()) is None:
+                if call.expired():
+                    raise TimeoutError("the deadline has passed, and indexes are still unread")
+                store.page_indexes([page_index.namespace], call.expired)
+            self._removed += taken[0]
+            self._removed_lost |= taken[1]
+        store.after_call()
+        removed, lost = self._removed, self._removed_lost
+        self._removed, self._removed_lost = [], False
+        return removed, lost
+
+    def recall_removals(self, batches: Sequence[LookupBatch], call: Call) -> list[ObjectRemoval]:
+        removed = [
+            one
+            for batch in batches
+            for one in self.store.feed.history.recall(batch.namespace.name, batch.keys)
+        ]
+        return sorted(removed, key=lambda one: one.seconds)
 
     def _touch(
         self, page_indexes: Sequence[PageIndex], keys: Iterable[Sequence[str]], call: Call
@@ -303,7 +342,10 @@ class FileStorage(ObjectStorage):
             bundle_set = page_index.bundle_set
             # Not beyond the deadline: the caller has been answered, and may store pages anew.
             outcomes += self.store.publisher.remove(
-                bundle_set, list(bundle_set.bundles.values()), call.expired
+                bundle_set,
+                list(bundle_set.bundles.values()),
+                RemovalReason.CLEARED,
+                call.expired,
             )
             bundle_set.force_relist()
         self.store.feed.announce(always_advance=True)
@@ -407,7 +449,9 @@ class FileStorage(ObjectStorage):
             return
         try:
             self.store.rewriter.drop_all(
-                page_index, partial(_other_locations, page_index, envelopes)
+                page_index,
+                partial(_other_locations, page_index, envelopes),
+                RemovalReason.DAMAGED,
             )
         except OSError as error:
             # The new copy is the newer one, and read in their stead.

@@ -21,9 +21,12 @@ from hicache_backends.file.bundle import (
 )
 from hicache_backends.file.bundle_set import no_deadline
 from hicache_backends.file.events import segment_of
+from hicache_backends.file.removal_history import RemovalLine
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import file_bytes
-from hicache_storage.objects import ObjectRead
+from hicache_storage.objects import ObjectRead, ObjectRemoval, this_process
+from hicache_storage.objects.removals import MAX_REMOVALS
+from hicache_storage.spec import RemovalReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -120,8 +123,15 @@ class PageIndex:
         self._retry_at = 0.0
         self._early_retries = 0
         self._touched: dict[Bundle, None] = {}
+        self._removed: dict[str, ObjectRemoval] | None = None
+        """Pages that are gone since `take_removed`, by key; None while nobody watches."""
+        self._removed_lost = False
+        self._damaged = set[str]()
+        """Pages that were damaged when their bundle was rewritten."""
         bundle_set.listen(self)
         bundle_set.index = self.read_indexes
+        # A set has answered True for its pages, and another storage has removed them.
+        bundle_set.vanished = lambda bundle: self._keep_removed(bundle.keys, RemovalReason.UNKNOWN)
 
     def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
         """Apply the events that other storages have announced.
@@ -237,8 +247,75 @@ class PageIndex:
             self._unread.pop(bundle, None)
             self._unreadable.pop(bundle, None)
             self._to_recheck.pop(bundle, None)
+            # First: an interrupted call is repeated.
+            if bundle.reason is not None or self._removed is not None:
+                self._note_removed(bundle)
             for key in bundle.keys:
                 self._forget(key, bundle)
+
+    def watch(self) -> None:
+        """Note the pages that are gone from now on, for `take_removed`."""
+        with self.bundle_set.lock:
+            if self._removed is None:
+                self._removed = {}
+
+    def take_removed(self) -> tuple[list[ObjectRemoval], bool] | None:
+        """Return the pages that are gone since the last call, and whether some are missing.
+
+        Returns:
+            None while indexes are unread: pages may be in these bundles.
+        """
+        with self.bundle_set.lock:
+            if self._unread:
+                return None
+            removed, lost = self._removed or {}, self._removed_lost
+            self._removed, self._removed_lost = {}, False
+            # Others were moved by another process, or stored again.
+            return [one for key, one in removed.items() if key not in self.pages], lost
+
+    def note_damaged(self, keys: Iterable[str]) -> None:
+        """Note pages that are left out of a rewritten bundle because they are damaged."""
+        with self.bundle_set.lock:
+            self._damaged.update(keys)
+
+    def _note_removed(self, bundle: Bundle) -> None:
+        """Note the pages that go with a bundle, and have no other copy."""
+        find, copies = self.pages.get, self._copies
+        gone = [
+            key
+            for key in bundle.keys
+            if (location := find(key)) and location[0] is bundle and key not in copies
+        ]
+        if not gone:
+            return
+        # The time and the author are known of this storage's own removals alone.
+        own, by, seconds = bundle.reason is not None, "", 0.0
+        if own:
+            by, seconds = this_process(), self._clock.now_ns() / 1e9
+        damaged = self._damaged.intersection(gone) if self._damaged else set[str]()
+        for reason, keys in (
+            (RemovalReason.DAMAGED, damaged),
+            (bundle.reason or RemovalReason.UNKNOWN, [key for key in gone if key not in damaged]),
+        ):
+            if own and keys:
+                line = RemovalLine(seconds, reason, by, tuple(keys))
+                self.bundle_set.history.note(self.namespace.name, line)
+            self._keep_removed(keys, reason, seconds, by)
+        self._damaged.difference_update(gone)
+
+    def _keep_removed(
+        self, keys: Iterable[str], reason: RemovalReason, seconds: float = 0.0, by: str = ""
+    ) -> None:
+        """Keep removals for `take_removed`, where there is a watch."""
+        if self._removed is None:
+            return
+        for key in keys:
+            # In the order of the last time that they went.
+            self._removed.pop(key, None)
+            self._removed[key] = ObjectRemoval(self.namespace.name, key, reason, seconds, by)
+        while len(self._removed) > MAX_REMOVALS:
+            self._removed_lost = True
+            del self._removed[next(iter(self._removed))]
 
     def read_indexes(self, expired: Callable[[], bool]) -> None:
         """Read the indexes of new bundles, from the event logs or from the bundles.

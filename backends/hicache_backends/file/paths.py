@@ -10,6 +10,7 @@
     <namespace>/namespace.json    a description of the pages, for people
     <namespace>/bundles/          the pages; a claimed bundle has a name that ends in .claimed
     <namespace>/events/           the event logs of its writers, a cache (`events.py`)
+    <namespace>/removals/         what they remember of removed pages (`removal_history.py`)
 ```
 
 A name that does not match a pattern exactly is not the driver's, and its file is left alone.
@@ -105,6 +106,9 @@ class StorePaths:
 
     def events(self, namespace: str) -> str:
         return f"{self.root}/{namespace}/events"
+
+    def removals(self, namespace: str) -> str:
+        return f"{self.root}/{namespace}/removals"
 
     def namespaces(self) -> list[str]:
         """The namespaces that exist."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
-from hicache_storage.spec import Capabilities, Durability, HungReads, Sharing
+from hicache_storage.spec import Capabilities, Durability, HungReads, RemovalScope, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +25,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 deletes=True,
                 clears=True,
                 evicts=True,
+                removals=RemovalScope.STORE,
                 hung_reads=HungReads.BOUNCE_BUFFER,
             ),
             summary="Files in a directory, local or on a mount that many nodes share",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.temp_files import TempFiles, TemporaryName
     from hicache_backends.file.writer import PendingBundle
     from hicache_storage.objects import Call
+    from hicache_storage.spec import RemovalReason
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class Publisher:
         self,
         bundle_set: BundleSet,
         bundles: Sequence[Bundle],
+        reason: RemovalReason,
         expired: Callable[[], bool] = no_deadline,
     ) -> list[bool | OSError]:
         """Remove bundles of one namespace, as `BundleSet.remove_files` does.
@@ -129,7 +131,8 @@ class Publisher:
         ]
         if len(free) < len(bundles):
             bundle_set.invalidate()
-        outcomes = dict(zip(free, bundle_set.remove_files(free, expired, paths=paths), strict=True))
+        removed = bundle_set.remove_files(free, expired, paths=paths, reason=reason)
+        outcomes = dict(zip(free, removed, strict=True))
         return [outcomes.get(bundle, False) for bundle in bundles]
 
     def is_unclaimed(self, bundle: Bundle) -> bool:
@@ -149,12 +152,14 @@ class Publisher:
         *,
         size: int,
         checksum: int,
+        reason: RemovalReason,
     ) -> Bundle:
         """Put a written file in the place of a bundle, and announce it.
 
         Args:
             size: the file's length in bytes.
             checksum: its `tail_checksum`.
+            reason: why pages are left out.
 
         Raises:
             FileNotFoundError: another process has removed or claimed the bundle; its change stands.
@@ -200,6 +205,7 @@ class Publisher:
                 self._void[new.id] = bundle_set.bundle(claimed)
                 new.touched = old.touched
                 new.modified = old.modified
+                old.reason = reason
                 bundle_set.add([new])
                 self.feed.describe(old.namespace, Added(new.name, index))
                 # In one announcement, and in every further one until the claimed file is gone:

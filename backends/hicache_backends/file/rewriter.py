@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.reader import Reader
     from hicache_backends.posix.files import Descriptors
     from hicache_storage.objects import Call, Namespace
+    from hicache_storage.spec import RemovalReason
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ class Rewriter:
         self._descriptors = descriptors
         self._damaged = damaged
 
-    def drop_all(self, page_index: PageIndex, find: Callable[[], Sequence[Location]]) -> None:
+    def drop_all(
+        self, page_index: PageIndex, find: Callable[[], Sequence[Location]], reason: RemovalReason
+    ) -> None:
         """Drop all pages that `find` returns, and announce it.
 
         `find` is called again if another process moves the pages meanwhile.
@@ -69,10 +72,10 @@ class Rewriter:
                 bundles.setdefault(bundle, set()).add(bundle.keys[page])
             # First what frees room, and takes none: a full disk does not keep it.
             whole = [bundle for bundle, keys in bundles.items() if keys.issuperset(bundle.keys)]
-            outcomes = self._publisher.remove(page_index.bundle_set, whole)
+            outcomes = self._publisher.remove(page_index.bundle_set, whole, reason)
             for bundle in bundles.keys() - set(whole):
                 try:
-                    self.drop(page_index, bundle, bundles[bundle])
+                    self.drop(page_index, bundle, bundles[bundle], reason)
                 except OSError as error:
                     outcomes.append(not isinstance(error, FileNotFoundError) and detached(error))
             # What has failed or was faster comes with events of its own.
@@ -88,7 +91,9 @@ class Rewriter:
             page_index.catch_up(self._feed.read())
         raise FileNotFoundError("others keep on rewriting the same bundles")
 
-    def drop(self, page_index: PageIndex, bundle: Bundle, keys: Container[str]) -> None:
+    def drop(
+        self, page_index: PageIndex, bundle: Bundle, keys: Container[str], reason: RemovalReason
+    ) -> None:
         """Replace a bundle by one without these pages, and announce it.
 
         Raises:
@@ -96,15 +101,17 @@ class Rewriter:
             OSError: the bundle is as it was.
         """
         kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
-        if kept and self._rewrite(page_index, bundle, kept):
+        if kept and self._rewrite(page_index, bundle, kept, reason):
             return
-        [outcome] = self._publisher.remove(page_index.bundle_set, [bundle])
+        [outcome] = self._publisher.remove(page_index.bundle_set, [bundle], reason)
         if not outcome:
             raise FileNotFoundError(f"{bundle.path} has been removed or replaced")
         if isinstance(outcome, OSError):
             raise outcome
 
-    def _rewrite(self, page_index: PageIndex, bundle: Bundle, kept: Sequence[int]) -> bool:
+    def _rewrite(
+        self, page_index: PageIndex, bundle: Bundle, kept: Sequence[int], reason: RemovalReason
+    ) -> bool:
         """Replace a bundle by one with some of its pages; `False` if none of them is sound."""
         name = self._temp_files.name(
             page_index.format.bundle_bytes([bundle.keys[page] for page in kept])
@@ -129,10 +136,11 @@ class Rewriter:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            page_index.note_damaged([bundle.keys[page] for page in set(kept).difference(sound)])
             if sound:
-                size = end + len(tail)
+                size, checksum = end + len(tail), tail_checksum(tail)
                 self._publisher.replace(
-                    page_index, bundle, name, index, size=size, checksum=tail_checksum(tail)
+                    page_index, bundle, name, index, size=size, checksum=checksum, reason=reason
                 )
             else:
                 self._temp_files.discard(name)

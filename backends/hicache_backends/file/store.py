@@ -219,6 +219,8 @@ class Store:
         elif self.descriptors.has_idle():
             self.thread_pool.run_in_background(self.descriptors.expire)
         self._watch_room()
+        if self.feed.history.is_due():
+            self.thread_pool.run_in_background(self.feed.history.flush)
         if time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + COLLECT_SECONDS
             self.thread_pool.run_in_background(self.collect_logs)
@@ -233,6 +235,7 @@ class Store:
             snapshot = self.feed.read()
             for bundle_set in self.bundle_sets.all():
                 bundle_set.collect_logs(snapshot)
+                self.feed.history.collect(bundle_set.namespace, self.clock)
 
     def flush_touches(self) -> None:
         """Publish this process's uses of bundles to other processes, as mtimes of the files."""
@@ -290,6 +293,7 @@ class Store:
         self._closing.set()
         if self.capacity is not None:
             self.flush_touches()
+        self.feed.history.flush()
         until = time.monotonic() + CLOSE_SECONDS
         for pool in (self.thread_pool, self._watch):
             pool.close(until - time.monotonic())

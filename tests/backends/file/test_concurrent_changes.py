@@ -16,6 +16,7 @@ from hicache_backends.file import rewriter as rewriter_module
 from hicache_backends.file.bundle import BundleId, Claim, parse_bundle
 from hicache_backends.file.events import Found
 from hicache_backends.file.paths import ProcessId
+from hicache_storage.spec import RemovalReason
 from tests.backends.file.harness import (
     Rig,
     at_steps,
@@ -117,7 +118,7 @@ def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(r
         else:
             assert b.hit(KEYS) == 3
             bundle = b.page_index.pages[KEYS[0]][0]
-            assert b.store.publisher.remove(b.bundle_set, [bundle]) == [True]
+            assert b.store.publisher.remove(b.bundle_set, [bundle], RemovalReason.EVICTED) == [True]
         readers.append(rig())
         for reader in readers[1:]:
             assert reader.present(KEYS) == [False] * 3
@@ -436,7 +437,7 @@ def test_a_bundle_that_is_claimed_when_its_removal_begins_is_not_removed(rig):
     with before_announcing(
         a, lambda: (claims.append(claimed_elsewhere(*a.bundles())), a.catch_up(listing=True))
     ):
-        assert a.store.publisher.remove(a.bundle_set, bundles) == [False]
+        assert a.store.publisher.remove(a.bundle_set, bundles, RemovalReason.EVICTED) == [False]
     assert claims[0].exists()
 
 

@@ -12,7 +12,7 @@ import pytest
 from hicache_backends.file import store as store_module
 from hicache_backends.file import writer as writer_module
 from hicache_storage.objects import Call
-from hicache_storage.spec import CancellationToken
+from hicache_storage.spec import CancellationToken, RemovalReason
 from tests.backends.file.harness import chain, failing, identity
 
 
@@ -74,7 +74,7 @@ def test_copies_of_two_writers_that_did_not_know_of_each_other(rig):
         assert side.present(keys) == [False, False, True, True]
     for left in (1, 0):
         bundle = c.page_index.pages[keys[3]][0]
-        c.store.publisher.remove(c.bundle_set, [bundle])
+        c.store.publisher.remove(c.bundle_set, [bundle], RemovalReason.EVICTED)
         assert len(c.bundles()) == left
         for side in (a, b, c):
             assert side.versions(keys[2:], (0, 1)) == [0 if left else None] * 2
