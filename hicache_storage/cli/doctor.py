@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 STYLES: Final = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 PASSED, FAILED, USAGE_ERROR = 0, 1, 2
 ENGINES: Final = ("vllm", "lmcache")
+"""Engines whose command lines are checked."""
+KNOWN_ENGINES: Final = (*ENGINES, "sglang")
+"""Engines whose command lines are read."""
 OWN_OPTIONS: Final = frozenset({"--json", "--deadline"})
 """Options of this command that no engine has."""
 
 
-class DoctorCommand(TyperCommand):
+class EngineCommandLine(TyperCommand):
     """Leaves what stands behind an engine's name to that engine: both have an option `--config`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
-        behind = next((place for place, word in enumerate(args, 1) if word in ENGINES), None)
+        behind = next((at for at, word in enumerate(args, 1) if word in KNOWN_ENGINES), None)
         return super().parse_args(
             ctx, args if behind is None else [*args[:behind], "--", *args[behind:]]
         )

@@ -151,6 +151,13 @@ class ObjectDriver(HiCacheStorage):
         """
         return []
 
+    def described_namespaces(self) -> list[Namespace] | None:
+        """Return the namespaces that the store has descriptions of; None if it keeps none.
+
+        For `hicache why`, which asks for a page under other identities than the storage's own.
+        """
+        return None
+
     def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
         """Remove the remains of namespaces without objects, such as their files.
 

@@ -20,19 +20,21 @@ settles it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
 import struct
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from hicache_storage.spec import HiCacheError, PageGeometry, PoolName, StorageIdentity
 
-    from hicache_storage.spec import PageGeometry, PoolName, StorageIdentity
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 ENVELOPE_BYTES = 64
 """Length of an envelope."""
@@ -99,6 +101,50 @@ class Namespace:
         self.name = self.fingerprint.hex()
         """32 characters of `[0-9a-f]`; safe as a directory or a key prefix."""
         self.envelope_prefix = envelope_prefix(self.page_bytes, self.fingerprint)
+
+    @classmethod
+    def read_all(cls, paths: Iterable[str]) -> list[Namespace]:
+        """Read descriptions of namespaces, as `describe()` has made them.
+
+        A file that is none is left out, and so is one without the name of its namespace in its
+        path: the fingerprint is computed from what the file says.
+        """
+        found = list[Namespace]()
+        for path in paths:
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError, HiCacheError):
+                namespace = cls._described(
+                    msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+                )
+                if namespace.name in path:
+                    found.append(namespace)
+        return found
+
+    @classmethod
+    def _described(cls, about: dict[str, Any]) -> Namespace:
+        pool, shard = PoolName(about["pool"]), about.get("identity.shard_start")
+        fields = {
+            name.removeprefix("identity."): value
+            for name, value in about.items()
+            if name.startswith("identity.") and not name.startswith("identity.shard_")
+        }
+        if shard is not None:
+            # Any rank that holds the shard: here it is the only one.
+            fields |= {"tp_rank": shard, "tp_size": fields["store_tp_size"]}
+        replicated = shard is None and "tp_rank" not in fields
+        identity = StorageIdentity(
+            **fields,
+            # Other pools may be in these sets, too, which decides nothing here.
+            tp_replicated_pools=frozenset([pool] if replicated else []),
+            tp_sharded_pools=frozenset([] if replicated or shard is not None else [pool]),
+        )
+        geometry = PageGeometry(
+            layout=about["layout"],
+            dtype=about["dtype"],
+            page_size=about["page_size"],
+            size=about["page_size"],
+            component_bytes=tuple(about["component_bytes"]),
+        )
+        return cls(identity, pool, geometry, shard)
 
     def object_name(self, key: str) -> str:
         """Return a name for stores with one flat set of names.

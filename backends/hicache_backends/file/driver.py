@@ -14,7 +14,7 @@ from hicache_backends.file.rewriter import DamageInspection
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import FULL
-from hicache_storage.objects import ObjectRead, ObjectStorage
+from hicache_storage.objects import Namespace, ObjectRead, ObjectStorage
 from hicache_storage.spec import (
     Capabilities,
     Durability,
@@ -272,6 +272,10 @@ class FileStorage(ObjectStorage):
                 store.after_call()
                 return
         raise FileNotFoundError("others keep on rewriting the bundles that are to be cleared")
+
+    def described_namespaces(self) -> list[Namespace]:
+        paths = self.store.paths
+        return Namespace.read_all(map(paths.description, paths.namespaces()))
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         store, conclusive = self.store, True

@@ -110,6 +110,9 @@ class StorePaths:
     def removals(self, namespace: str) -> str:
         return f"{self.root}/{namespace}/removals"
 
+    def description(self, namespace: str) -> str:
+        return f"{self.root}/{namespace}/namespace.json"
+
     def namespaces(self) -> list[str]:
         """The namespaces that exist."""
         with contextlib.suppress(FileNotFoundError):

@@ -334,7 +334,7 @@ class Publisher:
         if self.feed.syncs:
             sync_directory(self._paths.root)
             sync_directory(above)
-        description = f"{above}/namespace.json"
+        description = self._paths.description(namespace.name)
         if os.path.exists(description):
             return
         text = msgspec.json.format(msgspec.json.encode(namespace.describe()), indent=2)

@@ -206,6 +206,9 @@ class Hf3fsStorage(ObjectStorage):
             scope.file.remove()
         return True
 
+    def described_namespaces(self) -> list[Namespace]:
+        return self.store.described_namespaces()
+
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         return all(self._discard(batch, call) for batch in batches)
 

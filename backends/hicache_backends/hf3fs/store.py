@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+from glob import escape, glob
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.files import SUFFIX, SlotFile, SlotGeometry, refusals
@@ -13,7 +14,7 @@ from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
 from hicache_backends.posix.directories import make_last, mount_of
-from hicache_storage.objects import Call
+from hicache_storage.objects import Call, Namespace
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from hicache_backends.hf3fs.config import Hf3fsConfig
     from hicache_backends.hf3fs.slots.engine import SlotEngine
     from hicache_metadata_server.client.metadata_client import MetadataClient
-    from hicache_storage.objects import Namespace
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,10 @@ class Store:
     def known_scope(self, namespace: Namespace) -> SlotScope | None:
         """Return the scope of a namespace, without I/O; None if it is new."""
         return self._scopes.get(namespace.name)
+
+    def described_namespaces(self) -> list[Namespace]:
+        """Return the namespaces of the slot files in the directory that are of this store."""
+        return Namespace.read_all(glob(f"{escape(self.path)}/*-{self._id}.json"))
 
     def refusals(self) -> list[str]:
         """Return the reasons that can be known before a set for which it would be refused."""

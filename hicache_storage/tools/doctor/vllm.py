@@ -58,13 +58,18 @@ def check_vllm(target: DoctorTarget) -> Iterator[Finding]:
 
 def tier_options(target: DoctorTarget) -> dict[str, object]:
     """Return the bridge's options, as they are given; empty if there are none."""
-    texts = EngineCommand.parse(target.command_line).configurations(TRANSFER)
-    try:
-        entries = _entries(_extra(read_object(texts[-1]))) if texts else []
-    except ValueError:
-        return {}
+    entries = _entries(connector_options(target))
     ours = [_own(entry) for entry in entries if _is_ours(entry)]
     return ours[0] if ours else {}
+
+
+def connector_options(target: DoctorTarget) -> dict[str, object]:
+    """Return the options of the offloading connector; empty if there are none."""
+    texts = EngineCommand.parse(target.command_line).configurations(TRANSFER)
+    try:
+        return _extra(read_object(texts[-1])) if texts else {}
+    except ValueError:
+        return {}
 
 
 def _extra(transfer: Mapping[str, object]) -> dict[str, object]:
