@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,41 @@ def test_damaged(store):
     # The question has not removed it, and the others are whole.
     assert store.answer("k1")[0] == "damaged"
     assert store.answer("k2")[0] == "there"
+
+
+def test_removed(store):
+    store.set()
+    with store.engine({"kv": BytePool()}) as storage:
+        began = time.time() - 1
+        assert storage.delete(["k1"]) == [True]
+    answer, detail = store.answer("k1")
+    assert (answer, detail.split()[:2]) == ("removed", ["kv:", "deleted"])
+    assert began <= datetime.fromisoformat(" ".join(detail.split()[2:4])).timestamp() <= time.time()
+    # It may be found under another identity all the same.
+    store.set(["k1"], revision="r2")
+    assert "; stored with revision 'r2' and not ''" in store.answer("k1", revision="")[1]
+    store.set(["k1"])
+    assert store.answer("k1")[0] == "there"
+    with store.engine({"kv": BytePool()}) as storage:
+        storage.clear()
+    answer, detail = store.answer("k2")
+    assert (answer, detail.split()[:2]) == ("removed", ["kv:", "cleared"])
+
+
+def test_evicted(store):
+    size = BytePool().geometry.page_bytes + 64
+    if store.driver == "file":
+        store.options["capacity"] = str(40 * size)
+    else:
+        store.options["file_size"] = str(40 * size)
+    keys = [f"old{number}" for number in range(8)]
+    store.set(keys)
+    for turn in range(40):
+        store.set([f"new{turn} {number}" for number in range(8)])
+    answers = store.why(*keys)["answers"]
+    assert {(one["answer"], one["detail"].split()[1]) for one in answers} == {
+        ("removed", "evicted")
+    }
 
 
 def test_a_side_pool_is_missing(store):
