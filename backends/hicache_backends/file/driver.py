@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hicache_storage.objects import (
         Call,
         LookupBatch,
-        Namespace,
         ObjectRemoval,
         ObjectWrite,
         ReadBatch,
