@@ -58,7 +58,7 @@ class SlotAllocator:
             self._head = (self._head + pages) % self.page_num
             self._free -= pages
             self._in_use[taken] = True
-        return self._slots_of(taken)
+        return page_slots(taken, self.page_size)
 
     def free(self, indices: torch.Tensor) -> int:
         """Give back slots in whole pages, each of consecutive slots; returns their number.
@@ -67,7 +67,7 @@ class SlotAllocator:
             SlotError: a slot is out of range, was not handed out, is given back twice, or comes
                 without its page.
         """
-        pages = self._whole_pages(indices)
+        pages = whole_pages(indices, self.page_size, self.page_num)
         # Vector arithmetic: a free of a long prefix may have 100,000 slots.
         ordered = pages.sort().values
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -76,7 +76,7 @@ class SlotAllocator:
             # states does not check it.
             idle = pages[~self._in_use[pages]]
             if idle.numel() or twice.numel():
-                wrong = self._slots_of(idle if idle.numel() else twice)
+                wrong = page_slots(idle if idle.numel() else twice, self.page_size)
                 raise SlotError(f"slots given back twice, or never handed out: {named(wrong)}")
             self._in_use[pages] = False
             self._queue[self._places(self._head + self._free, pages.numel())] = pages
@@ -104,16 +104,19 @@ class SlotAllocator:
     def _places(self, start: int, count: int) -> torch.Tensor:
         return (torch.arange(count) + start) % self.page_num
 
-    def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:
-        return page_slots(pages, self.page_size)
 
-    def _whole_pages(self, indices: torch.Tensor) -> torch.Tensor:
-        try:
-            pages = check_pages(indices, self.page_size)
-        except InvalidTransferError as error:
-            raise SlotError(str(error)) from None
-        outside = pages[(pages < 0) | (pages >= self.page_num)]
-        if outside.numel():
-            slots = named(self._slots_of(outside))
-            raise SlotError(f"slots out of range [0, {self.size}): {slots}")
-        return pages
+def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> torch.Tensor:
+    """The number of each page in slots of a pool, after a look at every slot.
+
+    Raises:
+        SlotError: they are not whole pages of the pool.
+    """
+    try:
+        pages = check_pages(indices, page_size)
+    except InvalidTransferError as error:
+        raise SlotError(str(error)) from None
+    outside = pages[(pages < 0) | (pages >= page_num)]
+    if outside.numel():
+        slots = named(page_slots(outside, page_size))
+        raise SlotError(f"slots out of range [0, {page_num * page_size}): {slots}")
+    return pages

@@ -13,7 +13,7 @@ from hicache_storage.transfer.streams import RowSide
 if TYPE_CHECKING:
     from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.plan import PartGroup
-    from hicache_storage.transfer.streams import Device, Stream
+    from hicache_storage.transfer.streams import Device, Priority, Stream
 
 SideT = TypeVar("SideT")
 STAGING_BYTES: Final = 128 << 20
@@ -26,6 +26,11 @@ A stream's queue has about as many places, and a call that finds none waits.
 
 DEVICE, HOST = 0, 1
 """Rows of page numbers."""
+OUT: Final = "write-back"
+IN: Final = "load"
+"""The two directions, which are names of their streams."""
+PRIORITIES: Final[dict[str, Priority]] = {OUT: "lowest", IN: "highest"}
+"""Of their streams: requests wait for loads, and nobody for write-backs."""
 
 
 class Run(NamedTuple):
@@ -56,7 +61,7 @@ class Lane:
         stream: of the direction.
         table: has the page numbers of a transfer.
         staging_bytes: as `PageTransfers` has it.
-        outwards: True for copies from the device to the host.
+        direction: `OUT` or `IN`.
     """
 
     def __init__(
@@ -66,13 +71,14 @@ class Lane:
         stream: Stream,
         table: object,
         staging_bytes: int,
-        outwards: bool,
+        direction: str,
     ) -> None:
         self._device = device
         self._group = group
         self._stream = stream
         self._table = table
-        self._outwards = outwards
+        self._direction = direction
+        outwards = direction == OUT
         how = group.out if outwards else group.into
         self._is_staged = how is How.STAGED
         self._rows = self._row_copy(group.device, RowSide(group.host, HOST))
@@ -87,9 +93,7 @@ class Lane:
         """The staging buffers; kept here, as copies know addresses only."""
         if self._is_staged:
             # A stream of its own fills one buffer while the direction's drains the other one.
-            self.filler = device.stream(
-                *(("gather", "lowest") if outwards else ("stage", "highest"))
-            )
+            self.filler = device.stream(f"staging of a {direction}", PRIORITIES[direction])
             page_bytes = group.parts * group.layer_bytes * max(map(len, runs))
             pages = min(self._max_pages, group.host[0].shape[0])
             size = max(1, min(staging_bytes // page_bytes, pages)) * page_bytes
@@ -172,14 +176,13 @@ class Lane:
         stream.copy_pieces(to, origin, count, run.piece_bytes, run.what)
 
     def _to_from(self, on_device: SideT, other: SideT) -> tuple[SideT, SideT]:
-        return (other, on_device) if self._outwards else (on_device, other)
+        return (other, on_device) if self._direction == OUT else (on_device, other)
 
     def _row_copy(self, on_device: list[torch.Tensor], other: RowSide) -> object:
         return self._device.row_copy(*self._to_from(RowSide(on_device, DEVICE), other), self._table)
 
     def _run(self, layers: range) -> Run:
         group = self._group
-        direction = "write-back" if self._outwards else "load"
         named = f"layer {layers.start}" if len(layers) == 1 else f"{len(layers)} layers"
         parts = range(layers.start * group.parts, layers.stop * group.parts)
         on_device, on_host = (
@@ -201,7 +204,7 @@ class Lane:
             rows = self._row_copy(on_device, RowSide(staged, None))
             firsts = torch.tensor([region.data_ptr() for region in regions])
             buffers.append((rows, firsts + torch.arange(0, room * block, block).unsqueeze(1)))
-        what = f"{direction} of {named}"
+        what = f"{self._direction} of {named}"
         return Run(what, layers, parts, starts, block, room, buffers)
 
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Self
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.copies import STAGING_BYTES
-from hicache_storage.transfer.pool_copies import IN, OUT, PoolCopies
+from hicache_storage.transfer.copies import IN, OUT, PRIORITIES, STAGING_BYTES
+from hicache_storage.transfer.pool_copies import PoolCopies
 from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
@@ -110,10 +110,9 @@ class PageTransfers:
         if not pools:
             raise InvalidPoolError("pools must hold at least one pool")
         self.device = device
-        # Requests wait for loads, and nobody for write-backs.
         self.streams = {
-            OUT: device.stream(OUT, "lowest"),
-            IN: device.stream(IN, "highest"),
+            direction: device.stream(direction, priority)
+            for direction, priority in PRIORITIES.items()
         }
         """By direction: `OUT` and `IN`. All pools share them, so that one event behind the copies
         stands for all."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hicache_storage.pools.pages import check_pages, named, page_slots
+from hicache_storage.pools.pages import named, page_slots
+from hicache_storage.pools.slots import whole_pages
 from hicache_storage.spec import SlotError
 from hicache_storage.transfer.copies import HOST
 
@@ -58,7 +59,7 @@ class PageFences:
     def wait(self, stream: Stream, pages: Numbers) -> None:
         """Let another stream wait for the copies that use some pages."""
         # `max` costs three times as much on few pages.
-        used = [last.take(row) for last, row in zip(self.last, pages, strict=False)]
+        used: list[Numbers] = [last.take(row) for last, row in zip(self.last, pages, strict=False)]
         number = max(int(each[each.argmax()]) for each in used)
         if number:
             stream.wait_event(self._event(number))
@@ -139,7 +140,9 @@ class HostSlots:
         slots = indices.reshape(-1, self._page_size).to("cpu")
         with self._lock:
             # The pool cannot notice it: for the pool a parked page is still in use.
-            self._refuse("given back twice", pages[self._parked[pages]])
+            twice = page_slots(pages[self._parked[pages]], self._page_size)
+            if twice.numel():
+                raise SlotError(f"slots given back twice: {named(twice)}")
             busy = self._in_use(pages)
             if not bool(busy.all()):
                 self._pool.free(slots[~busy].reshape(-1))
@@ -150,6 +153,9 @@ class HostSlots:
         """Keep whole pages from being handed out until something has ended.
 
         Several may hold a page.
+
+        Raises:
+            SlotError: the indices are not whole pages of the pool.
         """
         pages = self._pages(indices)
         self.keep(pages)
@@ -174,13 +180,7 @@ class HostSlots:
             return self._pool.available_size()
 
     def _pages(self, indices: torch.Tensor) -> torch.Tensor:
-        pages = check_pages(indices, self._page_size)
-        self._refuse("out of range", pages[(pages < 0) | (pages >= len(self._users))])
-        return pages
-
-    def _refuse(self, why: str, pages: torch.Tensor) -> None:
-        if pages.numel():
-            raise SlotError(f"slots {why}: {named(page_slots(pages, self._page_size))}")
+        return whole_pages(indices, self._page_size, len(self._users))
 
     def _count(self, pages: torch.Tensor, change: int) -> None:
         # Not `+= change`, which counts a page once that occurs twice in `pages`.

@@ -11,7 +11,7 @@ import torch
 
 from hicache_storage.pools.pages import page_numbers
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer.copies import DEVICE, HOST, Lane
+from hicache_storage.transfer.copies import DEVICE, HOST, IN, OUT, Lane
 from hicache_storage.transfer.host_slots import HostSlots, PageFences
 from hicache_storage.transfer.plan import describe, make_plan
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OUT: Final = "write-back"
-IN: Final = "load"
-"""The two directions, which are names of their streams."""
 WRITTEN: Final = {OUT: HOST, IN: DEVICE}
 """The side that each direction writes."""
 NAMES: Final = ("device_indices", "host_indices")
@@ -85,7 +82,7 @@ class PoolCopies:
         }
         self.lanes = {
             direction: [
-                Lane(device, group, streams[direction], table, staging_bytes, direction == OUT)
+                Lane(device, group, streams[direction], table, staging_bytes, direction)
                 for group in self.plan
             ]
             for direction, table in self._tables.items()

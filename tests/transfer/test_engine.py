@@ -13,8 +13,8 @@ import torch
 from hicache_storage.pools import DevicePages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import Indices, PageTransfers
+from hicache_storage.transfer.copies import IN, OUT
 from hicache_storage.transfer.plan import WAYS
-from hicache_storage.transfer.pool_copies import IN, OUT
 from tests.transfer.rig import (
     PAGE,
     PAGES,

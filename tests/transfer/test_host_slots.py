@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_storage.pools import SlotAllocator
-from hicache_storage.spec import InvalidTransferError, SlotError
+from hicache_storage.spec import SlotError
 from hicache_storage.transfer import HostSlots, host_slots
 from hicache_storage.transfer.host_slots import PageFences
 from tests.transfer.rig import page_slots
@@ -99,21 +99,21 @@ def test_a_copy_that_failed_keeps_its_pages_and_no_other_copy_s():
 
 
 @pytest.mark.parametrize(
-    ("slots", "error", "message"),
+    ("slots", "message"),
     [
-        ([8, 9, 10, 11], SlotError, "out of range"),
-        ([-4, -3, -2, -1], SlotError, "out of range"),
-        ([0], InvalidTransferError, "whole pages of 4"),
+        ([8, 9, 10, 11], "out of range"),
+        ([-4, -3, -2, -1], "out of range"),
+        ([0], "whole pages of 4"),
         # The page would wait for its copy as a whole, and the slot that was meant would be lost.
-        ([0, 5, 2, 3], InvalidTransferError, "whole pages of 4"),
+        ([0, 5, 2, 3], "whole pages of 4"),
     ],
 )
-def test_wrong_slots_are_refused_and_change_nothing(slots, error, message):
+def test_wrong_slots_are_refused_and_change_nothing(slots, message):
     host, copy = HostSlots(SlotAllocator(8, 4)), Use()
     taken = host.alloc(4)
     host.hold(taken, copy)
     for call in (host.free, lambda indices: host.hold(indices, copy)):
-        with pytest.raises(error, match=message):
+        with pytest.raises(SlotError, match=message):
             call(torch.tensor(slots))
     copy.over = True
     assert host.free(taken) == 4

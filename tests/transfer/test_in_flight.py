@@ -10,8 +10,8 @@ import torch
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import StreamFailedError
+from hicache_storage.transfer.copies import IN, OUT
 from hicache_storage.transfer.plan import WAYS
-from hicache_storage.transfer.pool_copies import IN, OUT
 from tests.transfer.rig import PAGES, Rig
 
 DIRECTION = pytest.mark.parametrize("direction", [OUT, IN])

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from hicache_storage.transfer import Acknowledgement, LayerCounter
-from hicache_storage.transfer.copies import DEVICE, HOST
+from hicache_storage.transfer.copies import DEVICE, HOST, IN, OUT
 from hicache_storage.transfer.plan import WAYS
-from hicache_storage.transfer.pool_copies import IN, OUT
 from tests.transfer.rig import PAGES, POOLS, Rig, same
 
 GUIDE = Path(__file__).parents[2] / "docs" / "device-copies.md"

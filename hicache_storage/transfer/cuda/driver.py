@@ -13,7 +13,7 @@ import torch
 from hicache_storage.spec import ConfigError, InvalidPoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
 THREADS: Final = 512
 _FIRST_WITH_BATCHES: Final = 12080
@@ -96,7 +96,7 @@ def is_capturing(stream: int) -> bool:
 
 
 @contextmanager
-def nvidia() -> Iterator[None]:
+def nvidia() -> Generator[None]:
     """Name what is to be installed where a part of NVIDIA's is missing.
 
     Raises:
