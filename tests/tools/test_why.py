@@ -157,14 +157,13 @@ def test_removed(store):
 
 
 def test_evicted(store):
-    size = BytePool().geometry.page_bytes + 64
     if store.driver == "file":
-        store.options["capacity"] = str(40 * size)
+        store.options["capacity"] = "64KiB"
     else:
-        store.options["file_size"] = str(40 * size)
+        store.options["file_size"] = str(40 * (BytePool().geometry.page_bytes + 64))
     keys = [f"old{number}" for number in range(8)]
     store.set(keys)
-    for turn in range(40):
+    for turn in range(100):
         store.set([f"new{turn} {number}" for number in range(8)])
     answers = store.why(*keys)["answers"]
     assert {(one["answer"], one["detail"].split()[1]) for one in answers} == {
