@@ -41,7 +41,7 @@ class Run(NamedTuple):
     parts: range
     """Theirs, among those of all layers."""
     starts: list[Numbers]
-    """For each side addresses of page 0, a row with those of each part of the first layer."""
+    """For each side addresses of page 0: a row for each part of the first layer."""
     piece_bytes: int
     room: int
     """Pages that fit into a staging buffer."""
@@ -101,9 +101,9 @@ class Lane:
             self._turn = 0
         self.runs = [self._run(layers) for layers in runs]
         views = group.device[0], group.host[0]
-        self._pitches = np.array([[[view.stride(0) * view.element_size()]] for view in views])
+        self._pitches = np.array([[view.stride(0) * view.element_size()] for view in views])
         self._count = self._sent = 0
-        self._offsets = np.empty((2, 0, 1), np.int64)
+        self._offsets = np.empty((2, 0), np.int64)
 
     def begin(self, pages: Numbers) -> None:
         """Take the pages of the next transfer.
@@ -113,18 +113,18 @@ class Lane:
         """
         self._count = pages.shape[1]
         self._sent = min(self._count, self._max_pages)
-        self._offsets = pages[:, : self._sent, None] * self._pitches
+        self._offsets = pages[:, : self._sent] * self._pitches
         if self._is_staged:
             self.before_staging()
 
     def enqueue(self, run: Run) -> None:
         """Enqueue the copies of some layers."""
         if self._sent:
-            on_host = run.starts[HOST] + self._offsets[HOST]
+            on_host = self._addresses(HOST, run)
             if self._is_staged:
                 self._stage(run, on_host.ctypes.data)
             else:
-                on_device = run.starts[DEVICE] + self._offsets[DEVICE]
+                on_device = self._addresses(DEVICE, run)
                 pieces = on_device.ctypes.data, on_host.ctypes.data
                 self._send(self._stream, *pieces, on_host.size, run)
         if self._sent < self._count:
@@ -170,6 +170,12 @@ class Lane:
         """Let draining wait for filling."""
         self._stream.follow(self.filler)
 
+    def _addresses(self, side: int, run: Run) -> Numbers:
+        """Addresses of pieces: (pages, parts of a layer)."""
+        # Added part by part: rows of two numbers would take half as long again.
+        addresses: Numbers = (run.starts[side] + self._offsets[side]).T.copy()
+        return addresses
+
     def _send(self, stream: Stream, on_device: int, on_host: int, count: int, run: Run) -> None:
         """Send pieces whose addresses lie there on either side."""
         to, origin = self._to_from(on_device, on_host)
@@ -189,7 +195,7 @@ class Lane:
             [*each[parts.start : parts.stop]] for each in (group.device, group.host)
         )
         starts = [
-            np.array([view.data_ptr() for view in each[: group.parts]])
+            np.array([[view.data_ptr()] for view in each[: group.parts]])
             for each in (on_device, on_host)
         ]
         block = group.layer_bytes * len(layers)
