@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
+from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.files import PREFIX, edit_token_file, new_token, record_of
 from hicache_metadata_server.auth.security import BURST, AuditLog
 from hicache_metadata_server.client.http_transport import client_context
@@ -92,7 +93,7 @@ async def test_what_clients_send_is_bounded(tmp_path):
 def test_the_logger_has_a_name_of_its_own_and_a_level_that_no_setting_changes(capsys, level):
     configure_logs(level, "json")
     audit = AuditLog()
-    audit.request("/v2/drain", 200, Caller("operator"), "10.0.0.1:1", {"enabled": True})
+    audit.request("/v2/drain", 200, Caller("operator"), "10.0.0.1:1", p.Drain(enabled=True), ())
     audit.refused("/v2", 401, "unauthorized", None, "10.0.0.1:1")
     audit.write("reload", what="tokens", result="done", reason="")
     told = [msgspec.json.decode(line) for line in capsys.readouterr().err.splitlines()]
