@@ -12,7 +12,7 @@ import secrets
 import stat
 import tomllib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct, structs
@@ -146,24 +146,18 @@ def edit_token_file(path: Path) -> Generator[dict[str, TokenRecord]]:
 
 
 @contextlib.contextmanager
-def write_new_file(path: Path | None, content: bytes) -> Generator[None]:
-    """Write a new file of mode 600, and remove it if the block ends with an error.
-
-    None writes nothing.
+def new_file(path: Path) -> Generator[BinaryIO]:
+    """Create a file of mode 600, and remove it if the block ends with an error.
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
-    if path is None:
-        yield
-        return
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(descriptor, "wb") as file:
             # A umask may have removed bits of the mode: the owner must be able to read it.
             os.fchmod(descriptor, 0o600)
-            file.write(content)
-        yield
+            yield file
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -193,22 +187,17 @@ def _aware(when: datetime | None) -> datetime | None:
 def _replace(path: Path, content: bytes, there: os.stat_result | None) -> None:
     # In the same directory, because a rename is atomic within one file system only.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            if there is not None:
-                # Root may edit the file of the account that the server runs as.
-                if (there.st_uid, there.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(file.fileno(), there.st_uid, there.st_gid)
-                os.fchmod(file.fileno(), there.st_mode & 0o640)
-            # Before the rename: otherwise a crash can leave an empty file under the name.
-            os.fsync(file.fileno())
+    with new_file(temporary) as file:
+        file.write(content)
+        file.flush()
+        if there is not None:
+            # Root may edit the file of the account that the server runs as.
+            if (there.st_uid, there.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(file.fileno(), there.st_uid, there.st_gid)
+            os.fchmod(file.fileno(), there.st_mode & 0o640)
+        # Before the rename: otherwise a crash can leave an empty file under the name.
+        os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_tenants_file(path: Path) -> Quotas:

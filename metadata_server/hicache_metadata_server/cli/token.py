@@ -6,6 +6,7 @@ The file holds digests of tokens, not the tokens: `new` is the only command that
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -65,19 +66,16 @@ def new(
     ] = None,
 ) -> None:
     """Add a token, and print it or write it into a file: it is kept nowhere else."""
-    from hicache_metadata_server.auth.files import (
-        edit_token_file,
-        new_token,
-        record_of,
-        write_new_file,
-    )
+    from hicache_metadata_server.auth.files import edit_token_file, new_file, new_token, record_of
 
     token = new_token()
     with (
         exit_on_error(),
         edit_token_file(file) as tokens,
-        write_new_file(output, f"{token}\n".encode()),
+        new_file(output) if output else nullcontext() as copy,
     ):
+        if copy is not None:
+            copy.write(f"{token}\n".encode())
         record = record_of(
             token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None
         )

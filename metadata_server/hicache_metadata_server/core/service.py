@@ -6,6 +6,8 @@ import math
 import secrets
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from msgspec import structs
+
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import (
     Changes,
@@ -728,13 +730,8 @@ class MetadataService:
                     self._by_number[number].unpin(record.pin, slots, now)
 
     def _status(self, scope: Scope, now: float) -> p.ScopeStatus:
-        geometry = scope.geometry
         return p.ScopeStatus(
-            scope=geometry.scope,
-            slots=geometry.slots,
-            slot_bytes=geometry.slot_bytes,
-            geometry=geometry.geometry,
-            identity=geometry.identity,
+            **structs.asdict(scope.geometry),
             free=scope.available,
             leased=len(scope.leases),
             live=len(scope.lru),

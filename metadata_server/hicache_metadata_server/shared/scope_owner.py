@@ -689,19 +689,8 @@ class ScopeOwner:
 
 def _unpublished(entry: ScopeEntry) -> ScopeStatus:
     """Status of a scope that no server has published: without owner, it gives no slot."""
-    one = entry.geometry
-    return ScopeStatus(
-        scope=one.scope,
-        slots=one.slots,
-        free=0,
-        leased=0,
-        live=0,
-        quarantined=one.slots,
-        slot_bytes=one.slot_bytes,
-        geometry=one.geometry,
-        identity=one.identity,
-        tenant=entry.tenant,
-    )
+    geometry, slots = msgspec.structs.asdict(entry.geometry), entry.geometry.slots
+    return ScopeStatus(**geometry, free=0, leased=0, live=0, quarantined=slots, tenant=entry.tenant)
 
 
 def _pairs(flat: Any) -> dict[str, bytes]:
