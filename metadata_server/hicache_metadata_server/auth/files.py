@@ -177,11 +177,10 @@ def _decoded(content: bytes, path: Path) -> list[TokenRecord]:
         values = [getattr(record, what) for record in found]
         if len(set(values)) < len(values):
             raise TokenFileError(f"{path} has two tokens of the same {what}")
-    return [structs.replace(record, expires=_aware(record.expires)) for record in found]
-
-
-def _aware(when: datetime | None) -> datetime | None:
-    return when if when is None or when.tzinfo else when.replace(tzinfo=UTC)
+    return [
+        structs.replace(record, expires=when.replace(tzinfo=when.tzinfo or UTC)) if when else record
+        for record, when in ((record, record.expires) for record in found)
+    ]
 
 
 def _replace(path: Path, content: bytes, there: os.stat_result | None) -> None:

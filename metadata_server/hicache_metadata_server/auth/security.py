@@ -129,7 +129,11 @@ class Security:
             self.tokens, settings.allowed_hosts.split(","), settings.host
         )
         if (file := settings.token_file) is not None:
-            self.watched.append(WatchedFiles("tokens", [file], lambda: self._load_tokens(file)))
+            self.watched.append(
+                WatchedFiles(
+                    "tokens", [file], lambda: self.tokens.replace_records(read_token_file(file))
+                )
+            )
         if (quotas := settings.tenants_file) is not None:
             self.watched.append(
                 WatchedFiles("tenants", [quotas], lambda: self._load_quotas(quotas))
@@ -145,9 +149,6 @@ class Security:
         if settings.token_file is not None and not any(self.tokens.counts().values()):
             raise ValueError(f"{settings.token_file} holds no token")
         self._warn(settings)
-
-    def _load_tokens(self, file: Path) -> None:
-        self.tokens.replace_records(read_token_file(file))
 
     def _load_quotas(self, file: Path) -> None:
         self._service.quotas = read_tenants_file(file)

@@ -151,11 +151,14 @@ def revoke(
         unknown = [name for name in names if name not in tokens]
         if unknown:
             raise ValueError(f"{file} has no token {', '.join(unknown)}; nothing was revoked")
+        until = _when(after) if after else None
         for name in names:
-            if after:
-                tokens[name] = _ending(tokens[name], _when(after))
-            else:
+            if until is None:
                 del tokens[name]
+            else:
+                # To revoke a token must never prolong it.
+                ends = min(until, tokens[name].expires or until)
+                tokens[name] = structs.replace(tokens[name], expires=ends)
     typer.echo(f"{', '.join(names)}: {'expires in ' + after if after else 'revoked'}", err=True)
 
 
@@ -175,12 +178,6 @@ def _when(text: str) -> datetime:
     if when <= now:
         raise ValueError(f"{text} is in the past")
     return when
-
-
-def _ending(record: TokenRecord, when: datetime) -> TokenRecord:
-    """Return the token with this expiry, or its own if that is earlier."""
-    # To revoke a token must never prolong it.
-    return structs.replace(record, expires=min(when, record.expires or when))
 
 
 def _described(record: TokenRecord) -> str:

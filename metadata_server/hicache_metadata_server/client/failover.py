@@ -64,11 +64,6 @@ class ServerEndpoint:
     probe: threading.Timer | None = None
 
     @property
-    def is_healthy(self) -> bool:
-        """True if the last request was answered, and the server is not in backoff."""
-        return not self.failures and not self.in_backoff
-
-    @property
     def may_own(self) -> bool:
         """True if it is worth asking where another server names it as an owner.
 

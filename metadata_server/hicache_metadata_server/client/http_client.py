@@ -9,7 +9,7 @@ import random
 import secrets
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -32,12 +32,10 @@ from hicache_storage.spec import StorageTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
-    from contextlib import AbstractContextManager
     from ssl import SSLContext
 
     from hicache_metadata_server.client.failover import AttemptPlan, ServerEndpoint
     from hicache_storage.objects import Call
-    from hicache_storage.observability.otel import Spans
 
 A = TypeVar("A", bound=p.Answer)
 T = TypeVar("T")
@@ -277,14 +275,12 @@ class HttpMetadataClient(MetadataClient):
             )
 
 
-def _request_span(path: str) -> AbstractContextManager[None]:
-    """A span around a request; does nothing if tracing is off."""
-    spans = tracing.spans()
-    return nullcontext() if spans is None else _span(spans, path)
-
-
 @contextmanager
-def _span(spans: Spans, path: str) -> Generator[None]:
+def _request_span(path: str) -> Generator[None]:
+    """A span around a request; does nothing if tracing is off."""
+    if (spans := tracing.spans()) is None:
+        yield
+        return
     with RequestScope(call_request_id(None)) as request_id, spans.request(path, request_id):
         yield
 

@@ -32,7 +32,11 @@ def audit(scope: Scope) -> Iterator[list[str]]:
     # Indexes can be compared with the slots in one step only: a change between two chunks would
     # look like a contradiction.
     if len(scope.table) <= MAX_WHOLE_SLOTS:
-        yield [*_free_list(scope), *_index(scope), *_prefix_counts(scope), *_order(scope)]
+        yield [*_free_list(scope), *_index(scope), *_prefix_counts(scope)]
+        yield [
+            f"slot {slot} is live, and is in no place where eviction finds it"
+            for slot in scope.lru.unreachable()
+        ]
 
 
 def _counts(scope: Scope) -> list[str]:
@@ -112,11 +116,6 @@ def _prefix_counts(scope: Scope) -> Iterator[str]:
             f"{len(scope.prefix_refs.pending)} prefixes that are not live are counted, and "
             f"{len(named)} are named"
         )
-
-
-def _order(scope: Scope) -> Iterator[str]:
-    for slot in scope.lru.unreachable():
-        yield f"slot {slot} is live, and is in no place where eviction finds it"
 
 
 def _named(state: int) -> str:

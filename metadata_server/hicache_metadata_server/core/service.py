@@ -127,7 +127,7 @@ class MetadataService:
         """Address of this server, if servers share a store: the owner of its scopes."""
         self.log_bytes: Callable[[int], int] = lambda number: 0
         """Length of the log of a scope, by its number, if servers share a store."""
-        self._longest = math.ceil(limits.max_lease_seconds + limits.quarantine_seconds)
+        self.max_hold_seconds = math.ceil(limits.max_lease_seconds + limits.quarantine_seconds)
         """Seconds of the longest lease and quarantine that this store has seen. Leases outlive a
         restart, and the restart may have shorter limits."""
         self._written = self._counters() | {LONGEST: 0}
@@ -214,7 +214,7 @@ class MetadataService:
             self._pins.add(pin, remember=False)
         self.answers.restore(recovered.answers)
         self._leases.skip_to(recovered.counters.get("lease", 1))
-        self._longest = max(self._longest, recovered.counters.get(LONGEST, 0))
+        self.max_hold_seconds = max(self.max_hold_seconds, recovered.counters.get(LONGEST, 0))
 
     def release(self, name: str) -> None:
         """Forget a scope, with its answers and unwritten changes: another server owns it."""
@@ -222,11 +222,6 @@ class MetadataService:
         del self._by_number[number]
         self._pins.release(number)
         self.answers.release(name)
-
-    @property
-    def max_hold_seconds(self) -> int:
-        """Seconds of the longest lease and quarantine that its scopes have seen."""
-        return self._longest
 
     def _forget(self, name: str) -> int:
         number = self.scopes.pop(name).number
@@ -316,7 +311,12 @@ class MetadataService:
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
                 slots_by_scope.setdefault(scope.number, []).extend(there)
-        pin = self._pin(slots_by_scope, now + seconds) if slots_by_scope else 0
+        pin = 0
+        if slots_by_scope:
+            pin = self._pin_numbers.take(1)
+            self._pins.add(PinRecord(pin, now + seconds, slots_by_scope))
+            for number, slots in slots_by_scope.items():
+                self._by_number[number].pin(pin, slots, now + seconds)
         return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
 
     def present(self, name: str, keys: Sequence[str], length: int) -> list[bool]:
@@ -559,9 +559,9 @@ class MetadataService:
             [recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)]
         )
         kept = recovered.counters.get(LONGEST, 0)
-        self._longest = max(self._longest, kept)
+        self.max_hold_seconds = max(self.max_hold_seconds, kept)
         self._written = self._counters() | {LONGEST: kept}
-        closed_until = min(recovered.counters.get(CLOSED_UNTIL, 0), now + self._longest)
+        closed_until = min(recovered.counters.get(CLOSED_UNTIL, 0), now + self.max_hold_seconds)
         for record in recovered.scopes:
             scope = self.restored_scope(record, recovered.pins, rows(record), now)
             if closed_until > max(now, scope.closed_until):
@@ -585,7 +585,7 @@ class MetadataService:
         that its store has seen, in seconds.
         """
         scope = Scope(record.geometry, self.limits.quarantine_seconds, self._removal_room)
-        longest = max(self._longest, longest)
+        longest = max(self.max_hold_seconds, longest)
         scope.number = record.number
         scope.tenant = record.tenant
         scope.epoch = record.epoch
@@ -661,7 +661,7 @@ class MetadataService:
             "pin": self._pin_numbers.ceiling,
             "scope": self._last_number,
             # The last one, which depends on whether others have changed.
-            LONGEST: self._longest,
+            LONGEST: self.max_hold_seconds,
         }
 
     def _visible_to(self, caller: Caller) -> list[str]:
@@ -715,13 +715,6 @@ class MetadataService:
             )
             answers.append(p.SettledScope(states=states))
         return p.SettledLeases(scopes=answers)
-
-    def _pin(self, slots: dict[int, list[int]], until: float) -> int:
-        pin = self._pin_numbers.take(1)
-        self._pins.add(PinRecord(pin, until, slots))
-        for number, pinned in slots.items():
-            self._by_number[number].pin(pin, pinned, until)
-        return pin
 
     def _release_pins(self, records: Iterable[PinRecord], now: float) -> None:
         for record in records:

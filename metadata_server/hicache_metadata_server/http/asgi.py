@@ -265,7 +265,10 @@ class ProtocolApp:
         """Run a request, and wait for the commit of its changes."""
         try:
             if len(body) > LONG_BODY:
-                await self._own_turn()
+                # A turn of the event loop that no other long request has: short ones are served in
+                # between, however many long ones arrive at once.
+                async with self._long:
+                    await asyncio.sleep(0)
             self.handlers.read(request, body)
             response = self.handlers.start(request)
             if response is None:
@@ -280,14 +283,6 @@ class ProtocolApp:
         except Exception:  # noqa: BLE001 - a bug must not close the connection, and its traceback belongs into the log
             return await self._internal_error(request)
         return response
-
-    async def _own_turn(self) -> None:
-        """Wait for a turn of the event loop that no other long request has.
-
-        Each blocks the loop: it serves short ones in between, however many long ones arrive at once.
-        """
-        async with self._long:
-            await asyncio.sleep(0)
 
     async def _internal_error(self, request: ReceivedRequest) -> Response:
         _log.exception("request_failed", route=request.endpoint.name)

@@ -209,10 +209,13 @@ class Handlers:
             RequestError: the request was refused, and changed nothing.
         """
         endpoint, message = request.endpoint, request.message
-        if (kept := self._find_answer(request)) is not None:
+        answers = self.service.answers
+        if request.digest and (
+            kept := answers.find(request.idempotency_key, request.digest, self.clock())
+        ):
             # The first request may still be in the current commit group: its answer, repeated
             # before the commit, would promise changes that a crash can lose.
-            return kept
+            return Response(kept.status, kept.content_type, kept.body, changes=True)
         if isinstance(message, p.Fsck):
             return None
         changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
@@ -227,10 +230,10 @@ class Handlers:
             return refusal(refused, request.response_type)._replace(changes=changes)
         response = self._response(answer, request, changes=changes)
         if request.digest:
-            self.service.answers.add(
+            answers.add(
                 AnswerRecord(
                     request.idempotency_key,
-                    self.clock() + self.service.answers.seconds,
+                    self.clock() + answers.seconds,
                     request.digest,
                     response.content_type,
                     response.status,
@@ -308,14 +311,6 @@ class Handlers:
         response_type = request.response_type
         status, body = (204, b"") if answer is None else (200, _ENCODE[response_type](answer))
         return Response(status, response_type, body, changes=changes)
-
-    def _find_answer(self, request: ReceivedRequest) -> Response | None:
-        if not request.digest:
-            return None
-        kept = self.service.answers.find(request.idempotency_key, request.digest, self.clock())
-        if kept is None:
-            return None
-        return Response(kept.status, kept.content_type, kept.body, changes=True)
 
     def _sglang_endpoint(self, path: str) -> Endpoint:
         empty, _, rest = path.partition("/")

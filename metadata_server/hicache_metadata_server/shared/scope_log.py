@@ -297,7 +297,7 @@ def restored(
     """
     everything, slots = Changes(), list[SlotChanges]()
     try:
-        for key in sorted(loaded.rest, key=_window_of):
+        for key in sorted(loaded.rest, key=lambda key: -1 if key == SCOPE else int(key)):
             window = _CHANGES.decode(loaded.rest[key])
             everything.add_all_but_slots(window)
             log.pinned_until = max([log.pinned_until, *(pin.until for pin in window.pins)])
@@ -332,10 +332,6 @@ def _compressed(batch: CompactionBatch) -> list[bytes]:
         for place, blob in batch.blocks
         for part in (b"%d" % place, zlib.compress(blob, COMPRESSION))
     ]
-
-
-def _window_of(key: bytes) -> int:
-    return -1 if key == SCOPE else int(key)
 
 
 def _moved(until: array[float], offset: float) -> array[float]:

@@ -204,7 +204,10 @@ class ScopeOwner:
         """
         await self.poll()
         await self._verify()
-        await self._revoke_lost()
+        for name in list(self._store.lost):
+            # Leases that were given may be missing in the log: the scope gives no slot for a time.
+            await revoke(self._connection, name, self._service.max_hold_seconds)
+            self._store.lost.discard(name)
         await self._publish_statuses()
         # The others see no record of an incarnation before its first heartbeat, and might take from
         # it what it takes before.
@@ -594,12 +597,6 @@ class ScopeOwner:
                 await self._publish_owned(log.name)
         if run_id == self._run_id:
             self._unverified = False
-
-    async def _revoke_lost(self) -> None:
-        """Close scopes that have lost writes: leases that were given may be missing in the log."""
-        for name in list(self._store.lost):
-            await revoke(self._connection, name, self._service.max_hold_seconds)
-            self._store.lost.discard(name)
 
     async def _join(self, names: Sequence[str]) -> None:
         """Make one group of the groups of these scopes: they are asked for together."""
