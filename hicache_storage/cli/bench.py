@@ -101,6 +101,15 @@ def bench(
             "30 % of the trace's distinct pages.",
         ),
     ] = None,
+    sample: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With --trace: replay one of N pages, with one Nth of each capacity. 256 for "
+            "millions of requests.",
+        ),
+    ] = 1,
     plot_file: Annotated[
         Path | None,
         typer.Option(
@@ -137,10 +146,10 @@ def bench(
         if driver is None:
             raise ValueError("name a DRIVER to measure, or two results to --compare")
         if trace is not None:
-            _replay(console, driver, config, trace, pages, capacity, plot_file, json_file)
+            _replay(console, driver, config, trace, pages, capacity, sample, plot_file, json_file)
             return
-        if capacity or plot_file:
-            raise ValueError("--capacity and --plot need a --trace")
+        if capacity or plot_file or sample > 1:
+            raise ValueError("--capacity, --sample and --plot need a --trace")
         workloads = [
             BenchWorkload(size, count, batch)
             for size in _sizes(pages or DEFAULT_PAGES)
@@ -178,6 +187,7 @@ def _replay(
     path: Path,
     pages: str | None,
     capacity: str | None,
+    sample: int,
     plot_file: Path | None,
     json_file: Path | None,
 ) -> None:
@@ -201,27 +211,37 @@ def _replay(
         raise ValueError(
             f"driver {driver!r} has no capacity to plot hit rates by; leave --plot out"
         )
+    part = requests.sampled(sample)
+    if not len(part.keys):
+        raise ValueError(f"--sample: of {len(requests.keys)} pages none is left; give a smaller N")
     results = list[ReplayResult]()
     with _progress() as bar:
         for limit in capacities:
+            room = None if limit is None else limit // sample
+            if room is not None and room < sizes[0]:
+                raise ValueError(
+                    f"--sample: of a capacity of {size_text(limit)} no page is left; give a "
+                    "smaller N"
+                )
             text = f"{driver}, {size_text(limit)}"
             task = bar.add_task(text, total=1.0)
             with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
                 candidate = _labelled([_candidate(driver, config, directory)])[0]
-                check_room(requests, candidate, sizes[0], capacities)
+                check_room(part, candidate, sizes[0], [room])
 
                 def advance(share: float, task: TaskID = task) -> None:
                     bar.update(task, completed=share)
 
-                results.append(replay(requests, candidate, sizes[0], limit, advance))
+                result = replay(part, candidate, sizes[0], room, advance)
+                results.append(result.scaled(sample, limit))
             bar.remove_task(task)
     results += [reference(requests, sizes[0], limit) for limit in {*capacities, None}]
     results.sort(key=lambda one: (one.capacity_bytes is None, one.capacity_bytes or 0))
     table = _table("capacity", "store", "hit rate", "read", "written", "seconds", "requests/s")
     for one in results:
-        seconds = (
-            [f"{one.seconds:.1f}", f"{one.requests / one.seconds:,.0f}"] if one.seconds else []
-        )
+        seconds = [f"{one.seconds:.1f}"] if one.seconds else []
+        if seconds and sample == 1:
+            seconds.append(f"{one.requests / one.seconds:,.0f}")
         table.add_row(
             size_text(one.capacity_bytes),
             one.label,
@@ -232,7 +252,7 @@ def _replay(
         )
     console.print(
         f"{path.name}: {requests.requests:,} requests, {len(requests.keys):,} pages of "
-        f"{size_text(sizes[0])}",
+        f"{size_text(sizes[0])}{f'; one of {sample} replayed' if sample > 1 else ''}",
         soft_wrap=True,
     )
     console.print(table)

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 import pytest
 
 from hicache_storage.tools.bench.client import WrongAnswerError
@@ -68,6 +69,22 @@ def test_lru_evicts_the_ends_of_old_prefixes_first():
     assert reference(first, PAGE_BYTES, 3 * PAGE_BYTES).hits == 2
 
 
+def test_a_sample_has_the_hit_rates_of_the_whole():
+    # Conversations that grow by a page each turn, taken up again in a fixed disorder.
+    turns = [(7 * number % 500, number // 500 + 1) for number in range(5000)]
+    keys = [hash((talk, page)) % (1 << 62) for talk, length in turns for page in range(length)]
+    trace = Trace(np.array(keys), np.cumsum([0] + [length for _, length in turns]))
+    sample = trace.sampled(8)
+    assert (sample.requests, len(sample.keys)) == (5000, sum(key % 8 == 0 for key in keys))
+    for pages in (1600, 3200, 4000, None):
+        whole, part = (
+            reference(one, PAGE_BYTES, pages and pages // parts * PAGE_BYTES)
+            for one, parts in ((trace, 1), (sample, 8))
+        )
+        assert part.hit_rate == pytest.approx(whole.hit_rate, abs=0.02)
+        assert part.scaled(8, None).read_bytes == 8 * part.read_bytes
+
+
 @pytest.mark.parametrize("driver", ["file", "dictionary"])
 def test_a_store_with_room_delivers_all_that_any_can(site, tmp_path, driver):
     site.here("dictionary")
@@ -120,6 +137,8 @@ def test_capacities(site):
         (("--capacity", "1GiB"), "need a --trace"),
         (("--trace", "t.jsonl", "--pages", "1KiB"), "a multiple of 4096 bytes"),
         (("--trace", "gone.jsonl"), "gone.jsonl"),
+        (("--sample", "8"), "need a --trace"),
+        (("--trace", str(TRACES / "mooncake.jsonl"), "--sample", "4096"), "a smaller N"),
         (
             ("--trace", str(TRACES / "mooncake.jsonl"), "--capacity", "1000TiB", "--pages", "1TiB"),
             "smaller --pages",

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import OrderedDict
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
@@ -131,6 +131,15 @@ class Trace:
             )
         return cls(np.array(keys, np.int64), np.array(ends, np.int64))
 
+    def sampled(self, parts: int) -> Trace:
+        """Return the references to one of so many pages, chosen by key.
+
+        A store of as small a part of a capacity has the hit rate of the whole trace in the whole
+        capacity, but for chance (Waldspurger et al., FAST'15).
+        """
+        kept = self.keys % parts == 0
+        return Trace(self.keys[kept], np.concatenate([[0], np.cumsum(kept)])[self.ends])
+
 
 @dataclass(slots=True)
 class ReplayResult:
@@ -153,6 +162,15 @@ class ReplayResult:
     def hit_rate(self) -> float:
         """Part of the pages that were delivered, 0 to 1."""
         return self.hits / self.pages
+
+    def scaled(self, parts: int, capacity: int | None) -> ReplayResult:
+        """Return the result of a whole trace, of which one of so many parts was replayed."""
+        return replace(
+            self,
+            capacity_bytes=capacity,
+            read_bytes=self.read_bytes * parts,
+            written_bytes=self.written_bytes * parts,
+        )
 
 
 def capacities_of(
@@ -222,7 +240,7 @@ def replay(
     option = registry().get(candidate.driver).capacity_option
     options = dict(candidate.options)
     if option and capacity is not None:
-        options[option] = str(capacity)
+        options[option] = f"{capacity}B"
     result = ReplayResult(candidate.label, capacity, trace.requests, len(trace.keys))
     # Keys of its own: pages of an earlier replay would be hits.
     prefix = secrets.token_hex(8)
@@ -290,6 +308,8 @@ class _Caller:
         Raises:
             WrongAnswerError: a page was delivered with other bytes.
         """
+        if not len(keys):
+            return
         names = [f"{self._prefix}{key:016x}" for key in keys.tolist()]
         found = self._storage.batch_exists_v2(names).kv_hit_pages
         hits = 0
