@@ -70,7 +70,8 @@ def why(
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         _show(report)
-    raise typer.Exit(ALL_THERE if report.all_there else NOT_ALL_THERE)
+    all_there = all(one.answer == "there" for one in report.answers)
+    raise typer.Exit(ALL_THERE if all_there else NOT_ALL_THERE)
 
 
 def _report(
@@ -127,7 +128,7 @@ def _identities(found: list[StoredIdentity]) -> Table:
             one.pool,
             size_text(one.page_bytes),
             ", ".join(filter(None, [f"model {one.identity['model']!r}", own])),
-            ", ".join(map(difference_text, one.differs, one.differs.values())) or "nothing",
+            difference_text(one.differs) or "nothing",
         ]
         for one, own in zip(found, fields, strict=True)
     ]

@@ -225,8 +225,8 @@ def test_a_field_that_is_not_given_may_have_any_value(store):
     store.set(["b"], revision="2")
     done = store.run("a", "b", "x", "--json")
     assert [(one["answer"], one["detail"]) for one in json.loads(done.stdout)["answers"]] == [
-        ("there", "kv; of 2 identities with the given fields, the one with revision '1'"),
-        ("there", "kv; of 2 identities with the given fields, the one with revision '2'"),
+        ("there", "kv; with revision '1', one of 2 identities with the given fields"),
+        ("there", "kv; with revision '2', one of 2 identities with the given fields"),
         (
             "never stored",
             "as far as the store remembers; under none of 2 identities with the given fields",
