@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hicache_storage.plugins import registry
-from hicache_storage.tools.scaffold import check_name, make_package
+from hicache_storage.tools.scaffold import STORES, check_name, make_package
 
 USAGE_ERROR = 2
 
@@ -23,6 +23,9 @@ def new(
         Path | None,
         typer.Option(metavar="DIR", help="The directory to make; by default NAME, here."),
     ] = None,
+    store: Annotated[
+        str, typer.Option(metavar="STORE", help=f"What it begins with: {', '.join(STORES)}.")
+    ] = "memory",
     repository: Annotated[
         str | None,
         typer.Option(
@@ -35,7 +38,8 @@ def new(
 
     It has an entry point, options, tests, a CI workflow and a badge.
 
-    Exits with 2, and writes nothing, if the name is unusable or taken, or the directory exists.
+    Exits with 2, and writes nothing, if the name is unusable or taken, there is no such store, or
+    the directory exists.
     """
     target = directory or Path(name)
     try:
@@ -45,7 +49,7 @@ def new(
             raise ValueError(
                 f"{owner} registers a driver {name!r} already; two of a name exclude each other"
             )
-        written = make_package(names, target)
+        written = make_package(names, target, store)
     except (OSError, ValueError) as error:
         message = str(error)
         if isinstance(error, FileExistsError):

@@ -38,7 +38,7 @@ RETRY: RetryConfig = {
 }
 
 
-class BucketStorage(AsyncObjectStorage):
+class ObjectBucketStorage(AsyncObjectStorage):
     """A page and its envelope are one object, named `NAMESPACE/PAGE` below the URL's prefix."""
 
     _store: ObjectStore

@@ -7,6 +7,7 @@ import sys
 from hicache_storage.hookspecs import DriverSpec, hookimpl
 from hicache_storage.spec import Capabilities, Durability, HungReads, Sharing
 
+TRIAL_SERVER = "hicache_object_driver.trial_server"
 CAPABILITIES = Capabilities(
     sharing=Sharing.PROCESSES,
     durability=Durability.MACHINE,
@@ -23,7 +24,7 @@ def hicache_register_drivers() -> list[DriverSpec]:
     return [
         DriverSpec(
             name="object",
-            target="hicache_object_driver.driver:BucketStorage",
+            target="hicache_object_driver.driver:ObjectBucketStorage",
             config="hicache_object_driver.config:ObjectConfig",
             capabilities=CAPABILITIES,
             summary="pages in a bucket of S3, GCS or Azure, or in a directory",
@@ -34,8 +35,6 @@ def hicache_register_drivers() -> list[DriverSpec]:
                 "options": "endpoint=http://127.0.0.1:{port:s3},region=us-east-1,"
                 "access_key_id=trial,secret_access_key=trial",
             },
-            trial_services=(
-                (sys.executable, "-P", "-m", "hicache_object_driver.trial_server", "{port:s3}"),
-            ),
+            trial_services=((sys.executable, "-P", "-m", TRIAL_SERVER, "{port:s3}"),),
         )
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import waitress
+import waitress  # type: ignore[import-untyped]
 from moto.moto_server.werkzeug_app import create_backend_app
 
 

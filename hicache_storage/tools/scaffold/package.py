@@ -24,13 +24,50 @@ FILES: Final = {
     ".gitignore": "gitignore.in",
     ".github/workflows/conformance.yml": "conformance.yml.in",
     "{package}/__init__.py": "init.py.in",
-    "{package}/plugin.py": "plugin.py.in",
-    "{package}/config.py": "config.py.in",
-    "{package}/driver.py": "driver.py.in",
     "{package}/py.typed": "py.typed.in",
     "tests/test_conformance.py": "test_conformance.py.in",
 }
-"""Every file of a package, and the template it is made of."""
+"""The files of every package, and the templates they are made of; the others are in the folder of
+the store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTexts:
+    """Fills the placeholders that depend on the store."""
+
+    where: str
+    """Where it keeps pages, as in "a driver that keeps pages ..."."""
+    options: str = ""
+    """Options without a default, as in the README."""
+    needs: str = ""
+    """Further requirements of the package."""
+    test_needs: str = ""
+    """Further requirements of its tests."""
+    setup: str = (
+        "      # A driver whose trial_services start a server needs it here:\n"
+        "      # - run: sudo apt-get update && sudo apt-get install -y redis-server\n"
+    )
+    """Steps of its workflow before the installation."""
+
+
+STORES: Final = {
+    "memory": StoreTexts(where="in the memory of its process"),
+    "directory": StoreTexts(where="in a directory", options='"path": "/data/pages"'),
+    "sqlite": StoreTexts(where="in a database of SQLite", options='"path": "/data/pages.db"'),
+    "redis": StoreTexts(
+        where="in a Redis",
+        options='"url": "redis://cache:6379/0"',
+        needs=', "redis>=6.4,<9"',
+        setup="      - run: sudo apt-get update && sudo apt-get install -y redis-server\n",
+    ),
+    "s3": StoreTexts(
+        where="in a bucket of S3, GCS or Azure",
+        options='"url": "s3://BUCKET/PREFIX"',
+        needs=', "obstore>=0.9,<1"',
+        test_needs=', "moto[s3,server]>=5.1,<6", "waitress>=3,<4"',
+    ),
+}
+"""The stores that a package can begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +126,34 @@ class _Template(string.Template):
     delimiter = "%%"
 
 
-def package_files(names: PackageNames) -> dict[str, str]:
-    """The text of each file, by its path in the package."""
-    templates, words = files("hicache_storage.tools.scaffold") / "template", asdict(names)
+def package_files(names: PackageNames, store: str) -> dict[str, str]:
+    """The text of each file, by its path in the package.
+
+    Raises:
+        ValueError: there is no such store.
+    """
+    if store not in STORES:
+        raise ValueError(f"there is no store {store!r}; there are {', '.join(STORES)}")
+    templates = files("hicache_storage.tools.scaffold") / "template"
+    words = asdict(names) | asdict(STORES[store])
+    chosen = {path.format(**words): templates / template for path, template in FILES.items()}
+    for template in sorted((templates / store).iterdir(), key=lambda template: template.name):
+        chosen[f"{names.package}/{template.name.removesuffix('.in')}"] = template
     return {
-        path.format(**words): _Template((templates / template).read_text("utf-8")).substitute(words)
-        for path, template in FILES.items()
+        path: _Template(template.read_text("utf-8")).substitute(words)
+        for path, template in chosen.items()
     }
 
 
-def make_package(names: PackageNames, directory: Path) -> list[Path]:
+def make_package(names: PackageNames, directory: Path, store: str = "memory") -> list[Path]:
     """Write the package into a new directory; all of it, or nothing. Returns the files.
 
     Raises:
         FileExistsError: the directory exists, even if it is empty; nothing has been written.
         OSError: it cannot be written.
+        ValueError: there is no such store.
     """
-    texts = package_files(names)
+    texts = package_files(names, store)
     # Refuses a directory that exists, so that the clean-up below removes nothing but its own files.
     directory.mkdir()
     try:
