@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import urllib.request
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
 from hicache_conformance.injectors.servers import stand_still
+from hicache_storage import create_storage
+from hicache_storage.engines.engine_pool import EnginePool
+from hicache_storage.spec import StorageIdentity
 from tests.interop.metadata import live, problems, started
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from hicache_storage.spec import HiCacheStorage
     from tests.support.metadata import Served
 
 NOISE = bytes(range(100, 164))
@@ -62,6 +67,25 @@ class FileStore:
 
     def __post_init__(self) -> None:
         self.options = {"path": str(self.place)}
+
+    def reopened(self) -> HiCacheStorage:
+        """Open the only namespace of the directory, by its description."""
+        [description] = self.place.rglob("namespace.json")
+        told = json.loads(description.read_text())
+        identity = StorageIdentity(
+            **{
+                name.removeprefix("identity."): value
+                for name, value in told.items()
+                if name.startswith("identity.")
+            }
+        )
+        size = told["page_bytes"]
+        pool = EnginePool(
+            memoryview(bytearray(size)), stride=size, page_bytes=size, layout=told["layout"]
+        )
+        storage = create_storage(self.driver, identity, self.options)
+        storage.register_mem_host_pool_v2(pool, told["pool"])
+        return storage
 
     def damage(self) -> None:
         """Damage the page in the middle of each bundle."""

@@ -113,6 +113,8 @@ class EngineServer(ServerProcess):
             "VLLM_NO_USAGE_STATS": "1",
             # Otherwise its two other processes import for nine seconds each what it has imported.
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+            # Of KV events: whole hashes, and not 64 bits of them.
+            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
             # For the route that resets the prefix cache.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(

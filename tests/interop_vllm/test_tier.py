@@ -5,118 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    OffloadingKVEventsConfig,
-    ReqContext,
-    ScheduleEndContext,
-    make_offload_key,
-)
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
-from hicache_conformance.interfaces.vllm_tier.engine import Rows, TierSpec, offloading_config
+from hicache_conformance.interfaces.vllm_tier.engine import offloading_config
 from hicache_storage.engines.vllm import HiCacheTier
 from hicache_storage.engines.vllm.tier import build_of
 from hicache_storage.spec import ConfigError, seconds_since_asked
 from tests.interop.drivers import SEEN, STORES, raise_os_error
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from tests.interop_vllm.tier_engine import USED, Engine, keys
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.vllm
-
-CHUNKS, USED = 16, 6000
-"""Rows of the CPU tier, and bytes of each without the pad."""
-
-
-class Engine:
-    """vLLM's side of a tier: the memory of the CPU tier, and numbers of jobs."""
-
-    def __init__(self, path, groups: Sequence[int] = (0,), **options: object) -> None:
-        self.rows = Rows(CHUNKS, USED)
-        layers = [(group, (f"layer{group}",)) for group in groups]
-        spec = TierSpec(
-            config=offloading_config(worker_bytes=USED, layers=layers, kv_events=True),
-            kv_events_config=OffloadingKVEventsConfig(
-                enable_kv_cache_events=True, self_describing_kv_events=False
-            ),
-        )
-        options = {"driver": "file", "driver_config": {"path": str(path)}, **options}
-        self.tier = HiCacheTier(spec, self.rows.view, "HiCacheTier", **options)
-        self._jobs = 0
-
-    def request(self, name: str = "request") -> ReqContext:
-        return ReqContext(name)
-
-    def fill(self, chunk: int, seed: int) -> bytes:
-        """Give a chunk the bytes of a seed; return them without the pad."""
-        content = np.random.default_rng(seed).bytes(USED)
-        self.rows.put(chunk, content)
-        return content
-
-    def bytes_of(self, chunk: int) -> bytes:
-        return self.rows.content(chunk, USED)
-
-    def submit(self, keys, chunks, *, load: bool, request: ReqContext | None = None) -> int:
-        self._jobs += 1
-        job = TransferJob(
-            self._jobs,
-            keys,
-            np.array(chunks, dtype=np.int32),
-            is_promotion=load,
-            req_context=request or self.request(),
-        )
-        (self.tier.submit_load if load else self.tier.submit_store)(job)
-        return job.job_id
-
-    def result(self, job: int):
-        """The only job that ends; waits for it."""
-        deadline = time.monotonic() + 30
-        while not (results := list(self.tier.get_finished_jobs())):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        [result] = results
-        assert result.job_id == job
-        assert list(self.tier.get_finished_jobs()) == []
-        return result
-
-    def store(self, keys, chunks):
-        return self.result(self.submit(keys, chunks, load=False))
-
-    def load(self, keys, chunks, request: ReqContext | None = None):
-        return self.result(self.submit(keys, chunks, load=True, request=request))
-
-    def found(self, keys, request: ReqContext | None = None) -> list[bool]:
-        """Look keys up, step by step as vLLM's scheduler does."""
-        request = request or self.request()
-        deadline = time.monotonic() + 30
-        while True:
-            answers = [self.tier.lookup(key, request) for key in keys]
-            if LookupResult.RETRY not in answers:
-                return [answer is LookupResult.HIT for answer in answers]
-            assert time.monotonic() < deadline
-            self.tier.on_schedule_end(ScheduleEndContext([], []))
-            time.sleep(0.001)
-
-    def close(self) -> None:
-        """End the tier, twice, and let go of the memory as vLLM does.
-
-        Raises:
-            BufferError: the tier has kept a view of it.
-        """
-        self.tier.shutdown()
-        self.rows.release()
-        self.tier.shutdown()
-
-
-def keys(count: int, group: int = 0, start: int = 0):
-    return [
-        make_offload_key(bytes([number + 1]) * 32, group) for number in range(start, start + count)
-    ]
 
 
 @pytest.fixture
@@ -266,12 +167,80 @@ def test_loads_behind_hung_ones_are_misses_at_their_deadline(tmp_path, monkeypat
     engine.close()
 
 
+def taken(engine: Engine, count: int = 1) -> list[tuple[list[bytes], bool]]:
+    """The keys of so many events, and whether they are removed."""
+    events = []
+
+    def enough() -> bool:
+        events.extend(engine.tier.take_events())
+        return len(events) >= count
+
+    eventually(enough)
+    # It has work until then, so that vLLM takes them.
+    eventually(lambda: not engine.tier.has_pending_work())
+    return [(event.keys, event.removed) for event in events]
+
+
 def test_stored_chunks_are_published_where_vllm_publishes_events(tmp_path):
     engine = Engine(tmp_path, enable_kv_events=True, locality="REMOTE")
     engine.store(keys(2), [0, 1])
+    assert engine.tier.has_pending_work()
     [event] = engine.tier.take_events()
     assert (event.keys, event.removed, event.locality.value) == (keys(2), False, "REMOTE")
+    # vLLM keeps the tokens of the chunks until then.
+    assert event.removal_expected
+    # They are known already.
+    assert engine.store(keys(2), [0, 1]).success
+    assert engine.load(keys(1), [2]).success
     assert list(engine.tier.take_events()) == []
+    engine.close()
+
+
+def test_chunks_of_another_engine_are_published_when_they_are_loaded(tmp_path):
+    writer, reader = Engine(tmp_path), Engine(tmp_path, enable_kv_events=True)
+    writer.store(keys(2), [0, 1])
+    assert reader.found(keys(2)) == [True, True]
+    assert reader.load(keys(1), [0]).success
+    assert taken(reader) == [(keys(1), False)]
+    writer.close()
+    reader.close()
+
+
+def test_chunks_that_another_engine_removes_are_published(tmp_path):
+    """Each group's own: their keys are the same."""
+    engine = Engine(tmp_path, groups=(3, 5), enable_kv_events=True)
+    first, second = keys(2, group=3), keys(2, group=5)
+    engine.store([*first, *second], [0, 1, 2, 3])
+    assert taken(engine) == [([*first, *second], False)]
+    other = Engine(tmp_path, groups=(3, 5))
+    other.tier.storage.delete([second[0][:-4].hex()], pool="group_5")
+    assert taken(engine) == [([second[0]], True)]
+    other.close()
+    engine.close()
+
+
+def test_chunks_that_are_missed_are_published_as_removed(tmp_path, trouble):
+    """Of a driver that reports no removals."""
+    engine = Engine(tmp_path, driver="sample", driver_config={}, enable_kv_events=True)
+    engine.store(keys(3), [0, 1, 2])
+    assert taken(engine) == [(keys(3), False)]
+    names = list(STORES["default"])
+    del STORES["default"][names[0]], STORES["default"][names[1]]
+    assert engine.found(keys(1)) == [False]
+    assert taken(engine) == [(keys(1), True)]
+    assert not engine.load(keys(3)[1:], [3, 4]).success
+    assert taken(engine) == [(keys(3)[1:2], True)]
+    engine.close()
+
+
+@pytest.mark.parametrize(("on_reset", "again"), [("miss", []), ("keep", [(keys(2), False)])])
+def test_after_a_reset_listeners_know_what_is_served(tmp_path, on_reset, again):
+    """vLLM clears what they know, or has not been able to."""
+    engine = Engine(tmp_path, on_reset=on_reset, enable_kv_events=True)
+    engine.store(keys(2), [0, 1])
+    assert taken(engine) == [(keys(2), False)]
+    engine.tier.drain_jobs()
+    assert taken(engine, 1 + len(again)) == [(keys(2), True), *again]
     engine.close()
 
 

@@ -50,7 +50,7 @@ class TierConfig(BridgeConfig, frozen=True):
         ),
     ] = 4
     enable_kv_events: Annotated[
-        bool, Meta(description="Report stored chunks to vLLM's KV events, as its `fs` tier does.")
+        bool, Meta(description="Report stored and removed chunks in vLLM's KV events.")
     ] = False
     locality: Annotated[
         Literal["LOCAL", "REMOTE"] | None,

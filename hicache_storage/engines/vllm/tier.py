@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from hicache_storage.engines.async_calls import AsyncCalls
 from hicache_storage.engines.bridge_metrics import RefusedCalls
 from hicache_storage.engines.bridge_storage import minor_version, open_storage
 from hicache_storage.engines.engine_pool import EnginePool
+from hicache_storage.engines.page_events import PageEvents, PageId
 from hicache_storage.engines.vllm.identity import (
     DISTRIBUTIONS,
     pool_names,
@@ -43,6 +45,7 @@ from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
     PoolName,
     PoolTransfer,
+    RemovalScope,
 )
 
 if TYPE_CHECKING:
@@ -180,17 +183,21 @@ class HiCacheTier(SecondaryTierManager):
         )
         self._off = ""
         """Reason why nothing is served any more; empty while it is."""
-        self._events = list[OffloadingEvent]()
-        self._publishes = (
-            self._config.enable_kv_events
-            and offloading_spec.kv_events_config.enable_kv_cache_events
-        )
+        self._events = deque[OffloadingEvent]()
+        """Events that vLLM has not taken yet."""
         self._jobs = dict[int, _Job]()
         self._chains = dict[str, _Chain]()
         self._metrics = TierMetrics()
         self._refusals = RefusedCalls("vLLM")
         pools: dict[str, object] = dict.fromkeys(self._names.values(), self._pool)
         self._storage = open_storage(self._config, identity, pools)
+        self._page_events: PageEvents[OffloadKey] | None = None
+        if (
+            self._config.enable_kv_events
+            and offloading_spec.kv_events_config.enable_kv_cache_events
+        ):
+            self._page_events = PageEvents(self._publish, self._refusals)
+            self._page_events.watch(self._storage)
         threads, seconds = self._config.threads, self._config.deadline_seconds
         self._loads = AsyncCalls[_Moved](
             "hicache-load", threads, deadline_seconds=seconds, refusals=self._refusals
@@ -270,6 +277,9 @@ class HiCacheTier(SecondaryTierManager):
             self._metrics.note([name], "exists", time.monotonic() - started)
             for place, answer in zip(places, answers, strict=True):
                 found[place] = answer
+        if self._page_events is not None:
+            missed = [key for key, is_there in zip(keys, found, strict=True) if not is_there]
+            self._page_events.doubt(self._pages(missed))
         return found
 
     # Jobs
@@ -292,10 +302,6 @@ class HiCacheTier(SecondaryTierManager):
             if job.is_load and len(kept) < len(job.keys):
                 # Here, in the scheduler's thread: vLLM would ask for the same load for ever.
                 self._lookups.mark_miss(set(job.keys).difference(kept))
-            if not job.is_load and kept and self._publishes:
-                self._events.append(
-                    OffloadingEvent(kept, self.medium, removed=False, locality=self.locality)
-                )
             results.append(
                 JobResult(
                     number,
@@ -307,11 +313,13 @@ class HiCacheTier(SecondaryTierManager):
             )
         return results
 
+    def has_pending_work(self) -> bool:
+        """Keep the engine running until the events of all jobs that have ended are taken."""
+        return bool(self._events) or (self._page_events is not None and self._page_events.behind)
+
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the chunks that were stored since the last call."""
-        events = self._events
-        self._events = []
-        return events
+        """Return the chunks that were stored and removed since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def drain_jobs(self) -> None:
         """Wait for every job; vLLM resets its caches next, as it does for new weights."""
@@ -327,6 +335,9 @@ class HiCacheTier(SecondaryTierManager):
                 'again; with "on_reset": "keep" the tier goes on with the same chunks',
                 self._off,
             )
+        if self._page_events is not None:
+            # vLLM clears what its listeners know, of all tiers.
+            self._page_events.forget(again=not self._off)
 
     def shutdown(self) -> None:
         """End the threads and close the storage. Idempotent.
@@ -341,6 +352,8 @@ class HiCacheTier(SecondaryTierManager):
                 self._pool = None
                 steps.callback(pool.release)
             steps.callback(self._storage.close)
+            if self._page_events is not None:
+                steps.callback(self._page_events.close)
             steps.callback(self._stores.close)
             steps.callback(self._loads.close)
             steps.callback(self._lookups.shutdown)
@@ -366,6 +379,24 @@ class HiCacheTier(SecondaryTierManager):
         for place, key in enumerate(keys):
             places.setdefault(self._names[get_offload_group_idx(key)], []).append(place)
         return places
+
+    def _pages(self, keys: Sequence[OffloadKey]) -> list[PageId]:
+        return [
+            PageId(self._storage, self._names[get_offload_group_idx(key)], _text(key))
+            for key in keys
+        ]
+
+    def _publish(self, pages: Sequence[OffloadKey], *, removed: bool) -> None:
+        self._events.append(
+            OffloadingEvent(
+                list(pages),
+                self.medium,
+                removed=removed,
+                locality=self.locality,
+                # vLLM keeps what it knows of a chunk, such as its tokens, for the removal.
+                removal_expected=self._storage.capabilities.removals is not RemovalScope.NONE,
+            )
+        )
 
     def _submit(self, metadata: TransferJob, calls: AsyncCalls[_Moved]) -> None:
         keys = list(metadata.keys)
@@ -402,19 +433,23 @@ class HiCacheTier(SecondaryTierManager):
             for name, of_pool in places.items()
         ]
         started = time.monotonic()
+        events = self._page_events
         try:
             move = self._storage.batch_set_v2 if writes else self._storage.batch_get_v2
-            # No request waits for a store: what it spends in the queue does not count.
-            with AskedScope() if writes else nullcontext():
+            with (
+                # No request waits for a store: what it spends in the queue does not count.
+                AskedScope() if writes else nullcontext(),
+                nullcontext() if events is None else events.call(self._pages(keys), keys, answers),
+            ):
                 moved = move(transfers, extra_info)
+                for name, of_pool in places.items():
+                    for place, answer in zip(of_pool, moved[name], strict=True):
+                        answers[place] = answer
         except (Exception, SystemExit) as error:  # noqa: BLE001 - counted and logged; it may not end a thread of the engine
             self._refusals.note("batch_set_v2" if writes else "batch_get_v2", "", error)
             return _Moved(answers, time.monotonic() - started)
         seconds = time.monotonic() - started
         self._metrics.note(places, "set" if writes else "get", seconds)
-        for name, of_pool in places.items():
-            for place, answer in zip(of_pool, moved[name], strict=True):
-                answers[place] = answer
         return _Moved(answers, seconds)
 
 

@@ -43,6 +43,8 @@ class OffloadingEvent:
         medium: Medium,
         removed: bool,
         locality: Locality | None = None,
+        ownership: str | None = None,
+        removal_expected: bool = False,
     ) -> None: ...
 
 class OffloadingMetricMetadata:
