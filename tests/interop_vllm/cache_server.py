@@ -21,23 +21,27 @@ class CacheServer(ServerProcess):
         place: directory for its log.
         driver: of the pages.
         options: of the driver.
+        adapter: further keys of the adapter, which LMCache reads itself.
     """
 
-    def __init__(self, place: Path, driver: str, options: dict[str, object]) -> None:
+    def __init__(
+        self, place: Path, driver: str, options: dict[str, object], **adapter: object
+    ) -> None:
         [self._rpc_port, self.port] = free_ports(2)
         self.log = place / f"lmcache-{len(list(place.glob('lmcache-*')))}.log"
-        adapter = {
+        entry = {
             "type": "plugin",
             "module_path": "hicache_storage.engines.lmcache",
             "class_name": "HiCacheL2Adapter",
             "adapter_params": {"driver": driver, "driver_config": options},
+            **adapter,
         }
         self.argv = [
             *(sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"),
             *("--host", "127.0.0.1", "--port", str(self._rpc_port), "--http-port", str(self.port)),
             *("--chunk-size", "64", "--l1-size-gb", "0.25", "--eviction-policy", "LRU"),
             *("--max-workers", "2", "--supported-transfer-mode", "engine_driven"),
-            *("--l2-adapter", json.dumps(adapter)),
+            *("--l2-adapter", json.dumps(entry)),
         ]
         self.environment = {**os.environ, "PYTHONHASHSEED": "0"}
 

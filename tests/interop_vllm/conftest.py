@@ -31,6 +31,7 @@ def pytest_pycollect_makemodule(module_path, parent):
             importlib.import_module("hicache_storage.engines.vllm.tier")
             importlib.import_module("hicache_storage.engines.lmcache.adapter")
             importlib.import_module("lmcache.v1.distributed.config")
+            importlib.import_module("lmcache.v1.distributed.storage_controllers")
             importlib.import_module("lmcache.v1.multiprocess.config")
             importlib.import_module("hicache_conformance.interfaces.vllm_tier.engine")
     return None

@@ -12,10 +12,16 @@ import numpy as np
 import pytest
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import EvictionConfig
 from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
     PluginL2AdapterConfig,
     _create_plugin_adapter,
+)
+from lmcache.v1.distributed.quota_manager import QuotaManager
+from lmcache.v1.distributed.storage_controllers.eviction_controller import (
+    L2AdapterEvictionState,
+    L2EvictionController,
 )
 from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
 from prometheus_client import REGISTRY, generate_latest
@@ -23,6 +29,7 @@ from prometheus_client import REGISTRY, generate_latest
 from hicache_storage.engines.lmcache import HiCacheL2Adapter
 from hicache_storage.spec import ConfigError
 from tests.interop.drivers import raise_os_error
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -215,6 +222,116 @@ def test_objects_are_accessed_when_they_are_delivered(server):
     assert (heard.stored, heard.accessed) == (keys(1), [])
     assert server.load(keys(2), [server.item(1), server.item(2)]) == [True, False]
     assert (heard.accessed, heard.deleted) == (keys(1), [])
+
+
+@pytest.fixture
+def heard(server):
+    made = Heard()
+    server.adapter.register_listener(made)
+    return made
+
+
+def stored(server, *groups: list[ObjectKey]) -> None:
+    everything = [key for group in groups for key in group]
+    assert server.store(everything, [server.item(place) for place in range(len(everything))])
+
+
+def used(server) -> dict[str, int]:
+    """Bytes by salt, as LMCache's quotas see them."""
+    usage = server.adapter.get_usage()
+    assert usage.total_bytes_used == sum(usage.bytes_by_cache_salt.values())
+    return dict(usage.bytes_by_cache_salt)
+
+
+def test_objects_are_counted_once(server, heard, tmp_path):
+    for _ in range(2):
+        stored(server, keys(2), keys(1, cache_salt="s"))
+    assert (used(server), heard.stored) == (
+        {"": 2 * SIZE, "s": SIZE},
+        [*keys(2), *keys(1, cache_salt="s")],
+    )
+    # Those that were there before, when they are first delivered.
+    again = Server(tmp_path)
+    assert again.found(keys(2)) == [True, True]
+    for _ in range(2):
+        assert again.load(keys(1), [again.item(0)]) == [True]
+    assert used(again) == {"": SIZE}
+    again.adapter.close()
+
+
+def test_deleted_objects_are_gone_and_their_bytes_too(server, heard, tmp_path):
+    salted = keys(3, cache_salt="s")
+    stored(server, keys(3), salted)
+    server.adapter.delete([keys(3)[1], *salted[1:], *keys(1, model_name="other")])
+    assert server.found([*keys(3), *salted]) == [True, False, True, True, False, False]
+    assert used(server) == {"": 2 * SIZE, "s": SIZE}
+    assert heard.deleted == [keys(3)[1], *salted[1:]]
+    # Once: the store reports them, too.
+    server.adapter.delete(salted)
+    assert used(server) == {"": 2 * SIZE}
+    assert heard.deleted == [keys(3)[1], *salted[1:], salted[0]]
+    other = Server(tmp_path)
+    assert other.found([*keys(3), *salted]) == [True, False, True, False, False, False]
+    other.adapter.close()
+
+
+def test_objects_that_others_remove_are_reported(server, heard, tmp_path):
+    stored(server, keys(3))
+    other = Server(tmp_path)
+    assert other.found(keys(3)) == [True] * 3
+    other.adapter.delete(keys(2))
+    eventually(lambda: heard.deleted == keys(2))
+    assert used(server) == {"": SIZE}
+    other.adapter.close()
+
+
+def test_what_cannot_be_deleted_stays(tmp_path, trouble):
+    server, heard = Server(tmp_path, driver="sample", driver_config={}), Heard()
+    server.adapter.register_listener(heard)
+    stored(server, keys(1))
+    server.adapter.delete(keys(1))
+    assert (used(server), heard.deleted, server.adapter.refused_calls) == ({"": SIZE}, [], 1)
+    assert server.found(keys(1)) == [True]
+    server.adapter.close()
+
+
+def test_a_quota_by_salt_frees_what_it_says(server, heard):
+    """By LMCache's own controller, whose eviction asks for the bytes and deletes."""
+    quotas = QuotaManager()
+    quotas.set_quota("kept", 4 * SIZE)
+    quotas.set_quota("half", 2 * SIZE)
+    policy = EvictionConfig("IsolatedLRU", trigger_watermark=1.0, eviction_ratio=0.5)
+    controller = L2EvictionController([L2AdapterEvictionState(0, server.adapter, policy)], quotas)
+    groups = {salt: keys(3, cache_salt=salt) for salt in ("kept", "half", "none")}
+    stored(server, *groups.values())
+    controller.start()
+    eventually(lambda: used(server).keys() == {"kept", "half"} and len(heard.deleted) > 3)
+    controller.stop()
+    left = [key for group in groups.values() for key in group if key not in heard.deleted]
+    assert used(server)["kept"] == 3 * SIZE
+    assert used(server)["half"] <= 2 * SIZE
+    everything = [key for group in groups.values() for key in group]
+    assert server.found(everything) == [key in left for key in everything]
+    assert sum(used(server).values()) == len(left) * SIZE
+
+
+def test_known_objects_are_listed_page_by_page(server):
+    stored(server, keys(5), keys(2, model_name="other"))
+    server.adapter.delete(keys(5)[2:3])
+    listed, token = [], None
+    while True:
+        page = server.adapter.list_l2_keys("model", page_size=3, cursor=token)
+        assert 0 < len(page.entries) <= 3
+        listed += [(entry.key.to_object_key(), entry.size_bytes) for entry in page.entries]
+        if (token := page.next_page_token) is None:
+            break
+        # What comes or goes meanwhile takes no place of the others.
+        server.adapter.delete(keys(1))
+    assert listed == [(keys(5)[number], SIZE) for number in (0, 1, 3, 4)]
+    assert len(server.adapter.list_l2_keys().entries) == 5
+    for bad in ({"page_size": 0}, {"cursor": "nonsense"}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            server.adapter.list_l2_keys(**bad)
 
 
 def test_the_counters_are_in_the_registry_that_lmcache_serves(server, tmp_path):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from lmcache.lmcache_native import Bitmap
 from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
@@ -29,6 +30,7 @@ from hicache_storage.engines.lmcache.identity import (
     object_key,
     place_identity,
 )
+from hicache_storage.engines.page_events import PageEvents, PageId
 from hicache_storage.observability.logs import log_like
 from hicache_storage.observability.prometheus import PROCESS
 from hicache_storage.plugins import create_storage
@@ -120,6 +122,8 @@ class HiCacheL2Adapter(L2AdapterInterface):
         self._opening = threading.Lock()
         self._storages = dict[Place, HiCacheStorage]()
         self._refusals = RefusedCalls("LMCache")
+        self._page_events = PageEvents[tuple["ObjectKey", int]](self._publish, self._refusals)
+        """Of keys, with the bytes of their objects."""
         self._health: tuple[float, list[Health]] = (0.0, [])
         self._tasks = itertools.count()
         self._store_event = create_event_notifier()
@@ -198,6 +202,54 @@ class HiCacheL2Adapter(L2AdapterInterface):
         """Report a load task once; None while it runs."""
         return _bitmap(self._loads.take(task_id))
 
+    # Directory
+    # ----------------------------------------------------------------------------------------------
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Delete objects, and report those that are gone to the listeners. Blocks.
+
+        An object stays where the driver cannot delete, and where this adapter has not yet seen an
+        object of its model, worker and group: LMCache's keys do not tell the layout.
+        """
+        with self._lock:
+            storages = list(self._storages.items())
+        for place, storage in storages:
+            texts = [object_key(key) for key in keys if _place(key, place.layout) == place]
+            if texts:
+                try:
+                    storage.delete(texts)
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - counted and logged; it may not end a thread of LMCache's server
+                    self._refusals.note("delete", place.model, error)
+                self._page_events.confirm(_page(storage, text) for text in texts)
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """List the objects that this adapter has stored or loaded and that are not removed.
+
+        Those that others have stored are not among them: a store keeps no keys of LMCache's.
+
+        Raises:
+            ValueError: `page_size` is not positive, or the cursor is none of this adapter.
+        """
+        if page_size <= 0:
+            raise ValueError(f"page_size must be positive, got {page_size}")
+        try:
+            after = -1 if cursor is None else int(cursor)
+        except ValueError:
+            raise ValueError(f"cursor must be that of an earlier page, got {cursor!r}") from None
+        known = self._page_events.published(after)
+        listed = [
+            (number, key, size)
+            for number, (key, size) in known
+            if model_name is None or key.model_name == model_name
+        ]
+        shown = listed[:page_size]
+        return KeyListPage(
+            tuple(KeyEntry(key.to_encoded_object_key(), size) for _, key, size in shown),
+            str(shown[-1][0]) if len(listed) > page_size else None,
+        )
+
     def close(self) -> None:
         """End the threads, close the storages and the descriptors. Idempotent."""
         PROCESS.remove(self)
@@ -208,6 +260,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
             with self._lock:
                 for storage in self._storages.values():
                     steps.callback(storage.close)
+            steps.callback(self._page_events.close)
             for calls in (self._stores, self._lookups, self._loads):
                 steps.callback(calls.close)
 
@@ -254,7 +307,14 @@ class HiCacheL2Adapter(L2AdapterInterface):
         ]
 
         def ask(storage: HiCacheStorage, indices: list[int]) -> list[bool]:
-            return storage.batch_present([object_key(keys[index]) for index in indices])
+            texts = [object_key(keys[index]) for index in indices]
+            found = storage.batch_present(texts)
+            self._page_events.doubt(
+                _page(storage, text)
+                for text, is_there in zip(texts, found, strict=True)
+                if not is_there
+            )
+            return found
 
         return self._by_place("batch_present", places, ask)
 
@@ -272,13 +332,14 @@ class HiCacheL2Adapter(L2AdapterInterface):
         # No request waits for a store: what it spends in the queue does not count.
         with AskedScope():
             answers = self._move("batch_set_v2", keys, objects)
-        stored = [
-            (key, item.get_size())
-            for key, item, answer in zip(keys, objects, answers, strict=True)
-            if answer
-        ]
-        self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
-        return _Stored(answers, sum(size for _, size in stored))
+        written = sum(
+            item.get_size() for item, answer in zip(objects, answers, strict=True) if answer
+        )
+        return _Stored(answers, written)
+
+    def _publish(self, pages: Sequence[tuple[ObjectKey, int]], *, removed: bool) -> None:
+        notify = self._notify_keys_deleted if removed else self._notify_keys_stored
+        notify([key for key, _ in pages], [size for _, size in pages])
 
     def _move(
         self, call: str, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
@@ -286,17 +347,22 @@ class HiCacheL2Adapter(L2AdapterInterface):
         layouts = [_layout(item) for item in objects]
 
         def move(storage: HiCacheStorage, indices: list[int]) -> list[bool]:
-            transfer = PoolTransfer(
-                PoolName.KV,
-                torch.tensor([self._slot(objects[index]) for index in indices]),
-                keys=[object_key(keys[index]) for index in indices],
-            )
-            moved = (
-                storage.batch_set_v2([transfer])
-                if call == "batch_set_v2"
-                else storage.batch_get_v2([transfer])
-            )
-            return moved[PoolName.KV]
+            texts = [object_key(keys[index]) for index in indices]
+            slots = torch.tensor([self._slot(objects[index]) for index in indices])
+            transfer = PoolTransfer(PoolName.KV, slots, keys=texts)
+            answers = [False] * len(indices)
+            with self._page_events.call(
+                [_page(storage, text) for text in texts],
+                [(keys[index], objects[index].get_size()) for index in indices],
+                answers,
+            ):
+                moved = (
+                    storage.batch_set_v2([transfer])
+                    if call == "batch_set_v2"
+                    else storage.batch_get_v2([transfer])
+                )
+                answers[:] = moved[PoolName.KV]
+            return answers
 
         places = [_place(key, layout) for key, layout in zip(keys, layouts, strict=True)]
         return self._by_place(call, places, move)
@@ -334,6 +400,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
                 found = self._storages.get(place)
             if found is None:
                 found = self._open(place)
+                self._page_events.watch(found)
                 with self._lock:
                     self._storages[place] = found
         return found
@@ -376,6 +443,10 @@ def _bitmap(answers: list[bool] | None) -> Bitmap | None:
 
 def _place(key: ObjectKey, layout: ObjectLayout) -> Place:
     return Place(key.model_name, key.kv_rank, key.object_group_id, layout)
+
+
+def _page(storage: HiCacheStorage, key: str) -> PageId:
+    return PageId(storage, PoolName.KV, key)
 
 
 def _layout(item: MemoryObj) -> ObjectLayout:
