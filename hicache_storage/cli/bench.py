@@ -233,7 +233,7 @@ def _replay(
                     bar.update(task, completed=share)
 
                 result = replay(part, candidate, sizes[0], room, advance)
-                results.append(result.scaled(sample, limit))
+                results.append(result.scaled(sample, len(requests.keys), sizes[0], limit))
             bar.remove_task(task)
     results += [reference(requests, sizes[0], limit) for limit in {*capacities, None}]
     results.sort(key=lambda one: (one.capacity_bytes is None, one.capacity_bytes or 0))

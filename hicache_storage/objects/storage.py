@@ -407,7 +407,7 @@ class ObjectStorage(ObjectDriver):
 
     def _hidden(self, pool: RegisteredPool, keys: Sequence[str]) -> list[bool]:
         """Return for each page whether lookups do not find it because it is damaged."""
-        names = [part.namespace.name for part in pool.parts]
+        names = [part.namespace.name for part in pool.parts] if self._damaged else []
         return [any((name, key) in self._damaged for name in names) for key in keys]
 
     def _miss_reasons(
@@ -427,8 +427,11 @@ class ObjectStorage(ObjectDriver):
         # some may be taken for this one's.
         failed = self.recorder.faults != call.faults_before
         other = call.miss_reason or (MissReason.FAULT if failed else MissReason.ABSENT)
-        reasons = Counter[MissReason]()
-        for shards, is_damaged in zip(zip(*parts, strict=True), damaged(), strict=True):
+        marks, reasons = damaged(), Counter[MissReason]()
+        # Mostly a page is absent, and a lookup may have many.
+        if len(parts) == 1 and not any(marks):
+            return Counter({other: parts[0].count(False)})
+        for shards, is_damaged in zip(zip(*parts, strict=True), marks, strict=True):
             if all(shards):
                 continue
             is_part = any(shards) and other is MissReason.ABSENT

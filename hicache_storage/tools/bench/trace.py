@@ -163,12 +163,19 @@ class ReplayResult:
         """Part of the pages that were delivered, 0 to 1."""
         return self.hits / self.pages
 
-    def scaled(self, parts: int, capacity: int | None) -> ReplayResult:
-        """Return the result of a whole trace, of which one of so many parts was replayed."""
+    def scaled(self, parts: int, pages: int, page_bytes: int, capacity: int | None) -> ReplayResult:
+        """Return the result of a whole trace, of which one of so many parts was replayed.
+
+        The misses are scaled, and all other references are hits: a few pages, such as those of a
+        system prompt, have many of the hits, and may or may not be in a sample (SHARDS-adj).
+        """
+        hits = max(0, pages - (self.pages - self.hits) * parts)
         return replace(
             self,
             capacity_bytes=capacity,
-            read_bytes=self.read_bytes * parts,
+            pages=pages,
+            hits=hits,
+            read_bytes=hits * page_bytes,
             written_bytes=self.written_bytes * parts,
         )
 
