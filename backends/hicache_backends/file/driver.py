@@ -312,7 +312,8 @@ class FileStorage(ObjectStorage):
             self._removed_lost |= taken[1]
         store.after_call()
         removed, lost = self._removed, self._removed_lost
-        self._removed, self._removed_lost = [], False
+        self._removed = []
+        self._removed_lost = False
         return removed, lost
 
     def recall_removals(self, batches: Sequence[LookupBatch], call: Call) -> list[ObjectRemoval]:

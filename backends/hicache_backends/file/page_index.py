@@ -269,7 +269,8 @@ class PageIndex:
             if self._unread:
                 return None
             removed, lost = self._removed or {}, self._removed_lost
-            self._removed, self._removed_lost = {}, False
+            self._removed = {}
+            self._removed_lost = False
             # Others were moved by another process, or stored again.
             return [one for key, one in removed.items() if key not in self.pages], lost
 

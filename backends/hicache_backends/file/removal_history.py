@@ -88,9 +88,13 @@ class RemovalHistory:
         """Return whether there is something to be flushed."""
         return bool(self._queue) and time.monotonic() >= self._flush_at
 
-    def flush(self) -> None:
-        """Write what is remembered; one thread at a time does it."""
-        if not self._flushing.acquire(blocking=False):
+    def flush(self, *, waits: bool = False) -> None:
+        """Write what is remembered; one thread at a time does it.
+
+        Args:
+            waits: for another thread that does.
+        """
+        if not self._flushing.acquire(blocking=waits):
             return
         try:
             self._flush_at = time.monotonic() + FLUSH_SECONDS
@@ -108,7 +112,7 @@ class RemovalHistory:
 
     def recall(self, namespace: str, keys: Sequence[str]) -> list[ObjectRemoval]:
         """Return what all writers remember of these pages."""
-        self.flush()
+        self.flush(waits=True)
         wanted, found = set(keys), list[ObjectRemoval]()
         for path in self._files(namespace):
             with contextlib.suppress(OSError), open(path, "rb") as file:

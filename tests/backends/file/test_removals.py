@@ -27,7 +27,7 @@ from tests.support.waiting import eventually
 EVICTED, DELETED, CLEARED, DAMAGED, UNKNOWN = RemovalReason
 
 
-class Listener:
+class FileListener:
     """The removals of a rig, from now on."""
 
     def __init__(self, rig: Rig) -> None:
@@ -63,7 +63,7 @@ def all_of(keys: list[str], reason: RemovalReason) -> dict[str, RemovalReason]:
 def test_pages_that_this_storage_or_another_deletes(rig, pages):
     a, b, keys = rig(), rig(), chain("a", pages)
     a.put(keys)
-    own, others = Listener(a), Listener(b)
+    own, others = FileListener(a), FileListener(b)
     a.storage.delete(keys[:1])
     # The others were moved into another bundle.
     assert own.hear() == {keys[0]: DELETED}
@@ -77,7 +77,7 @@ def test_pages_that_this_storage_or_another_deletes(rig, pages):
 def test_pages_that_are_evicted(rig):
     capacity = 6 * bundle_bytes(4)
     a, b = rig(capacity=capacity), rig(capacity=capacity)
-    own, others, stored = Listener(a), Listener(b), []
+    own, others, stored = FileListener(a), FileListener(b), []
     told, told_others = {}, {}
     for number in range(20):
         keys = chain(f"{number}", 4)
@@ -93,7 +93,7 @@ def test_pages_that_are_evicted(rig):
 
 def test_pages_that_are_evicted_from_the_end_of_a_bundle(rig):
     a, keys, more = rig(capacity=bundle_bytes(32)), chain("a", 16), chain("b", 18)
-    own = Listener(a)
+    own = FileListener(a)
     a.put(keys)
     a.put(more)
     gone = own.hear()
@@ -105,7 +105,7 @@ def test_pages_that_are_evicted_from_the_end_of_a_bundle(rig):
 def test_pages_that_are_cleared(rig):
     a, b, keys = rig(), rig(), chain("a", 40)
     a.put(keys)
-    own, others = Listener(a), Listener(b)
+    own, others = FileListener(a), FileListener(b)
     b.storage.clear()
     assert own.hear() == all_of(keys, UNKNOWN)
     assert others.hear() == all_of(keys, CLEARED)
@@ -114,7 +114,7 @@ def test_pages_that_are_cleared(rig):
 def test_pages_that_are_found_damaged(rig):
     a, b, keys = rig(), rig(), chain("a", 6)
     a.put(keys)
-    own, others = Listener(a), Listener(b)
+    own, others = FileListener(a), FileListener(b)
     flip(a.bundles()[0], 2 * a.page_bytes)
     assert a.versions(keys) == [0, 0, None, 0, 0, 0]
     assert own.hear() == {keys[2]: DAMAGED}
@@ -134,7 +134,7 @@ def test_pages_that_are_found_damaged(rig):
 def test_pages_that_a_late_lookup_has_seen_move_are_not_reported(rig):
     a, b, keys = rig(), rig(), chain("a", 24)
     a.put(keys)
-    others = Listener(b)
+    others = FileListener(b)
     a.storage.delete(keys[:1])
     # The deadline has passed when the index of the new bundle is to be read.
     b.store.page_indexes([b.kv], expired=lambda: True)
@@ -145,7 +145,7 @@ def test_pages_that_a_late_lookup_has_seen_move_are_not_reported(rig):
 def test_pages_that_were_stored_again_are_not_reported(rig):
     a, b, keys = rig(), rig(), chain("a", 3)
     a.put(keys)
-    own, others = Listener(a), Listener(b)
+    own, others = FileListener(a), FileListener(b)
     b.storage.delete(keys)
     b.put(keys[:2], version=1)
     assert own.hear() == {keys[2]: UNKNOWN}
@@ -156,7 +156,7 @@ def test_a_copy_of_a_page_that_stays_keeps_it(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
     a.put_again(keys[:1], version=1)
-    own = Listener(a)
+    own = FileListener(a)
     [first, _] = sorted(a.bundles(), key=lambda path: -path.stat().st_size)
     a.store.publisher.remove(
         a.bundle_set,
@@ -169,11 +169,13 @@ def test_a_copy_of_a_page_that_stays_keeps_it(rig):
 def test_pages_that_another_removes_before_they_are_announced(rig):
     a, b, keys = rig(), rig(), chain("a", 3)
     a.put(chain("b", 1))
-    own = Listener(a)
+    own = FileListener(a)
 
     def clear():
         b.bundle_set.invalidate()
         b.storage.clear()
+        # As another thread of the writer may do.
+        a.catch_up()
 
     with before_announcing(a, clear):
         assert a.put(keys) == [True] * 3
@@ -183,7 +185,7 @@ def test_pages_that_another_removes_before_they_are_announced(rig):
 def test_files_that_were_removed_by_hand(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
-    own = Listener(a)
+    own = FileListener(a)
     a.bundles()[0].unlink()
     assert a.get(keys) == [None] * 3
     assert own.hear() == all_of(keys, UNKNOWN)
@@ -192,7 +194,7 @@ def test_files_that_were_removed_by_hand(rig):
 def test_a_store_that_was_deleted(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
-    own = Listener(a)
+    own = FileListener(a)
     shutil.rmtree(a.path)
     assert own.hear() == all_of(keys, UNKNOWN)
     a.put(keys)
@@ -204,7 +206,7 @@ def test_more_than_are_kept_are_lost(rig, monkeypatch):
     monkeypatch.setattr(page_index_module, "MAX_REMOVALS", 8)
     a, keys = rig(), chain("a", 9)
     a.put(keys)
-    own = Listener(a)
+    own = FileListener(a)
     a.storage.delete(keys[:8])
     assert len(own.hear()) == 8
     a.put(keys[:8])
@@ -216,7 +218,7 @@ def test_more_than_are_kept_are_lost(rig, monkeypatch):
 def test_nothing_is_forgotten_while_the_store_is_away_or_slow(rig):
     a, b, keys = rig(), rig(), chain("a", 24)
     a.put(keys)
-    others = Listener(b)
+    others = FileListener(b)
     a.storage.delete(keys[:2])
     with failing("listdir", errno.EIO), failing("scandir", errno.EIO):
         faults = b.storage.fault_count()
@@ -228,7 +230,7 @@ def test_nothing_is_forgotten_while_the_store_is_away_or_slow(rig):
 def test_an_index_that_is_not_read_in_time_keeps_removals_back(rig, monkeypatch):
     a, b, keys = rig(), rig(), chain("a", 24)
     a.put(keys)
-    others, more = Listener(b), chain("b", 24)
+    others, more = FileListener(b), chain("b", 24)
     a.storage.delete(keys[:1])
     a.put(more)
     calls = []
