@@ -20,6 +20,7 @@ from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
     PoolName,
     PoolTransfer,
+    RemovalScope,
     UnsupportedOperationError,
 )
 
@@ -232,6 +233,12 @@ class MisuseCases:
                 sut.expect_missing(keys, rule="FT-2", why=f"was removed by a {name}()")
             else:
                 _refused(ask, f"{name}(), which is not declared,", "", UnsupportedOperationError)
+        removals: Callable[..., object] = sut.storage.removals
+        if context.capabilities.removals is RemovalScope.NONE:
+            what = "removals(), which is not declared,"
+            _refused(removals, what, "", UnsupportedOperationError)
+        else:
+            _refused(partial(removals, "1"), "removals() since a text", "since")
 
 
 def _bad_keys(how: str) -> Any:

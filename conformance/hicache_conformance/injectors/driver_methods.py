@@ -32,8 +32,8 @@ class DriverMethodInjector(FaultInjector):
 
     The pages that a driver has read are left as they are: the SDK alone would be judged by them.
 
-    The sorts of operations are `exists`, `read`, `write`, `discard` and `remove`; the last one is
-    `delete_objects` and `clear_namespaces`.
+    The sorts of operations are `exists`, `read`, `write`, `discard`, `remove`, which is
+    `delete_objects` and `clear_namespaces`, and `removals`.
     """
 
     name: ClassVar[str] = "objects"
@@ -59,6 +59,7 @@ class DriverMethodInjector(FaultInjector):
             "discard_objects": partial(self._change, "discard", driver.discard_objects),
             "delete_objects": partial(self._change, "remove", driver.delete_objects),
             "clear_namespaces": partial(self._change, "remove", driver.clear_namespaces),
+            "collect_removals": partial(self._change, "removals", driver.collect_removals),
         }
         for name, method in replaced.items():
             setattr(driver, name, method)

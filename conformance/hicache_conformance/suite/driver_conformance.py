@@ -26,6 +26,7 @@ from hicache_conformance.cases.plans import PlanCases
 from hicache_conformance.cases.pools import HostPoolCases, PoolCases
 from hicache_conformance.cases.processes import ProcessCases, SharingCases
 from hicache_conformance.cases.reading import ReadingCases
+from hicache_conformance.cases.removals import RemovalCases
 from hicache_conformance.cases.shards import ShardCases
 from hicache_conformance.cases.space import SpaceCases
 from hicache_conformance.cases.stats import StatsCases
@@ -61,6 +62,7 @@ class DriverConformance(
     ConcurrencyCases,
     HistoryCases,
     ClearingCases,
+    RemovalCases,
     ShardCases,
     IdentityCases,
     KeyCases,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mutant import IN_PROCESS, Base
 
-from hicache_storage.objects import ObjectStorage, ObjectWrite
+from hicache_storage.objects import ObjectRemoval, ObjectStorage, ObjectWrite
 from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.requests import RegisteredPool, pool_requests
 from hicache_storage.pools.adapter import page_access
@@ -21,6 +21,8 @@ from hicache_storage.spec import (
     PoolName,
     PoolPresence,
     PoolTransferResult,
+    RemovalReason,
+    RemovalScope,
     StorageClosedError,
     StorageStats,
     UnknownPoolError,
@@ -265,6 +267,8 @@ class Medium:
     lock: threading.RLock = field(default_factory=threading.RLock)
     reserved: dict[int, float] = field(default_factory=dict)
     """When each place was given to a writer that has not yet written there."""
+    told: list[ObjectRemoval] = field(default_factory=list)
+    """Removals by all storages."""
 
 
 class Slots(ObjectStorage):
@@ -365,6 +369,57 @@ class Slots(ObjectStorage):
                 self.forget(place)
 
 
+class Telling(Slots):
+    """Tells all storages of the process what each of them has removed."""
+
+    promises: ClassVar[Capabilities] = replace(Slots.promises, removals=RemovalScope.PROCESS)
+
+    def __init__(self, identity: StorageIdentity, config: SlotsConfig) -> None:
+        super().__init__(identity, config)
+        self.heard = len(self.medium.told)
+
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
+
+    def tell(self, reason: RemovalReason, place: tuple[str, str]) -> None:
+        self.medium.told.append(ObjectRemoval(*place, reason))
+
+    def remove(self, place: tuple[str, str], reason: RemovalReason) -> bool:
+        with self.medium.lock:
+            removed = self.forget(place)
+            if removed:
+                self.tell(reason, place)
+            return removed
+
+    def reserve(self, namespace: Namespace, pages: int) -> list[int]:
+        before = list(self.medium.index)
+        slots = super().reserve(namespace, pages)
+        for place in before:
+            if place not in self.medium.index:
+                self.tell(RemovalReason.EVICTED, place)
+        return slots
+
+    # The driver
+    # --------------------------------------------------------------------------------------------------
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        return [
+            [self.remove((batch.namespace.name, key), RemovalReason.DELETED) for key in batch.keys]
+            for batch in batches
+        ]
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        names = {namespace.name for namespace in namespaces}
+        for place in [place for place in list(self.medium.index) if place[0] in names]:
+            self.remove(place, RemovalReason.CLEARED)
+
+    def collect_removals(
+        self, namespaces: Sequence[Namespace], call: Call
+    ) -> tuple[list[ObjectRemoval], bool]:
+        start, self.heard = self.heard, len(self.medium.told)
+        return self.medium.told[start : self.heard], False
+
+
 PLAIN = Base(driver=Plain, config="drivers_memory:PlainConfig")
 PLAIN_PATH = Base(driver=Plain, config="drivers_memory:PathConfig", trial_config=PATH)
 OBJECTS = Base(driver=Objects, config="drivers_memory:PlainConfig")
@@ -381,3 +436,4 @@ SLOTS = Base(
     capabilities=Slots.promises,
     capacity_option="capacity",
 )
+TELLING = replace(SLOTS, driver=Telling, capabilities=Telling.promises)
