@@ -45,8 +45,8 @@ TELLS: Final = "removals>=process"
 BETWEEN_PROCESSES: Final = ("removals>=store", "sharing>=processes")
 CASE_SECONDS: Final = 600.0
 """Longer than a case takes, and than the clock of a store may differ."""
-MANY: Final = 4096
-"""Pages that are removed at once, until more have been than a storage keeps."""
+MANY: Final = 1024
+"""Pages that are set and deleted at once, until more have been than a storage keeps."""
 WATCHED_PAGES: Final = 24
 ROUNDS: Final = 3
 
@@ -206,16 +206,19 @@ class RemovalCases:
     def test_a_listener_that_is_far_behind(self, context: CaseContext) -> None:
         """More pages are removed between two calls than a storage keeps: all are told, or lost."""
         sut = context.storage(pools={PoolName.KV: GuardedPool(pages=MANY, components=(16,))})
-        listener, gone = RemovalListener(sut), set[str]()
+        listener, every, gone = RemovalListener(sut), set[str](), set[str]()
         while len(gone) <= MAX_REMOVALS:
-            keys = context.keys(MANY)
-            sut.store(keys)
-            gone.update(_stored(keys, sut.delete(keys)))
+            if len(every) > 2 * MAX_REMOVALS:
+                raise Inconclusive(f"of {len(every)} pages, {len(gone)} were stored and deleted")
+            every.update(keys := context.keys(MANY))
+            # A busy machine may be too slow for a lease.
+            stored = _stored(keys, sut.set(keys))
+            gone.update(_stored(stored, sut.delete(stored)))
         answer = listener.ask()
         told = {one.key for one in answer.removed}
-        check(told <= gone, "RM-3", f"{len(told - gone)} pages are told that were not removed")
+        check(told <= every, "RM-3", f"{len(told - every)} pages are told that were never stored")
         check(
-            answer.lost or told == gone,
+            answer.lost or told >= gone,
             "RM-4",
             f"{len(gone)} pages were removed, {len(told)} are told, and lost is False",
         )
