@@ -33,7 +33,7 @@ from hicache_storage.spec import (
     from_memory,
     parse_config,
 )
-from tests.backends.file.harness import COMPONENTS, ScratchPool, identity
+from tests.backends.file.harness import COMPONENTS, ScratchPool, identity, replaced
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain, interrupted, recycle
 from tests.support.forking import in_child
@@ -552,3 +552,16 @@ def metrics(server):
 def test_usrbio_without_its_library_says_what_is_missing(rig):
     with pytest.raises(ConfigError, match="hf3fs-py-usrbio"):
         rig(engine="usrbio").storage.open()
+
+
+def test_a_namespace_that_was_emptied_just_now_is_removed_by_one_request(rig, kept_server):
+    """Each is a line in the audit log: polling for the end of the quarantine wrote fifty."""
+    one, keys = rig(metadata_url=kept_server.url), chain("a", 4)
+    assert all(one.put(keys))
+    assert one.storage.delete(keys) == [True] * 4
+    drops = list[object]()
+    with replaced(
+        one.store.metadata, "drop", lambda real: lambda *asked: (drops.append(asked), real(*asked))
+    ):
+        assert one.storage.remove_pools(30.0)
+    assert len(drops) == 1
