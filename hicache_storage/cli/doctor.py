@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from hicache_storage.tools.doctor import DoctorTarget, Finding, Status, examine
+from hicache_storage.tools.doctor import DoctorTarget, Finding, Role, Status, examine
 from hicache_storage.tools.options import parse_pairs
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ ENGINES: Final = ("vllm", "lmcache")
 """Engines whose command lines are checked."""
 KNOWN_ENGINES: Final = (*ENGINES, "sglang")
 """Engines whose command lines are read."""
-OWN_OPTIONS: Final = frozenset({"--json", "--deadline"})
+OWN_OPTIONS: Final = frozenset({"--json", "--deadline", "--role", "--verbose"})
 """Options of this command that no engine has."""
 
 
@@ -63,6 +63,16 @@ def doctor(
     deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a call or a connection may take.")
     ] = 5.0,
+    role: Annotated[
+        Role | None,
+        typer.Option(
+            help="For whom: what an engine needs of its machine, what a driver's author has to "
+            "mend, or who runs the store. By default author for a throwaway store, else engine."
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print what is in order, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check this environment and, with DRIVER, its package, options and a round trip.
@@ -75,12 +85,14 @@ def doctor(
     """
     try:
         target = _target(driver, command_line or [], config or [])
-        target = replace(target, deadline_seconds=deadline)
+        throwaway = target.driver is not None and not target.options and not target.engine
+        chosen = role or (Role.AUTHOR if throwaway else Role.ENGINE)
+        target = replace(target, deadline_seconds=deadline, role=chosen)
     except ValueError as error:
         Console(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(USAGE_ERROR) from error
     # Printed as they come: one check may take two deadlines.
-    findings = list(examine(target)) if as_json else list(_printed(examine(target)))
+    findings = list(examine(target)) if as_json else list(_printed(examine(target), verbose))
     passed = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:
         # `print`, because rich would wrap the text and read brackets in it as markup.
@@ -120,10 +132,18 @@ def _target(name: str | None, command_line: list[str], pairs: list[str]) -> Doct
     return with_engines_driver(DoctorTarget(engine=name, command_line=command_line))
 
 
-def _printed(findings: Iterator[Finding]) -> Iterator[Finding]:
+def _printed(findings: Iterator[Finding], verbose: bool) -> Iterator[Finding]:
     console, counts = Console(highlight=False), dict.fromkeys(Status, 0)
     for finding in findings:
         counts[finding.status] += 1
+        yield finding
+        # What was measured is what a sound store is examined for.
+        if (
+            not verbose
+            and finding.status is Status.OK
+            and not finding.check.endswith(": round trip")
+        ):
+            continue
         label = Text(f"{finding.status:<4}", STYLES[finding.status])
         console.print(
             Text.assemble(label, "  ", (finding.check, "bold"), "  ", finding.detail),
@@ -132,5 +152,4 @@ def _printed(findings: Iterator[Finding]) -> Iterator[Finding]:
         )
         if finding.fix:
             console.print(Text.assemble("      fix: ", (finding.fix, "cyan")), soft_wrap=True)
-        yield finding
     console.print(", ".join(f"{count} {status}" for status, count in counts.items() if count))

@@ -206,11 +206,6 @@ def test_a_file_system_without_direct_io(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_clock_that_is_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(endpoints.time, "time", lambda: 0.0)
-    assert "clock is +" in of_file(tmp_path)[-1].detail
-
-
 def test_servers(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from hicache_storage.tools.doctor import DoctorTarget, Status, examine
+from hicache_storage.tools.doctor import DoctorTarget, Role, Status, examine
+from hicache_storage.tools.doctor.plan import planned
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.support.commands import run_here, run_hicache
 from tests.tools.conftest import FAULTY
@@ -105,6 +106,56 @@ def test_what_a_driver_warns_of_while_it_works(site):
     assert (warned.status, warned.detail) == (Status.WARN, "a cache of its own")
 
 
+def test_one_model_finds_the_pages_of_another(site):
+    """A round trip of one identity succeeds."""
+    site.here(
+        "shares",
+        "def objects_exist(self, batches, call):\n"
+        "    names = [name[33:] for name in self.objects]\n"
+        "    return [[b.namespace.object_name(k)[33:] in names for k in b.keys] for b in batches]",
+    )
+    done, found = check_round_trip(DoctorTarget(driver="shares", throwaway="/nonexistent"))
+    assert done.status is Status.OK
+    assert (found.status, found.detail) == (
+        Status.FAIL,
+        "a storage of another model finds 4 of the pages",
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed", "name the authority"),
+        ("[SSL: WRONG_VERSION_NUMBER] wrong version number", "write http://"),
+        ("Remote end closed connection without response", "write https://"),
+        ("refuses: no such token (401 unauthorized)", "a token that the server knows"),
+        ("[Errno 13] Permission denied: '/data'", "chown"),
+        ("whatever", "start the store, or correct the options"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_has_the_remedy_of_its_cause(site, said, fix):
+    site.here("away", f"def connect(self): raise StorageUnavailableError({said!r})")
+    (finding,) = check_round_trip(DoctorTarget(driver="away", throwaway="/nonexistent"))
+    assert said in finding.detail
+    assert fix in finding.fix
+
+
+def test_a_server_that_is_away_is_one_failure(site):
+    site.add("away", "def connect(self): raise StorageUnavailableError('no server')")
+    (finding,) = diagnose("away", "servers", "round trip", options={"url": "http://127.0.0.1:1"})
+    assert finding.status is Status.FAIL
+    assert "cannot be reached" in finding.detail
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_role_is_asked_what_it_can_mend(role):
+    names = planned(DoctorTarget(driver="file", role=role))
+    assert {"python", "drivers", "options", "round trip"} <= set(names)
+    assert ("clock" in names) is (role is Role.OPERATOR)
+    assert ("huge pages" in names) is (role is Role.ENGINE)
+    assert ("open files" in names) is (role is not Role.AUTHOR)
+
+
 def test_pages_that_stay(site):
     site.here(
         "keeps",
@@ -168,6 +219,11 @@ def test_the_command_on_a_sound_driver(site):
     done = doctor("file")
     assert done.returncode == 0, done.stdout
     assert "ok    file: round trip  4 pages" in done.stdout
+    # The rest is as it should be.
+    assert done.stdout.count("ok  ") == 1
+    said = doctor("file", "--role", "engine", "--verbose").stdout
+    assert "ok    file: options" in said
+    assert "huge pages" in said
 
 
 def test_the_command_on_a_broken_plugin(site):

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 LITTLE_SPACE_BYTES: Final = 1 << 30
 """Free space below which the check warns."""
-MAX_CLOCK_SKEW_SECONDS: Final = 2.0
 
 
 def check_directories(target: DoctorTarget) -> Iterator[Finding]:
@@ -100,8 +99,6 @@ def _file_system(check: str, place: Path) -> Iterator[Finding]:
         with tempfile.TemporaryFile(prefix=".hicache-doctor-", dir=place) as file:
             file.write(b"\0")
             file.flush()
-            # A file server sets the time of a write by its own clock.
-            skew = os.fstat(file.fileno()).st_mtime - time.time()
             direct = _takes_direct_io(file.fileno())
     except OSError as error:
         detail = f"cannot write in {place}: {error.strerror or error}"
@@ -112,12 +109,6 @@ def _file_system(check: str, place: Path) -> Iterator[Finding]:
     else:
         fix = "use a local file system such as ext4 or xfs where cold reads matter"
         yield warn(check, "refuses O_DIRECT: reads go through the page cache", fix)
-    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
-        yield warn(
-            check,
-            f"the file system's clock is {skew:+.1f} s off",
-            "synchronise the clocks of this machine and of the file server",
-        )
 
 
 def _takes_direct_io(descriptor: int) -> bool:

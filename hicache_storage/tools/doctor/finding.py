@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+class Role(StrEnum):
+    """Who asks: what matters to one is nothing that another can mend."""
+
+    ENGINE = "engine"
+    AUTHOR = "author"
+    OPERATOR = "operator"
+
+
 class Status(StrEnum):
     """`fail`: it cannot work. `warn`: it can, with the loss that the finding names."""
 
@@ -45,6 +53,7 @@ class DoctorTarget:
     """Deadline of each call into the driver, and of each connection."""
     throwaway: str = ""
     """Path of an empty directory, removed afterwards."""
+    role: Role = Role.ENGINE
 
 
 def ok(check: str, detail: str) -> Finding:

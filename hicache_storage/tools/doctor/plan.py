@@ -14,6 +14,7 @@ from hicache_storage.tools.doctor import (
     vllm,
 )
 from hicache_storage.tools.doctor.engine_command import object_of
+from hicache_storage.tools.doctor.finding import Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,11 +35,20 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "options": round_trip.check_options,
     "directories": endpoints.check_directories,
     "servers": endpoints.check_servers,
+    # Last: where an endpoint has failed, it would say the same in other words.
     "round trip": round_trip.check_round_trip,
 }
 
 BRIDGE_OPTIONS: Final = {"vllm": vllm.tier_options, "lmcache": lmcache.adapter_options}
 """Options of the bridge on an engine's command line, by engine."""
+
+LEFT_OUT: Final = {
+    # Ages and leases are decided by servers.
+    Role.ENGINE: frozenset({"clock"}),
+    Role.AUTHOR: frozenset({"locked memory", "open files", "huge pages", "clock"}),
+    Role.OPERATOR: frozenset({"torch", "locked memory", "huge pages"}),
+}
+"""Checks of no concern, by role."""
 
 OF_ONE_DRIVER: Final = frozenset({"options", "directories", "servers", "round trip"})
 
@@ -48,7 +58,8 @@ def planned(target: DoctorTarget) -> list[str]:
     return [
         name
         for name in CHECKS
-        if (target.driver is not None or name not in OF_ONE_DRIVER)
+        if name not in LEFT_OUT[target.role]
+        and (target.driver is not None or name not in OF_ONE_DRIVER)
         and (name not in BRIDGE_OPTIONS or name == target.engine)
     ]
 

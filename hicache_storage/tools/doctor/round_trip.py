@@ -41,6 +41,17 @@ It is unused, or another run uses it meanwhile.
 QUARANTINE_SECONDS: Final = 10.0
 """Time to remove the namespace of this run; longer than the default quarantine of deleted pages."""
 PAGES, PAGE_BYTES = 4, 8192
+MODELS: Final = ("hicache-doctor", "hicache-doctor-2")
+"""Always the same: some stores keep a record of each, which would grow with every run."""
+FIXES: Final = (
+    ("CERTIFICATE_VERIFY_FAILED", "name the authority of its certificate (hf3fs: metadata_ca)"),
+    ("WRONG_VERSION_NUMBER", "write http://: the server speaks no TLS on this port"),
+    ("closed connection without response", "write https://, if the server speaks TLS on this port"),
+    ("(401 ", "give a token that the server knows, by its option or variable"),
+    ("(403 ", "give a token with the right that is missing"),
+    ("Permission denied", "let this user read and write there: chown, chmod, or another user"),
+)
+"""Remedies by a part of the error."""
 
 
 class UnusableOptionsError(Exception):
@@ -107,7 +118,8 @@ def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
             yield fail(check, detail, "correct the driver or its options")
         except StorageUnavailableError as error:
             detail = f"cannot be opened: {error}"
-            yield fail(check, detail, "start the store, or correct the options")
+            fixes = (fix for part, fix in FIXES if part in detail)
+            yield fail(check, detail, next(fixes, "start the store, or correct the options"))
         except WrongAnswerError as error:
             log = f" ({messages[0]})" if messages else ""
             fix = f"`hicache conformance run {spec.name}` finds the rule that it breaks, unless the store is at fault"
@@ -122,13 +134,16 @@ def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
 
 def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Finding]:
     options = target.options or trial_options(spec, target.throwaway) or {}
-    storage = create_storage(
-        spec.name,
-        _identity(),
-        options,
-        # Without a circuit breaker, which would answer misses for the calls that are to be
-        # examined.
-        options=StorageOptions(deadline_seconds=target.deadline_seconds, breaker_threshold=0),
+    storage, other = (
+        create_storage(
+            spec.name,
+            _identity(model),
+            options,
+            # Without a circuit breaker, which would answer misses for the calls that are to be
+            # examined.
+            options=StorageOptions(deadline_seconds=target.deadline_seconds, breaker_threshold=0),
+        )
+        for model in MODELS
     )
     try:
         exceeds = storage.capabilities.exceeding(spec.capabilities)
@@ -145,15 +160,18 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
             # Into a store of the operator only if the pages can be removed one by one.
             if health.detail:
                 yield ok(check, f"opened and healthy: {health.detail}")
-            yield from _round_trip(check, storage, target)
+            yield from _round_trip(check, storage, other, target)
         else:
             detail = "opened and healthy; no page was stored, because the driver could not remove exactly that one (deletes)"
             yield warn(check, detail, f"`hicache conformance run {spec.name}` on a throwaway store")
     finally:
+        other.close()
         storage.close()
 
 
-def _round_trip(check: str, storage: HiCacheStorage, target: DoctorTarget) -> Iterator[Finding]:
+def _round_trip(
+    check: str, storage: HiCacheStorage, other: HiCacheStorage, target: DoctorTarget
+) -> Iterator[Finding]:
     workload = BenchWorkload(PAGE_BYTES, clients=1, batch_pages=PAGES)
     pool = make_pool(workload)
     storage.register_mem_host_pool_v2(pool, "kv")
@@ -169,11 +187,19 @@ def _round_trip(check: str, storage: HiCacheStorage, target: DoctorTarget) -> It
             f"{operation} {client.run(operation, range(1)).seconds[0] * 1e3:.1f} ms"
             for operation in Operation
         ]
+        # Written by one model, found by another: its bytes would be served as this one's.
+        other.register_mem_host_pool_v2(pool, "kv")
+        other.on_host_pools_registered()
+        shared = other.batch_exists_v2(keys).kv_hit_pages
     finally:
         client.remove()
         # One by one: the hit of a chain ends at its first missing page.
         left = sum(storage.batch_exists_v2([key]).kv_hit_pages for key in keys)
     yield ok(check, f"{PAGES} pages of {PAGE_BYTES} bytes: {', '.join(milliseconds)}")
+    if shared:
+        detail = f"a storage of another model finds {shared} of the pages"
+        fix = "the driver has to keep identities apart (rule ID-1), by the name of the namespace"
+        yield fail(check, detail, fix)
     if left and target.options:
         detail = f"{left} pages are still there after delete()"
         yield warn(check, detail, f"`hicache conformance run {storage.get_stats().driver}`")
@@ -196,12 +222,8 @@ def _remove_namespace(storage: HiCacheStorage, seconds: float) -> bool:
         return False
 
 
-def _identity() -> StorageIdentity:
-    # Always the same identity: some stores keep a record of each one, which would grow with every
-    # run.
-    return StorageIdentity(
-        model="hicache-doctor", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first"
-    )
+def _identity(model: str) -> StorageIdentity:
+    return StorageIdentity(model=model, kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first")
 
 
 @contextmanager
