@@ -18,7 +18,7 @@ from hicache_storage.tools.options import parse_pairs, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicache_storage.tools.why import Report, StoredIdentity
+    from hicache_storage.tools.why import StoredIdentity, WhyReport
 
 ALL_THERE, NOT_ALL_THERE, USAGE_ERROR = 0, 1, 2
 MIN_WIDTH: Final = 110
@@ -80,7 +80,7 @@ def _report(
     options: dict[str, str],
     identity: str | None,
     deadline: float,
-) -> Report:
+) -> WhyReport:
     # Here, so that `hicache --help` imports neither the checks of doctor nor the base of drivers.
     from hicache_storage.tools.doctor.engine_command import object_of, read_object
     from hicache_storage.tools.doctor.engine_identity import bridge_options, identity_fields
@@ -110,7 +110,7 @@ def _report(
     return explain(driver, chosen, WantedIdentity(fields), keys, deadline)
 
 
-def _show(report: Report) -> None:
+def _show(report: WhyReport) -> None:
     console = Console(highlight=False, width=max(MIN_WIDTH, Console().width))
     if report.answers:
         rows = [[one.key, str(one.answer), one.detail] for one in report.answers]

@@ -47,7 +47,7 @@ RANK_FIELDS: Final = frozenset(
 """Fields in which the parts of one page differ; a hit needs all of its parts."""
 
 
-class Answer(StrEnum):
+class PageState(StrEnum):
     """State of a page, or of one of its parts; of several parts the first one in this order."""
 
     THERE = "there"
@@ -61,8 +61,8 @@ class Answer(StrEnum):
     """As far as the store remembers."""
 
 
-ORDER: Final = list(Answer)
-State = tuple[Answer, str]
+ORDER: Final = list(PageState)
+State = tuple[PageState, str]
 """An answer and its reason."""
 Differences = dict[str, tuple[object, object]]
 """Fields that differ: the value in the store, and the one that was asked for."""
@@ -70,13 +70,13 @@ Differences = dict[str, tuple[object, object]]
 
 @dataclass(frozen=True, slots=True)
 class KeyAnswer:
-    """Answer for one key."""
+    """PageState for one key."""
 
     key: str
-    answer: Answer
+    answer: PageState
     detail: str
     parts: dict[str, str]
-    """Answer for each part of the page: by pool, and by rank or shard where there are several."""
+    """PageState for each part of the page: by pool, and by rank or shard where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class StoredIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class WhyReport:
     """Answers for keys, and all identities that the store has pages of."""
 
     identities: list[StoredIdentity]
@@ -171,7 +171,7 @@ def explain(
     wanted: WantedIdentity,
     keys: Sequence[str],
     seconds: float,
-) -> Report:
+) -> WhyReport:
     """Open a store, and find out what it has and knows of pages.
 
     Nothing is changed, but that a page which is found may count as used.
@@ -198,7 +198,7 @@ def explain(
         if not isinstance(inner, ObjectStorage):
             raise UnsupportedOperationError(f"driver {driver!r} is no ObjectStorage")
         refusal = "" if health.writable else f"the store takes no sets: {health.detail}"
-        pages = _Pages(inner, keys, Call(seconds))
+        pages = _StoredPages(inner, keys, Call(seconds))
         # A thread of its own: a hung mount does not end at a deadline.
         threads = ThreadPool("hicache-why")
         try:
@@ -211,8 +211,8 @@ def explain(
 
 
 def _report(
-    driver: str, pages: _Pages, wanted: WantedIdentity, keys: Sequence[str], refusal: str
-) -> Report:
+    driver: str, pages: _StoredPages, wanted: WantedIdentity, keys: Sequence[str], refusal: str
+) -> WhyReport:
     found = pages.driver.described_namespaces()
     if found is None:
         raise UnsupportedOperationError(f"driver {driver!r} does not describe what its store has")
@@ -227,28 +227,28 @@ def _report(
             (*_state(pages, wanted, group, key), name)
             for group, name in zip(groups, names, strict=True)
         ]
-        states.append(((Answer.NEVER_STORED, "no page of this identity was"), {}, ""))
+        states.append(((PageState.NEVER_STORED, "no page of this identity was"), {}, ""))
         (answer, detail), parts, name = min(states, key=lambda one: ORDER.index(one[0][0]))
         notes = [detail]
         if len(groups) > 1:
-            is_there = ORDER.index(answer) < ORDER.index(Answer.REMOVED)
+            is_there = ORDER.index(answer) < ORDER.index(PageState.REMOVED)
             which = f"with {name}, one" if is_there else "under none"
             notes.append(f"{which} of {len(groups)} identities with the given fields")
-        if answer in (Answer.REMOVED, Answer.NEVER_STORED):
+        if answer in (PageState.REMOVED, PageState.NEVER_STORED):
             other = next((one for one in found if differs[one] and pages.has(one, key)), None)
             if other is not None:
                 # What is known of its removal stays.
-                notes = notes[:1] if answer is Answer.REMOVED else []
+                notes = notes[:1] if answer is PageState.REMOVED else []
                 notes.append(f"stored with {difference_text(differs[other])}")
-                answer = Answer.REMOVED if notes[1:] else Answer.OTHER_IDENTITY
-        if answer is not Answer.THERE:
+                answer = PageState.REMOVED if notes[1:] else PageState.OTHER_IDENTITY
+        if answer is not PageState.THERE:
             notes.append(refusal)
         answers.append(KeyAnswer(key, answer, "; ".join(filter(None, notes)), parts))
     identities = [
         StoredIdentity(str(one.pool), one.name, one.page_bytes, {**fields_of(one)}, differs[one])
         for one in found
     ]
-    return Report(identities, answers)
+    return WhyReport(identities, answers)
 
 
 def _by_identity(namespaces: Sequence[Namespace]) -> list[list[Namespace]]:
@@ -272,34 +272,34 @@ def _by_identity(namespaces: Sequence[Namespace]) -> list[list[Namespace]]:
 
 
 def _state(
-    pages: _Pages, wanted: WantedIdentity, namespaces: Sequence[Namespace], key: str
+    pages: _StoredPages, wanted: WantedIdentity, namespaces: Sequence[Namespace], key: str
 ) -> tuple[State, dict[str, str]]:
     """Return the state of a page of one identity, and the answer for each of its parts."""
     parts = dict[str, State]()
     for namespace in namespaces:
         own, labels = wanted.labels(namespace)
         for label in labels:
-            state = pages.state(namespace, key) if label == own else (Answer.NEVER_STORED, "")
+            state = pages.state(namespace, key) if label == own else (PageState.NEVER_STORED, "")
             # Of several geometries of one part, the one that has the page.
             parts[label] = min(state, parts.get(label, state), key=lambda one: ORDER.index(one[0]))
     answers = {label: str(answer) for label, (answer, _) in parts.items()}
-    missing = {label: state for label, state in parts.items() if state[0] is not Answer.THERE}
+    missing = {label: state for label, state in parts.items() if state[0] is not PageState.THERE}
     if not missing:
-        return (Answer.THERE, ", ".join(parts)), answers
+        return (PageState.THERE, ", ".join(parts)), answers
     first = min((answer for answer, _ in missing.values()), key=ORDER.index)
-    if first not in (Answer.DAMAGED, Answer.UNKNOWN) and len(missing) < len(parts):
-        first = Answer.INCOMPLETE
+    if first not in (PageState.DAMAGED, PageState.UNKNOWN) and len(missing) < len(parts):
+        first = PageState.INCOMPLETE
     texts = [
         f"{label}: {detail or answer}"
         for label, (answer, detail) in missing.items()
-        if first in (answer, Answer.INCOMPLETE)
+        if first in (answer, PageState.INCOMPLETE)
     ]
-    never = first is Answer.NEVER_STORED
+    never = first is PageState.NEVER_STORED
     return (first, "as far as the store remembers" if never else ", ".join(texts)), answers
 
 
-class _Pages:
-    """What the store has and remembers of some pages; each namespace is asked once."""
+class _StoredPages:
+    """Pages in a store, and removed ones; a namespace is asked once for all of them."""
 
     def __init__(self, driver: ObjectStorage, keys: Sequence[str], call: Call) -> None:
         self.driver = driver
@@ -322,7 +322,7 @@ class _Pages:
             try:
                 known = self._ask(namespace, key)
             except Exception as error:  # noqa: BLE001 - whatever a driver raises is the answer
-                known = Answer.UNKNOWN, f"{type(error).__name__}: {error}"
+                known = PageState.UNKNOWN, f"{type(error).__name__}: {error}"
             self._states[namespace.name, key] = known
         return known
 
@@ -339,14 +339,14 @@ class _Pages:
             read = ObjectRead.aside(namespace, key)
             [[filled]] = self.driver.read_objects([ReadBatch(namespace, [read])], self._call)
             if filled and read.verify():
-                return Answer.THERE, ""
+                return PageState.THERE, ""
             if read.damaged:
-                return Answer.DAMAGED, f"a page {read.defect()}"
-            return Answer.UNKNOWN, "it exists, and was not read"
+                return PageState.DAMAGED, f"a page {read.defect()}"
+            return PageState.UNKNOWN, "it exists, and was not read"
         removals = self.driver.recall_removals([LookupBatch(namespace, [key])], self._call)
         if not removals:
-            return Answer.NEVER_STORED, ""
+            return PageState.NEVER_STORED, ""
         last = removals[-1]
         at = datetime.fromtimestamp(last.seconds, UTC).isoformat(" ", "seconds")
         parts = [str(last.reason), at if last.seconds else "", last.by and f"by {last.by}"]
-        return Answer.REMOVED, " ".join(filter(None, parts))
+        return PageState.REMOVED, " ".join(filter(None, parts))

@@ -32,7 +32,7 @@ def server():
         yield served
 
 
-class Store:
+class AskedStore:
     """A store, engines that use it, and the question about it."""
 
     def __init__(self, driver, path, options):
@@ -88,9 +88,9 @@ class Store:
 @pytest.fixture(params=["file", "hf3fs"])
 def store(request, tmp_path):
     if request.param == "file":
-        return Store("file", tmp_path / "store", {})
+        return AskedStore("file", tmp_path / "store", {})
     url = request.getfixturevalue("server").url
-    return Store("hf3fs", tmp_path / "store", {"metadata_url": url, "file_size": "1MiB"})
+    return AskedStore("hf3fs", tmp_path / "store", {"metadata_url": url, "file_size": "1MiB"})
 
 
 # Situations
@@ -236,7 +236,7 @@ def test_a_field_that_is_not_given_may_have_any_value(store):
 
 
 def test_the_command_line_of_an_engine(tmp_path):
-    store = Store("file", tmp_path / "store", {})
+    store = AskedStore("file", tmp_path / "store", {})
     store.set(revision="r1", tp_size=2)
     store.set(revision="r1", tp_size=2, tp_rank=1)
     tier = {
@@ -266,7 +266,7 @@ def test_the_command_line_of_an_engine(tmp_path):
 
 
 def test_the_installed_command(tmp_path):
-    Store("file", tmp_path / "store", {}).set()
+    AskedStore("file", tmp_path / "store", {}).set()
     identity = tmp_path / "identity.json"
     identity.write_text(json.dumps(ENGINE))
     options = ["--driver", "file", "-c", f"path={tmp_path / 'store'}", "--identity", identity]
@@ -301,7 +301,7 @@ def test_what_cannot_be_asked(tmp_path, words, said):
 
 
 def test_a_description_that_is_none_is_left_out(tmp_path):
-    store = Store("file", tmp_path / "store", {})
+    store = AskedStore("file", tmp_path / "store", {})
     store.set()
     [description] = Path(store.path).rglob("namespace.json")
     text = description.read_bytes()
