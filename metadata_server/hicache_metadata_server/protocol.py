@@ -243,7 +243,7 @@ class Reserve(Request, frozen=True, kw_only=True):
 
     scopes: list[ReserveScope]
     owner: str = ""
-    """Name of the client, for operators; `inspect` shows it."""
+    """Name of the client, for operators; `inspect` shows it, and `removals` for evicted pages."""
     lease_seconds: Seconds | None = None
 
 
@@ -342,10 +342,13 @@ class DeleteScope(Request, frozen=True, kw_only=True):
     """Delete a page only if it has this generation; the column may be left out."""
 
 
-class Delete(Request, frozen=True, kw_only=True):
+# Older servers refuse an owner here, so it is left out where it is empty.
+class Delete(Request, frozen=True, kw_only=True, omit_defaults=True):
     """`POST /v2/delete`: delete pages."""
 
     scopes: list[DeleteScope]
+    owner: str = ""
+    """Name of the client; `removals` shows it."""
 
 
 class Flags(Answer, frozen=True, kw_only=True):
@@ -360,10 +363,12 @@ class Marked(Answer, frozen=True, kw_only=True):
     scopes: list[Flags]
 
 
-class Clear(Request, frozen=True, kw_only=True):
+class Clear(Request, frozen=True, kw_only=True, omit_defaults=True):
     """`POST /v2/clear`: empty scopes, leases included."""
 
     scopes: list[ScopeName]
+    owner: str = ""
+    """Name of the client; `removals` shows it."""
 
 
 class Cleared(Answer, frozen=True, kw_only=True):
@@ -396,7 +401,7 @@ class RemovedPages(Answer, frozen=True, kw_only=True):
     times: list[float]
     """Seconds since 1970."""
     by: list[str]
-    """Owner of the lease for which a page was evicted; "" where that is not known."""
+    """Owner in the request that has removed the page, or needed its slot; may be empty."""
     cursor: str
     """For the next request."""
     lost: bool = False

@@ -14,7 +14,7 @@ from hicache_backends.hf3fs.store import Store
 from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import InUseError
-from hicache_storage.objects import Call, ObjectRead, ObjectRemoval, ObjectStorage, this_process
+from hicache_storage.objects import Call, ObjectRead, ObjectRemoval, ObjectStorage
 from hicache_storage.objects.namespace import stored_checksum
 from hicache_storage.spec import (
     Capabilities,
@@ -95,7 +95,7 @@ class Hf3fsStorage(ObjectStorage):
         store = self._store = Store(self._config, self.recorder.count_failover)
         self.caches_lookups = store.is_embedded
         self._reader = PageReader(store)
-        self._writer = PageWriter(store, self._count_evicted, this_process())
+        self._writer = PageWriter(store, self._count_evicted)
         about, durability = store.metadata.about, self._capabilities.durability
         if durability is Durability.PROCESS and about.durability is p.StoreDurability.NONE:
             durability = Durability.REOPEN

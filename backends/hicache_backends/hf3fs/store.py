@@ -14,7 +14,7 @@ from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
 from hicache_backends.posix.directories import make_last, mount_of
-from hicache_storage.objects import Call, Namespace
+from hicache_storage.objects import Call, Namespace, this_process
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Store:
         self._scopes: dict[str, SlotScope] = {}
         self._lock = threading.Lock()
         self.metadata = self._open_metadata(count_failover)
+        self.metadata.owner = this_process()
         try:
             # First: without a server no rings and no shared memory are needed.
             self.metadata.refresh(Call(config.timeout_seconds))

@@ -81,15 +81,11 @@ class PageWriter:
     Args:
         store: the open store.
         on_evicted: called with a namespace and the number of pages that the server has evicted.
-        owner: name of the lease holder in the metadata server.
     """
 
-    def __init__(
-        self, store: Store, on_evicted: Callable[[Namespace, int], None], owner: str
-    ) -> None:
+    def __init__(self, store: Store, on_evicted: Callable[[Namespace, int], None]) -> None:
         self._store = store
         self._on_evicted = on_evicted
-        self._owner = owner
 
     def write(self, batches: Sequence[WriteBatch], call: Call) -> WriteOutcome:
         """Store pages.
@@ -178,9 +174,7 @@ class PageWriter:
         ]
         # Before the request: the server counts from its receipt, so that a lease ends here first.
         begin = time.monotonic()
-        answer = self._store.metadata.reserve(
-            asked, call, owner=self._owner, lease_seconds=config.lease_seconds
-        )
+        answer = self._store.metadata.reserve(asked, call, lease_seconds=config.lease_seconds)
         until, ends = begin + LEASE_FRACTION * answer.lease_seconds, begin + answer.lease_seconds
         for batch, part in zip(batches, answer.scopes, strict=True):
             batch.leases = []

@@ -35,6 +35,8 @@ class MetadataClient(ABC):
     """
 
     def __init__(self) -> None:
+        self.owner = ""
+        """Name of this client, for operators."""
         self._declared: dict[str, _Declared] = {}
         self._initialized = set[str]()
         self._lock = threading.Lock()
@@ -133,10 +135,10 @@ class MetadataClient(ABC):
             self.send_later("/v2/unpin", pin)
 
     def reserve(
-        self, scopes: Sequence[p.ReserveScope], call: Call, *, owner: str, lease_seconds: float
+        self, scopes: Sequence[p.ReserveScope], call: Call, *, lease_seconds: float
     ) -> p.Leases:
         """Lease slots."""
-        request = p.Reserve(scopes=list(scopes), owner=owner, lease_seconds=lease_seconds)
+        request = p.Reserve(scopes=list(scopes), owner=self.owner, lease_seconds=lease_seconds)
         leased, done = self._send_split("/v2/reserve", request, p.Leases, call)
         for columns, part in zip(leased.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
@@ -165,7 +167,7 @@ class MetadataClient(ABC):
 
     def delete(self, scopes: Sequence[p.DeleteScope], call: Call) -> list[list[bool]]:
         """Delete pages. False for each key that was not live."""
-        request = p.Delete(scopes=list(scopes))
+        request = p.Delete(scopes=list(scopes), owner=self._remover())
         marked, _ = self._send_split("/v2/delete", request, p.Marked, call)
         return [scope.done for scope in marked.scopes]
 
@@ -183,7 +185,8 @@ class MetadataClient(ABC):
         """Delete all pages of scopes, and return their number for each scope."""
         limit, deleted = self.about.limits.scopes, list[int]()
         for start in range(0, len(scopes), limit):
-            request = p.Clear(scopes=list(scopes[start : start + limit]))
+            some = list(scopes[start : start + limit])
+            request = p.Clear(scopes=some, owner=self._remover())
             deleted += self._with_scopes(
                 "/v2/clear", request, request.scopes, p.Cleared, call
             ).pages
@@ -218,6 +221,10 @@ class MetadataClient(ABC):
                 self._initialized.discard(scope)
 
     # Implementation.
+
+    def _remover(self) -> str:
+        # Servers without removals refuse the field.
+        return self.owner if self.about.removals else ""
 
     def _settle(self, path: str, request: p.Commit | p.Renew, call: Call) -> list[list[bool]]:
         settled, _ = self._send_split(path, request, p.SettledLeases, call)

@@ -89,6 +89,11 @@ class Measure:
                         f"a key of more than {self._limits.key_bytes} bytes", f"{field}[{i}]"
                     )
 
+    def owner(self, name: str) -> None:
+        """Check the length of a client's name in bytes."""
+        if len(name.encode()) > OWNER_BYTES:
+            raise invalid(f"a name of more than {OWNER_BYTES} bytes", "owner")
+
     def geometry(self, part: ScopeGeometry, where: str) -> None:
         """Check the fields of a scope to be made."""
         if part.slot_bytes >= MAX_INTEGER:
@@ -106,8 +111,8 @@ def check_limits(request: Columns, limits: Limits) -> None:
     """
     measure = Measure(limits)
     measure.scopes(request.scopes)
-    if isinstance(request, p.Reserve) and len(request.owner.encode()) > OWNER_BYTES:
-        raise invalid(f"a name of more than {OWNER_BYTES} bytes", "owner")
+    if isinstance(request, p.Reserve | p.Delete):
+        measure.owner(request.owner)
     first, *others = p.COLUMNS[type(request)]
     for i, part in enumerate(request.scopes):
         rows: Sequence[Any] = getattr(part, first)

@@ -323,7 +323,9 @@ class Scope:
             self.changed.append(held)
         return [slot >= 0 for slot in slots]
 
-    def delete(self, keys: Sequence[str], generations: Sequence[int], now: float) -> list[bool]:
+    def delete(
+        self, keys: Sequence[str], generations: Sequence[int], now: float, owner: str = ""
+    ) -> list[bool]:
         """Delete live pages; with generations only pages of that generation. False for others."""
         self.settle(now)
         slots, seen = self.lru.slots(keys), set[int]()
@@ -339,11 +341,11 @@ class Scope:
             done.append(meant)
         going = [slot for slot, goes in zip(slots, done, strict=True) if goes]
         reason = RemovedBecause.DAMAGED if generations else RemovedBecause.DELETED
-        self.removals.add([self.table.keys[slot] for slot in going], reason, now)
+        self.removals.add([self.table.keys[slot] for slot in going], reason, now, owner)
         self._quarantine(going, now)
         return done
 
-    def clear(self, now: float) -> int:
+    def clear(self, now: float, owner: str = "") -> int:
         """Quarantine all live and leased slots; returns the number of live pages.
 
         Takes constant time: later calls finish the clear, `STEP` slots at a time. A writer does not
@@ -361,7 +363,7 @@ class Scope:
         # A few milliseconds at most, however many pages there are.
         states, latest = self.table.states, islice(reversed(self.table.by_key.items()), MAX_KEPT)
         gone = [key for key, slot in latest if states[slot] == LIVE]
-        self.removals.add(gone, RemovedBecause.CLEARED, now, unnamed=pages - len(gone))
+        self.removals.add(gone, RemovedBecause.CLEARED, now, owner, pages - len(gone))
         # The states before tell which slots were leased.
         before = bytes(self.table.states) if self.leases.held else b""
         self._cleared.append((self.cleared_until, before, self.table.quarantine_all()))

@@ -257,12 +257,14 @@ class MetadataService:
 
     def clear(self, request: p.Clear, now: float) -> p.Cleared:
         """Empty scopes, leases included."""
-        Measure(self.limits).scopes(request.scopes)
+        measure = Measure(self.limits)
+        measure.scopes(request.scopes)
+        measure.owner(request.owner)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         for name in request.scopes:
             self._made[name] = self.scopes[name]
             self._changed[name] = self.scopes[name]
-        return p.Cleared(pages=[scope.clear(now) for scope in scopes])
+        return p.Cleared(pages=[scope.clear(now, request.owner) for scope in scopes])
 
     def drop(self, request: p.Drop, now: float) -> p.Dropped:
         """Remove empty scopes: all or none.
@@ -396,7 +398,9 @@ class MetadataService:
         flags = list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
-            flags.append(p.Flags(done=scope.delete(part.keys, part.generations, now)))
+            flags.append(
+                p.Flags(done=scope.delete(part.keys, part.generations, now, request.owner))
+            )
         return p.Marked(scopes=flags)
 
     def collect_removals(self, request: p.CollectRemovals, now: float) -> p.CollectedRemovals:

@@ -52,9 +52,7 @@ def client(request, tmp_path):
 
 def reserve(client, keys, scope=SCOPE):
     asked = [p.ReserveScope(scope=scope, keys=keys)]
-    [part] = client.reserve(
-        asked, Call(PATIENCE_SECONDS), owner="me", lease_seconds=LEASE_SECONDS
-    ).scopes
+    [part] = client.reserve(asked, Call(PATIENCE_SECONDS), lease_seconds=LEASE_SECONDS).scopes
     return part
 
 

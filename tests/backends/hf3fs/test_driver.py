@@ -254,7 +254,7 @@ def test_a_set_pauses_only_where_it_waits(rig, monkeypatch):
     assert all(one.put(chain("a", 6)))
     assert pauses == []
     asked = p.ReserveScope(scope=one.scope.name, keys=chain("b", 1))
-    one.store.metadata.reserve([asked], Call(5), owner="other", lease_seconds=60.0)
+    one.store.metadata.reserve([asked], Call(5), lease_seconds=60.0)
     assert one.put(chain("b", 1)) == [False]
     assert sum(pauses) == pytest.approx(1.0, abs=0.2)
 

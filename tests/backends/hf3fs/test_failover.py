@@ -217,9 +217,7 @@ class Client:
 
     def reserve(self, keys, seconds=PATIENCE_SECONDS):
         asked = [p.ReserveScope(scope=self.scope, keys=list(keys))]
-        return self.metadata.reserve(asked, Call(seconds), owner="me", lease_seconds=300.0).scopes[
-            0
-        ]
+        return self.metadata.reserve(asked, Call(seconds), lease_seconds=300.0).scopes[0]
 
     def leased(self, server):
         scopes = AdminClient(server.url).call("/v2/scopes", None, p.Scopes).scopes

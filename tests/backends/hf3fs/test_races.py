@@ -276,7 +276,7 @@ def test_d4_all_slots_are_leased_and_none_confirmed(shared, server):
     one, keys = shared(), chain("a", 4)
     assert one.hits(keys) == 0
     asked = p.ReserveScope(scope=one.scope.name, keys=chain("dead", 3 * SLOTS))
-    [leases] = one.store.metadata.reserve([asked], Call(5), owner="dead", lease_seconds=4.0).scopes
+    [leases] = one.store.metadata.reserve([asked], Call(5), lease_seconds=4.0).scopes
     assert Counter(leases.states) == {p.Reserved.LEASED: SLOTS, p.Reserved.FULL: 2 * SLOTS}
     # It would be stored if it waited for their end.
     assert one.put(keys, seconds=0.5) == [False] * 4
@@ -364,7 +364,7 @@ def test_d6_what_is_committed_cannot_be_given_back(mine):
     metadata, scope = one.store.metadata, one.scope.name
     assert one.hits(key) == 0
     [leases] = metadata.reserve(
-        [p.ReserveScope(scope=scope, keys=key)], Call(5), owner="me", lease_seconds=5.0
+        [p.ReserveScope(scope=scope, keys=key)], Call(5), lease_seconds=5.0
     ).scopes
     commit = p.CommitScope(
         scope=scope, leases=leases.leases, lengths=[one.page_bytes + 64], checksums=[1]

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from msgspec import structs
 
+from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call, LookupBatch, this_process
@@ -43,7 +44,9 @@ class Listener:
         return answer.removed
 
     def pages(self):
-        return [(one.key, one.reason) for one in self.removed()]
+        removed = self.removed()
+        assert {one.by for one in removed} <= {this_process()}
+        return [(one.key, one.reason) for one in removed]
 
 
 def test_what_another_storage_removes_is_reported_once(mine):
@@ -67,9 +70,8 @@ def test_evictions_name_the_process_that_needed_room(mine):
     recycle(other, ["first"])
     gone = listener.removed()
     assert gone[0].key == "first"
-    assert {(page.pool, page.reason, page.by) for page in gone} == {
-        ("kv", REASON.EVICTED, this_process())
-    }
+    expected = ("kv", REASON.EVICTED, this_process())
+    assert {(page.pool, page.reason, page.by) for page in gone} == {expected}
     assert min(page.seconds for page in gone) > 1e9
     assert max(one.slot(page.key) for page in gone) < 0
 
@@ -130,6 +132,16 @@ def test_with_an_older_server_they_are_not_declared(rig, kept_server, monkeypatc
     with pytest.raises(UnsupportedOperationError, match="removals"):
         one.storage.removals()
     assert recalled(one, ["a"]) == []
+    # It refuses the field.
+    sent, send = [], one.store.metadata.send
+    monkeypatch.setattr(
+        one.store.metadata,
+        "send",
+        lambda path, request, *more: sent.append(p.encode(request)) or send(path, request, *more),
+    )
+    one.storage.delete(["a"])
+    one.storage.clear()
+    assert len([body for body in sent if b"owner" not in body]) == len(sent) > 1
 
 
 def recalled(rig, keys):

@@ -76,8 +76,8 @@ async def test_each_page_that_goes_is_listed_once(peer):
     assert await (await Listener.on(peer)).removed() == []
 
 
-async def test_evictions_name_the_owner_of_the_lease(timed):
-    """MD-REM-1: also those by the compatible part, which has no owners."""
+async def test_removals_name_the_owner_in_their_request(timed):
+    """MD-REM-1: the compatible part has no owners."""
     await timed.initialize(2)
     await timed.store(["a"])
     await timed.store(["b"])
@@ -91,8 +91,18 @@ async def test_evictions_name_the_owner_of_the_lease(timed):
     found = await collect(timed, listener.cursor)
     assert (found.keys, found.reasons) == (["a", "b"], [REASON.EVICTED] * 2)
     assert (found.by, found.times) == (["test", ""], [began, began + QUARANTINE])
-    assert await timed.delete(["a"]) == [True]
-    assert (await listener.removed())[2:] == [("a", REASON.DELETED)]
+    part = p.DeleteScope(scope=timed.scope, keys=["a"])
+    await timed.call("/v2/delete", p.Delete(scopes=[part], owner="deleter"))
+    timed.wait(QUARANTINE)
+    await timed.store(["b"])
+    await timed.call("/v2/clear", p.Clear(scopes=[timed.scope], owner="clearer"))
+    found = await collect(timed, found.cursor)
+    assert (found.keys, found.by) == (["a", "b"], ["deleter", "clearer"])
+    for path, request in (
+        ("/v2/delete", p.Delete(scopes=[], owner="x" * 1025)),
+        ("/v2/clear", p.Clear(scopes=[], owner="x" * 1025)),
+    ):
+        assert await timed.refused(path, request, 422, "owner") == "invalid"
 
 
 async def test_many_come_in_several_answers(tmp_path):
