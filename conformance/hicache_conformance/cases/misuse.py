@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
 
@@ -233,12 +233,12 @@ class MisuseCases:
                 sut.expect_missing(keys, rule="FT-2", why=f"was removed by a {name}()")
             else:
                 _refused(ask, f"{name}(), which is not declared,", "", UnsupportedOperationError)
-        removals: Callable[..., object] = sut.storage.removals
         if context.capabilities.removals is RemovalScope.NONE:
             what = "removals(), which is not declared,"
-            _refused(removals, what, "", UnsupportedOperationError)
+            _refused(sut.storage.removals, what, "", UnsupportedOperationError)
         else:
-            _refused(partial(removals, "1"), "removals() since a text", "since")
+            since_text = partial(sut.storage.removals, cast("int", "1"))
+            _refused(since_text, "removals() since a text", "since")
 
 
 def _bad_keys(how: str) -> Any:
