@@ -289,20 +289,25 @@ class ObjectStorage(ObjectDriver):
                 return self._removals.since(since)
         return no_removals(since)
 
-    def remove_pools(self, seconds: float) -> bool:
+    def remove_pools(self, seconds: float, *others: ObjectStorage) -> bool:
         """Remove what the namespaces of all registered pools leave in the store.
 
         The namespaces have to be empty. For tools: no engine does it.
+
+        Args:
+            seconds: deadline.
+            others: storages of the same store, whose namespaces are removed in the same request.
 
         Returns:
             Whether nothing of them is left.
 
         Raises:
-                HiCacheError, OSError: the store refuses, or cannot be reached.
+            HiCacheError, OSError: the store refuses, or cannot be reached.
         """
         with self._lifecycle.lock(), self._lifecycle:
             self._lifecycle.ensure_connected(insist=True)
-            return self.remove_namespaces(self._namespaces(), Call(seconds))
+            namespaces = [one for storage in (self, *others) for one in storage._namespaces()]
+            return self.remove_namespaces(namespaces, Call(seconds))
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()

@@ -179,7 +179,7 @@ def _round_trip(
     client = Client(storage, pool, workload, run=secrets.token_hex(8), number=0)
     # The namespace of an earlier run may have been created with other options, which conflict with
     # these.
-    _remove_namespace(storage, LEFTOVER_SECONDS)
+    _remove_namespaces(LEFTOVER_SECONDS, storage)
     client.prepare(range(1))
     keys = client.keys[0]
     try:
@@ -203,21 +203,19 @@ def _round_trip(
     if left and target.options:
         detail = f"{left} pages are still there after delete()"
         yield warn(check, detail, f"`hicache conformance run {storage.get_stats().driver}`")
-    elif target.options and not _remove_namespace(storage, QUARANTINE_SECONDS):
-        detail = "the namespace of this run is still in the store: its slots are not free yet"
+    elif target.options and not _remove_namespaces(QUARANTINE_SECONDS, storage, other):
+        detail = "the namespaces of this run are still in the store: their slots are not free yet"
         yield warn(check, detail, CLEAN_UP)
     if not storage.get_stats().verifies_checksums:
         detail = "checksums are not verified: damage would be served as a hit"
         yield warn(check, detail, "leave verify_checksums on")
 
 
-def _remove_namespace(storage: HiCacheStorage, seconds: float) -> bool:
-    """Remove the empty namespace, and return True if it is removed."""
-    driver = innermost(storage)
-    if not isinstance(driver, ObjectStorage):
-        return True
+def _remove_namespaces(seconds: float, *storages: HiCacheStorage) -> bool:
+    """Remove the empty namespaces, and return True if they are removed."""
+    drivers = [driver for driver in map(innermost, storages) if isinstance(driver, ObjectStorage)]
     try:
-        return driver.remove_pools(seconds)
+        return not drivers or drivers[0].remove_pools(seconds, *drivers[1:])
     except (HiCacheError, OSError):
         return False
 
