@@ -48,8 +48,8 @@ class Scribe:
     def exists(self, began, ended, hit, keys=("k",)):
         return self.call(Call.EXISTS, began, ended, keys, hit=hit)
 
-    def delete(self, began, ended, keys=("k",)):
-        return self.call(Call.DELETE, began, ended, keys, done=(True,) * len(keys))
+    def delete(self, began, ended, keys=("k",), *, ok=True, done=()):
+        return self.call(Call.DELETE, began, ended, keys, done=done or (ok,) * len(keys))
 
     def clear(self, began, ended, raised=""):
         return self.call(Call.CLEAR, began, ended, (), raised=raised)
@@ -95,6 +95,14 @@ HISTORIES = {
     "a deleted value comes back": (
         [("set", 0, 1, 7), ("delete", 2, 3), ("get", 4, 5, 7)],
         [K.REMOVED],
+    ),
+    # It found nothing, or it failed.
+    "a delete that answers False may have removed or not": (
+        [
+            *[("set", 0, 1, 7), ("delete", 2, 3, {"ok": False}), ("get", 4, 5, 7)],
+            *[("exists", 6, 7, 1), ("get", 6, 7, None)],
+        ],
+        [],
     ),
     "a cleared value comes back": (
         [("set", 0, 1, 7), ("clear", 2, 3), ("get", 4, 5, 7)],
@@ -183,7 +191,7 @@ def histories(draw):
             case Call.EXISTS:
                 scribe.exists(began, ended, draw(st.integers(0, len(keys))), keys)
             case Call.DELETE:
-                scribe.delete(began, ended, keys)
+                scribe.delete(began, ended, keys, done=tuple(draw(st.booleans()) for _ in keys))
             case Call.CLEAR:
                 scribe.clear(began, ended, draw(st.sampled_from(("", "StorageTimeoutError: late"))))
     return scribe.events
@@ -234,7 +242,7 @@ class Definition:
         if wrote is None:
             return AnomalyKind.UNBEGUN
         if self.acknowledges(wrote, key) and any(
-            before(wrote, gone) and before(gone, get) for gone in self.removals(key)
+            before(wrote, gone) and before(gone, get) for gone in self.certain_removals(key)
         ):
             return AnomalyKind.REMOVED
         if self.keeps and any(
@@ -264,7 +272,10 @@ class Definition:
             if not (
                 self.acknowledges(event, key)
                 and event.ended_at < answer.ended_at
-                and any(before(event, gone) and before(gone, answer) for gone in self.removals(key))
+                and any(
+                    before(event, gone) and before(gone, answer)
+                    for gone in self.certain_removals(key)
+                )
             )
         ]
         return None if environment_of else AnomalyKind.CLAIMED
@@ -277,6 +288,13 @@ class Definition:
             event
             for event in self.events
             if event.call is Call.CLEAR or (event.call is Call.DELETE and key in event.keys)
+        ]
+
+    def certain_removals(self, key):
+        return [
+            event
+            for event in self.removals(key)
+            if event.call is Call.CLEAR or self.acknowledges(event, key)
         ]
 
     def acknowledges(self, event, key):

@@ -245,11 +245,11 @@ class FileStorage(ObjectStorage):
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         store = self.store
         page_indexes = store.page_indexes([batch.namespace for batch in batches], call.expired)
-        if not all(page_index.complete for page_index in page_indexes):
-            raise OSError(
-                errno.ETIMEDOUT,
-                "the deadline has passed, and the pages may be in bundles not looked into yet",
-            )
+        # Another thread may have found more bundles since.
+        while not all(page_index.complete for page_index in page_indexes):
+            if call.expired():
+                raise TimeoutError("the deadline has passed, and indexes are still unread")
+            page_indexes = store.page_indexes([batch.namespace for batch in batches], call.expired)
         found = _contained(page_indexes, batches)
         for page_index, batch in zip(page_indexes, batches, strict=True):
             if call.expired():

@@ -4,9 +4,9 @@
 own. A set looks whether the page is there and, if it is not, publishes its value whole, at some
 moment between its call and its return; two sets that overlap may both publish. A set that answers
 `False`, or whose process was killed, may or may not have published. A delete and a clear remove
-what they find at some moment of theirs; a clear that raised (rule LC-7) did so never, or at any
-moment from its call on, so that it excuses what is missing and rules nothing out. A get answers
-from one moment of its own. Every answer is judged against all sets and removals, and not against
+what they find at some moment of theirs; a delete that answered `False`, because it found nothing or
+failed, did so or not; a clear that raised (rule LC-7) did so never, or at any moment from its call
+on: both excuse what is missing and rule nothing out. A get answers from one moment of its own. Every answer is judged against all sets and removals, and not against
 the values that other gets saw: caches of several values are not forbidden.
 
 **What is found**, with `a < b` for "a had ended before b began":
@@ -114,15 +114,20 @@ class _Past:
 
 
 class _Removals:
-    """Deletes of a page, or clears of all."""
+    """Deletes of a page, or clears of all.
 
-    def __init__(self, events: Sequence[Event]) -> None:
+    Args:
+        events: in the order of their beginnings.
+        certain: those that have removed what they found, if they have ended.
+    """
+
+    def __init__(self, events: Sequence[Event], certain: Iterable[Event]) -> None:
         self.ended = _Past(
             (event.ended_at, event.began_at, event)
-            for event in events
+            for event in certain
             if event.ended_at is not None
         )
-        """The one that began last."""
+        """Of the certain ones, the one that began last."""
         self.begun = _Past((event.began_at, _end_of(event), event) for event in events)
         """The one that ends last, if ever."""
 
@@ -132,11 +137,7 @@ class _Page:
 
     def __init__(self, key: str, events: Sequence[Event], clears: _Removals) -> None:
         sets = [event for event in events if event.call is Call.SET]
-        acknowledged = {
-            id(event): event
-            for event in sets
-            if event.ended is not None and event.ended.done[event.keys.index(key)]
-        }
+        acknowledged = {id(event): event for event in sets if _is_done(event, key)}
         self.acknowledged = _Past(
             (_end_of(event), event.began_at, event) for event in acknowledged.values()
         )
@@ -152,7 +153,8 @@ class _Page:
             written = self.values.setdefault(event.begun.value, [])
             written.append((event, id(event) in acknowledged))
         deletes = [event for event in events if event.call is Call.DELETE]
-        self._removals = (_Removals(deletes), clears)
+        certain = [event for event in deletes if _is_done(event, key)]
+        self._removals = (_Removals(deletes, certain), clears)
 
     def removed_before(self, moment: int) -> Latest:
         """The removal that began last of those that had ended."""
@@ -183,7 +185,8 @@ class HistoryChecker:
                 changed = done.setdefault((event.begun.pool, key), [])
                 if event.call in (Call.SET, Call.DELETE):
                     changed.append(event)
-        clears = _Removals([event for event in self._events if event.call is Call.CLEAR])
+        cleared = [event for event in self._events if event.call is Call.CLEAR]
+        clears = _Removals(cleared, cleared)
         pages = {page: _Page(page[1], changed, clears) for page, changed in done.items()}
         answered = [
             event
@@ -249,6 +252,10 @@ class HistoryChecker:
         if last is None:
             return AnomalyKind.CLAIMED, ()
         return (AnomalyKind.CLAIMED, (last, removal)) if last_at < removed_at else None
+
+
+def _is_done(event: Event, key: str) -> bool:
+    return event.ended is not None and event.ended.done[event.keys.index(key)]
 
 
 def _later(one: Latest, two: Latest) -> Latest:
