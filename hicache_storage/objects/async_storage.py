@@ -63,7 +63,7 @@ class AsyncObjectStorage(ObjectStorage):
     Args:
         concurrency: requests in flight at a time, at least 1. Declare it as
             `Capabilities.requests_in_flight`.
-        identity, driver_name, capabilities, verifies_checksums, metrics: as of `ObjectStorage`.
+        identity, driver_name, capabilities, verifies_checksums: as of `ObjectStorage`.
     """
 
     def __init__(
@@ -74,14 +74,12 @@ class AsyncObjectStorage(ObjectStorage):
         capabilities: Capabilities,
         concurrency: int = DEFAULT_CONCURRENCY,
         verifies_checksums: bool = True,
-        metrics: bool = True,
     ) -> None:
         super().__init__(
             identity,
             driver_name=driver_name,
             capabilities=capabilities,
             verifies_checksums=verifies_checksums,
-            metrics=metrics,
         )
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")

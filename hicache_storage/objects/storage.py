@@ -97,7 +97,6 @@ class ObjectStorage(ObjectDriver):
         capabilities: capabilities of this instance.
         verifies_checksums: `False` only by the operator's explicit choice; length, identity and key
             are checked anyway.
-        metrics: count pages, bytes and latencies; faults are always counted.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class ObjectStorage(ObjectDriver):
         driver_name: str,
         capabilities: Capabilities,
         verifies_checksums: bool = True,
-        metrics: bool = True,
     ) -> None:
         self._identity = identity
         # Implemented here, for every driver.
@@ -118,9 +116,7 @@ class ObjectStorage(ObjectDriver):
         self._damaged = DamagedPages()
         self._removals = RemovalLog()
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
-        self.recorder = StatsRecorder(
-            driver_name, enabled=metrics, verifies_checksums=verifies_checksums
-        )
+        self.recorder = StatsRecorder(driver_name, verifies_checksums=verifies_checksums)
         self._guard = FaultGuard(driver_name, self._lifecycle, self.recorder)
 
     def __init_subclass__(cls, **arguments: object) -> None:

@@ -47,7 +47,6 @@ class MemoryStorage(ObjectStorage):
         driver_name: name in metrics and messages.
         capabilities: capabilities to declare, such as those of a driver that may hang.
         verifies_checksums: compare the checksum of each page that is read.
-        metrics: count pages, bytes and latencies.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class MemoryStorage(ObjectStorage):
         driver_name: str = "memory",
         capabilities: Capabilities = CAPABILITIES,
         verifies_checksums: bool = True,
-        metrics: bool = True,
     ) -> None:
         self.objects: dict[str, bytes] = MemoryObjects() if objects is None else objects
         """Stored objects by name, envelopes included; a test may damage or remove them."""
@@ -69,7 +67,6 @@ class MemoryStorage(ObjectStorage):
             driver_name=driver_name,
             capabilities=capabilities,
             verifies_checksums=verifies_checksums,
-            metrics=metrics,
         )
         self._collected: int | None = None
         """How many of the removals have been reported; None before the first call."""

@@ -85,9 +85,6 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             "are always verified."
         ),
     ] = True
-    metrics: Annotated[
-        bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")
-    ] = True
     abandoned_seconds: Annotated[
         float,
         Meta(

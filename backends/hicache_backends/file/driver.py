@@ -86,7 +86,6 @@ class FileStorage(ObjectStorage):
                 else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
-            metrics=config.metrics,
         )
         self._config = config
         self._store: Store | None = None

@@ -147,9 +147,6 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "server names), and bytes that were damaged later are delivered."
         ),
     ] = True
-    metrics: Annotated[
-        bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")
-    ] = True
     metadata_ca: Annotated[
         str,
         Meta(

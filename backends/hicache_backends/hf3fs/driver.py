@@ -70,7 +70,6 @@ class Hf3fsStorage(ObjectStorage):
                 else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
-            metrics=config.metrics,
         )
         self._config = config
         self._store: Store | None = None

@@ -166,9 +166,6 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
             "are always verified."
         ),
     ] = True
-    metrics: Annotated[
-        bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")
-    ] = True
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):

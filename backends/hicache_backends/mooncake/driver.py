@@ -88,7 +88,6 @@ class MooncakeStorage(ObjectStorage):
                 else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
-            metrics=config.metrics,
         )
         self._handle: ConnectionHandle | None = None
         self._admitted: dict[PoolName, RegisteredPool] = {}
