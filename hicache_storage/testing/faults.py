@@ -16,32 +16,28 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import islice
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from hicache_storage.layers.guarded import GuardedLayer, no_hit, no_pages
+from hicache_storage.layers.guarded import GuardedLayer
 from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import (
     ConfigError,
-    PoolName,
-    RemovalScope,
+    PoolTransferResult,
     StorageTimeoutError,
     StorageUnavailableError,
     note_fault,
 )
-from hicache_storage.spec.arguments import check_list, check_seconds
-from hicache_storage.spec.removals import no_removals
+from hicache_storage.spec.arguments import check_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from hicache_storage.spec import (
         Capabilities,
         HiCacheStorage,
         HiCacheStorageExtraInfo,
-        PoolTransfer,
-        PoolTransferResult,
-        Removals,
         StorageStats,
     )
 
@@ -50,7 +46,7 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """Probabilities of faults in each call of exists, get, set, clear and removals.
+    """Probabilities of faults in each call of exists, get, set, delete, clear and removals.
 
     Each is independent of the others.
 
@@ -120,86 +116,18 @@ class FaultLayer(GuardedLayer):
         self._disabled = True
         self._disabling.set()
 
-    def batch_exists_v2(
+    def guard(
         self,
-        keys: Sequence[str],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
-        check_list(keys, "keys")
+        operation: str,
+        ask: Callable[[HiCacheStorageExtraInfo | None], AnswerT],
+        miss: Callable[[StorageUnavailableError], AnswerT],
+        info: HiCacheStorageExtraInfo | None = None,
+    ) -> AnswerT:
         faults = self._draw()
-        # A lookup of the head of the chain alone has the answer of a store that has lost the later
-        # pages.
-        asked = keys[: faults.random.randrange(len(keys))] if faults.partial and keys else keys
-        return self._inject(
-            faults,
-            lambda info: self.inner.batch_exists_v2(asked, pool_transfers, info),
-            lambda: no_hit(keys, pool_transfers),
-            extra_info,
-        )
-
-    def batch_present(
-        self,
-        keys: Sequence[str],
-        *,
-        pool: str = PoolName.KV,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        check_list(keys, "keys")
-        faults = self._draw()
-        asked = keys[: faults.random.randrange(len(keys))] if faults.partial and keys else keys
-        found = self._inject(
-            faults,
-            lambda info: self.inner.batch_present(asked, pool=pool, extra_info=info),
-            lambda: no_pages(keys, pool),
-            extra_info,
-        )
-        return found + [False] * (len(keys) - len(found))
-
-    def batch_get_v2(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]]:
-        faults = self._draw()
-        answer = self._inject(
-            faults,
-            lambda info: self.inner.batch_get_v2(transfers, info),
-            lambda: self.none_moved(transfers, reads=True),
-            extra_info,
-        )
-        return _with_missing_pages(answer, faults)
-
-    def batch_set_v2(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]]:
-        faults = self._draw()
-        answer = self._inject(
-            faults,
-            lambda info: self.inner.batch_set_v2(transfers, info),
-            lambda: self.none_moved(transfers, reads=False),
-            extra_info,
-        )
-        return _with_missing_pages(answer, faults)
-
-    def clear(self) -> None:
-        faults = self._draw()
-
-        def fail() -> None:
-            kind = StorageTimeoutError if faults.hangs else StorageUnavailableError
-            raise kind("an injected fault: the pages may have been cleared, or not")
-
-        self._inject(faults, lambda _: self.inner.clear(), fail, None)
-
-    def removals(
-        self, since: int | None = None, *, extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> Removals:
-        if self.capabilities.removals is RemovalScope.NONE:
-            return super().removals(since, extra_info=extra_info)
-        return self._inject(
-            self._draw(),
-            lambda info: self.inner.removals(since, extra_info=info),
-            lambda: no_removals(since),
-            extra_info,
-        )
+        kind = StorageTimeoutError if faults.hangs else StorageUnavailableError
+        error = kind("an injected fault: the call may have reached the storage, or not")
+        answer = self._inject(faults, ask, lambda: miss(error), info)
+        return _with_missing_pages(answer, faults.random) if faults.partial else answer
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()
@@ -294,17 +222,21 @@ class _CallFaults:
     partial: bool = False
 
 
-def _with_missing_pages(
-    answer: dict[PoolName, list[bool]], faults: _CallFaults
-) -> dict[PoolName, list[bool]]:
-    """Replace answers of some pages by `False`, at least of one."""
-    total = sum(map(len, answer.values()))
-    if not faults.partial or not total:
-        return answer
-    missing = set(faults.random.sample(range(total), faults.random.randint(1, total)))
-    # One iterator for all pools: places are counted over the whole answer.
-    places = iter(range(total))
-    return {
-        pool: [ok and place not in missing for ok, place in zip(pages, places, strict=False)]
-        for pool, pages in answer.items()
-    }
+def _with_missing_pages(answer: AnswerT, random: Random) -> AnswerT:
+    """Answer as a store that has lost some of the pages, at least one."""
+    if isinstance(answer, PoolTransferResult):
+        ends = answer.restorable_prefix_pages
+        kept = ends[: random.randrange(len(ends))] if ends else []
+        hit = kept[-1] if kept else 0
+        # The hit is legal in each pool, so it is the longest of those that are left.
+        pools = {name: min(pages, hit) for name, pages in answer.extra_pool_hit_pages.items()}
+        return cast("AnswerT", PoolTransferResult(hit, pools, kept))
+    if isinstance(answer, list) and answer:
+        pages = cast("list[bool]", answer)
+        missing = set(random.sample(range(len(pages)), random.randint(1, len(pages))))
+        return cast("AnswerT", [ok and at not in missing for at, ok in enumerate(pages)])
+    if isinstance(answer, dict):
+        # One list for all pools: pages are lost of all of them, or of one.
+        flat = iter(_with_missing_pages([ok for pages in answer.values() for ok in pages], random))
+        return cast("AnswerT", {pool: list(islice(flat, len(p))) for pool, p in answer.items()})
+    return answer
