@@ -22,7 +22,7 @@ from hicache_storage.observability.metric import Metric, MetricKind
 from hicache_storage.spec.stats import LATENCY_BOUNDS_SECONDS, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from hicache_storage.spec.stats import PoolStats
 
@@ -35,11 +35,11 @@ No scope has this name, because names of scopes begin with a rank.
 """
 
 REQUEST_BOUNDS_SECONDS: Final = (
-    0.0002,
-    0.0005,
-    0.001,
-    0.002,
-    0.005,
+    2e-4,
+    5e-4,
+    1e-3,
+    2e-3,
+    5e-3,
     0.01,
     0.025,
     0.05,
@@ -106,10 +106,14 @@ CHECKSUMS_OFF: Final = _gauge(
 )
 
 
-def _held(name: str, text: str, *fields: tuple[str, str]) -> tuple[Metric, ...]:
-    return tuple(
-        _gauge(name, text, "tier", source=source, tag=("tier", tier)) for tier, source in fields
-    )
+def _by_label(
+    make: Callable[..., Metric], name: str, text: str, label: str, **sources: str
+) -> list[Metric]:
+    """Define a metric whose label tells several fields apart: fields by the label's value."""
+    return [
+        make(name, text, label, source=source, tag=(label, value))
+        for value, source in sources.items()
+    ]
 
 
 REQUESTS: Final = _counter(
@@ -316,38 +320,24 @@ CONTROLLER: Final = (
         "Tokens copied from the host to the device.",
         source="tokens_loaded",
     ),
-    *(
-        _counter(
-            "hicache_controller_copies_without_room_total",
-            "Copies declined for want of room, by direction: write (to the host) or load (to the "
-            "device).",
-            "direction",
-            source="writes_without_room",
-            tag=("direction", "write"),
-        ),
-        _counter(
-            "hicache_controller_copies_without_room_total",
-            "Copies declined for want of room, by direction: write (to the host) or load (to the "
-            "device).",
-            "direction",
-            source="loads_without_room",
-            tag=("direction", "load"),
-        ),
+    *_by_label(
+        _counter,
+        "hicache_controller_copies_without_room_total",
+        "Copies declined for want of room, by direction: write (to the host) or load (to the "
+        "device).",
+        "direction",
+        write="writes_without_room",
+        load="loads_without_room",
     ),
     # One metric with a label: the outcomes add up to all prefetches that were asked for.
-    *tuple(
-        _counter(
-            "hicache_controller_prefetches_total",
-            "Prefetches by what became of them: begun, below_threshold (too short) or rate_limited.",
-            "outcome",
-            source=source,
-            tag=("outcome", outcome),
-        )
-        for source, outcome in (
-            ("prefetches", "begun"),
-            ("prefetches_below_threshold", "below_threshold"),
-            ("prefetches_rate_limited", "rate_limited"),
-        )
+    *_by_label(
+        _counter,
+        "hicache_controller_prefetches_total",
+        "Prefetches by what became of them: begun, below_threshold (too short) or rate_limited.",
+        "outcome",
+        begun="prefetches",
+        below_threshold="prefetches_below_threshold",
+        rate_limited="prefetches_rate_limited",
     ),
     _counter(
         "hicache_controller_prefetched_tokens_total",
@@ -403,17 +393,21 @@ CONTROLLER: Final = (
 )
 """Of each hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`."""
 CACHE: Final = (
-    *_held(
+    *_by_label(
+        _gauge,
         "hicache_cache_tokens",
         "Tokens whose KV a tier holds.",
-        ("device", "device_tokens"),
-        ("host", "host_tokens"),
+        "tier",
+        device="device_tokens",
+        host="host_tokens",
     ),
-    *_held(
+    *_by_label(
+        _gauge,
         "hicache_cache_states",
         "Recurrent states that a tier holds.",
-        ("device", "device_states"),
-        ("host", "host_states"),
+        "tier",
+        device="device_states",
+        host="host_states",
     ),
     _gauge(
         "hicache_cache_evictable_tokens",
