@@ -15,6 +15,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
+from hicache_storage.cli.doctor import DriverOptions  # noqa: TC001 - typer reads the annotation
 from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheError, parse_bytes
 from hicache_storage.tools.bench.client import WrongAnswerError
@@ -38,20 +39,13 @@ WRONG_ANSWER, USAGE_ERROR = 1, 2
 MIN_WIDTH: Final = 110
 DEFAULT_PAGES: Final = "64KiB,256KiB,1MiB"
 
-Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated."
-    ),
-]
-
 
 def bench(
     driver: Annotated[
         str | None,
         typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it."),
     ] = None,
-    config: Options = None,
+    config: DriverOptions = None,
     against: Annotated[
         str | None,
         typer.Option(metavar="DRIVER", help="Measure this driver too, taking turns, and compare."),

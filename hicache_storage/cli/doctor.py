@@ -23,6 +23,12 @@ ENGINES: Final = ("vllm", "lmcache")
 """Engines whose command lines are checked."""
 KNOWN_ENGINES: Final = (*ENGINES, "sglang")
 """Engines whose command lines are read."""
+DriverOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated."
+    ),
+]
 OWN_OPTIONS: Final = frozenset({"--json", "--deadline", "--role", "--verbose"})
 """Options of this command that no engine has."""
 
@@ -54,12 +60,7 @@ def doctor(
             "JSON alone.",
         ),
     ] = None,
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated."
-        ),
-    ] = None,
+    config: DriverOptions = None,
     deadline: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a call or a connection may take.")
     ] = 5.0,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hicache_storage.cli.doctor import KNOWN_ENGINES
+from hicache_storage.cli.doctor import KNOWN_ENGINES, DriverOptions
 from hicache_storage.spec import HiCacheError
 from hicache_storage.tools.options import parse_pairs, size_text
 
@@ -37,12 +37,7 @@ def why(
         str | None,
         typer.Option(metavar="DRIVER", help="The driver, as `hicache drivers` lists it."),
     ] = None,
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated."
-        ),
-    ] = None,
+    config: DriverOptions = None,
     identity: Annotated[
         str | None,
         typer.Option(
@@ -82,9 +77,10 @@ def _report(
     deadline: float,
 ) -> WhyReport:
     # Here, so that `hicache --help` imports neither the checks of doctor nor the base of drivers.
-    from hicache_storage.tools.doctor.engine_command import object_of, read_object
-    from hicache_storage.tools.doctor.engine_identity import bridge_options, identity_fields
+    from hicache_storage.tools.doctor.engine_command import read_object
+    from hicache_storage.tools.doctor.engine_identity import identity_fields
     from hicache_storage.tools.doctor.finding import DoctorTarget
+    from hicache_storage.tools.doctor.plan import BRIDGE_OPTIONS, with_engines_driver
     from hicache_storage.tools.why import WantedIdentity, explain
 
     keys, fields, chosen = words, dict[str, object](), dict[str, object](options)
@@ -93,12 +89,10 @@ def _report(
         keys = words[:at]
         # The parser has kept the engine's options apart from this command's by "--".
         command_line = words[at + 1 :]
-        target = DoctorTarget(engine=words[at], command_line=command_line)
-        bridge = bridge_options(target)
-        fields = identity_fields(target, bridge)
+        target = with_engines_driver(DoctorTarget(engine=words[at], command_line=command_line))
+        fields = identity_fields(target, BRIDGE_OPTIONS[target.engine](target))
         if driver is None:
-            driver = str(bridge.get("driver", "")) or None
-            chosen = object_of(bridge, "driver_config") | chosen
+            driver, chosen = target.driver, target.options | chosen
     if driver is None:
         raise ValueError("name a --driver, or an engine with a command line that names one")
     if identity is not None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
 
 AnswerT = TypeVar("AnswerT")
+PagesT = TypeVar("PagesT", bound="Sequence[object]")
 
 
 class GuardedLayer(StorageLayer):
@@ -94,8 +95,7 @@ class GuardedLayer(StorageLayer):
     ) -> PoolTransferResult:
         def miss(_: StorageUnavailableError) -> PoolTransferResult:
             answer = no_hit(keys, pool_transfers)
-            for name in answer.extra_pool_hit_pages:
-                self._misses.count(name, absent=Counter({self.miss_reason: len(keys)}))
+            self._count("absent", dict.fromkeys(answer.extra_pool_hit_pages, keys))
             return answer
 
         return self.guard(
@@ -113,9 +113,7 @@ class GuardedLayer(StorageLayer):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         def miss(_: StorageUnavailableError) -> list[bool]:
-            answer = no_pages(keys, pool)
-            self._misses.count(PoolName(pool), absent=Counter({self.miss_reason: len(keys)}))
-            return answer
+            return self._count("absent", {PoolName(pool): no_pages(keys, pool)})[PoolName(pool)]
 
         return self.guard(
             "lookup",
@@ -127,16 +125,10 @@ class GuardedLayer(StorageLayer):
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        def miss(_: StorageUnavailableError) -> dict[PoolName, list[bool]]:
-            answer = self.none_moved(transfers, reads=True)
-            for name, pages in answer.items():
-                self._misses.count(name, missed=Counter({self.miss_reason: len(pages)}))
-            return answer
-
         return self.guard(
             "read",
             lambda info: self.inner.batch_get_v2(transfers, info),
-            miss,
+            lambda _: self._count("missed", self.none_moved(transfers, reads=True)),
             self.limited(extra_info),
         )
 
@@ -207,6 +199,12 @@ class GuardedLayer(StorageLayer):
         """
         requests = pool_requests(transfers, self._pools, distinct_slots=reads)
         return {name: [False] * len(request.keys) for name, request in requests.items()}
+
+    def _count(self, counter: str, pools: dict[PoolName, PagesT]) -> dict[PoolName, PagesT]:
+        """Count the pages of pools as misses, and return them."""
+        for name, pages in pools.items():
+            self._misses.count(name, **{counter: Counter({self.miss_reason: len(pages)})})
+        return pools
 
 
 def no_hit(keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> PoolTransferResult:

@@ -306,7 +306,6 @@ class _StoredPages:
         self._keys = list(dict.fromkeys(keys))
         self._call = call
         self._present = dict[str, list[bool]]()
-        self._states = dict[tuple[str, str], State]()
 
     def has(self, namespace: Namespace, key: str) -> bool:
         """Return True if a page exists; False also if the store fails."""
@@ -317,14 +316,10 @@ class _StoredPages:
 
     def state(self, namespace: Namespace, key: str) -> State:
         """Return the state of a page in a namespace; the bytes of one that exists are verified."""
-        known = self._states.get((namespace.name, key))
-        if known is None:
-            try:
-                known = self._ask(namespace, key)
-            except Exception as error:  # noqa: BLE001 - whatever a driver raises is the answer
-                known = PageState.UNKNOWN, f"{type(error).__name__}: {error}"
-            self._states[namespace.name, key] = known
-        return known
+        try:
+            return self._ask(namespace, key)
+        except Exception as error:  # noqa: BLE001 - whatever a driver raises is the answer
+            return PageState.UNKNOWN, f"{type(error).__name__}: {error}"
 
     def _find(self, namespace: Namespace) -> list[bool]:
         if namespace.name not in self._present:

@@ -13,6 +13,7 @@ from hicache_storage.tools.bench.settings import MIN_PAGE_BYTES
 from hicache_storage.tools.options import directories, nearest_directory, size_text
 
 if TYPE_CHECKING:
+    from hicache_storage.hookspecs import DriverSpec
     from hicache_storage.tools.bench.settings import BenchWorkload, Candidate, Sweep
 
 HEADROOM: Final = 1.25
@@ -49,17 +50,38 @@ def check_space(sweep: Sweep) -> None:
         if not found:
             memory += sweep.max_stored_bytes
     for device, needed in disks.items():
-        free = shutil.disk_usage(places[device]).free
-        if needed > free:
-            raise InsufficientSpaceError(
-                f"{places[device]} has {size_text(free)} free and {size_text(needed)} may be needed; give a "
-                "smaller --max-stored"
-            )
+        check_free(places[device], needed, "a smaller --max-stored")
     available = _available_memory()
     if memory > 0.8 * available:
         raise InsufficientSpaceError(
             f"{size_text(memory)} of memory may be needed and {size_text(available)} is available; give a "
             "smaller --concurrency, smaller --pages, or a smaller --max-stored"
+        )
+
+
+def check_free(place: Path, needed: int, advice: str) -> None:
+    """Check the free space of a file system.
+
+    Raises:
+        InsufficientSpaceError: fewer than `needed` bytes are free; the message gives the advice.
+    """
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise InsufficientSpaceError(
+            f"{place} has {size_text(free)} free and {size_text(needed)} may be needed; give "
+            f"{advice}"
+        )
+
+
+def check_deletes(spec: DriverSpec) -> None:
+    """Check that a driver can remove the pages of a measurement.
+
+    Raises:
+        InsufficientSpaceError: it cannot.
+    """
+    if not spec.capabilities.deletes:
+        raise InsufficientSpaceError(
+            f"driver {spec.name!r} does not declare the capability 'deletes': its pages would stay"
         )
 
 
@@ -83,10 +105,7 @@ def _check_candidate(candidate: Candidate, sweep: Sweep) -> dict[str, object]:
     model = config_model(spec)
     config = parse_config(model, candidate.options)
     options = {name: getattr(config, name) for name in model.__struct_fields__}
-    if not spec.capabilities.deletes:
-        raise InsufficientSpaceError(
-            f"driver {spec.name!r} does not declare the capability 'deletes': its pages would stay"
-        )
+    check_deletes(spec)
     capacity, needed = options.get(spec.capacity_option), int(HEADROOM * sweep.max_stored_bytes)
     if isinstance(capacity, (int, str)) and parse_bytes(capacity) < needed:
         raise InsufficientSpaceError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import math
 import secrets
-import shutil
 import sys
 import time
 from collections import OrderedDict
@@ -31,7 +30,7 @@ from hicache_storage.spec import (
     parse_bytes,
 )
 from hicache_storage.tools.bench.client import PAGE_SIZE, WrongAnswerError, make_pool, open_storage
-from hicache_storage.tools.bench.preflight import InsufficientSpaceError
+from hicache_storage.tools.bench.preflight import check_deletes, check_free
 from hicache_storage.tools.bench.settings import BATCH_PAGES, BenchWorkload, Candidate
 from hicache_storage.tools.options import directories, nearest_directory, size_text
 
@@ -208,20 +207,11 @@ def check_room(
     Raises:
         InsufficientSpaceError: they do not, or cannot.
     """
-    spec = registry().get(candidate.driver)
-    if not spec.capabilities.deletes:
-        raise InsufficientSpaceError(
-            f"driver {spec.name!r} cannot delete, so that its pages would stay"
-        )
+    check_deletes(registry().get(candidate.driver))
     total = len(np.unique(trace.keys)) * page_bytes
     needed = max(total if limit is None else min(limit, total) for limit in capacities)
     for place in map(nearest_directory, directories(candidate.options).values()):
-        free = shutil.disk_usage(place).free
-        if needed > free:
-            raise InsufficientSpaceError(
-                f"{place} has {size_text(free)} free and {size_text(needed)} may be needed; give "
-                "smaller --pages or a smaller --capacity"
-            )
+        check_free(place, needed, "smaller --pages or a smaller --capacity")
 
 
 def replay(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.tools.doctor import lmcache, vllm
+from hicache_storage.tools.doctor import vllm
 from hicache_storage.tools.doctor.engine_command import EngineCommand, read_object
 
 if TYPE_CHECKING:
@@ -24,17 +24,13 @@ CHANGES_RANKS: Final = ("--enable-dp-attention", "--dcp-size")
 """Options of SGLang with which the ranks of a pool are not `--tp-size`."""
 
 
-def bridge_options(target: DoctorTarget) -> dict[str, object]:
-    """Return the options of an engine's bridge, as its command line has them; empty without any.
+def sglang_options(target: DoctorTarget) -> dict[str, object]:
+    """Return the options of SGLang's bridge, as its command line has them; empty without any.
 
     Raises:
-        ValueError: a file that the command line names is no JSON.
-        OSError: it cannot be read.
+        ValueError: they, or a file that the command line names, are no JSON.
+        OSError: the file cannot be read.
     """
-    if target.engine == "vllm":
-        return vllm.tier_options(target)
-    if target.engine == "lmcache":
-        return lmcache.adapter_options(target)
     text = EngineCommand.parse(target.command_line).value(EXTRA)
     if text.startswith("@"):
         text = Path(text[1:]).read_text()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_storage.tools.doctor import (
     drivers,
     endpoints,
+    engine_identity,
     lmcache,
     machine,
     round_trip,
@@ -39,7 +40,11 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "round trip": round_trip.check_round_trip,
 }
 
-BRIDGE_OPTIONS: Final = {"vllm": vllm.tier_options, "lmcache": lmcache.adapter_options}
+BRIDGE_OPTIONS: Final = {
+    "vllm": vllm.tier_options,
+    "lmcache": lmcache.adapter_options,
+    "sglang": engine_identity.sglang_options,
+}
 """Options of the bridge on an engine's command line, by engine."""
 
 LEFT_OUT: Final = {

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
 from hicache_backends.posix.faults import detached
-from hicache_backends.posix.files import Handle
+from hicache_backends.posix.files import Handle, scatter
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_storage.objects import Call
 
@@ -162,10 +162,9 @@ class UsrbioEngine(SlotEngine):
     ) -> None:
         self._library = library
         self._verifies = verifies
-        self._reading = _RingPool(library, mount_point, rings, entries, buffer_bytes, for_read=True)
-        self._writing = _RingPool(
-            library, mount_point, rings, entries, buffer_bytes, for_read=False
-        )
+        make = partial(_IoRing, library, mount_point, entries, buffer_bytes)
+        self._reading = _RingPool(partial(make, for_read=True), rings)
+        self._writing = _RingPool(partial(make, for_read=False), rings)
 
     def adopt(self, descriptor: int) -> Handle:
         try:
@@ -291,19 +290,8 @@ class _RingPool:
     A ring with abandoned requests is not used again before these have returned.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        mount_point: str,
-        limit: int,
-        entries: int,
-        buffer_bytes: int,
-        *,
-        for_read: bool,
-    ) -> None:
-        self._make = partial(
-            _IoRing, library, mount_point, entries, buffer_bytes, for_read=for_read
-        )
+    def __init__(self, make: Callable[[], _IoRing], limit: int) -> None:
+        self._make = make
         self._limit = limit
         self._changed = threading.Condition()
         self._free = list[_IoRing]()
@@ -478,10 +466,7 @@ class _Transfer:
                 if not active:
                     job.fault = OSError(errno.ETIMEDOUT, "the caller has returned")
                     return
-                start = 0
-                for target in read.buffers:
-                    target[:] = page[start : start + len(target)]
-                    start += len(target)
+                scatter(page, read.buffers)
         # Also if it is not valid: the reader decides whether that is damage or a slot with a new
         # page.
         job.whole = True
