@@ -22,9 +22,9 @@ from hicache_storage.observability.metric import Metric, MetricKind
 from hicache_storage.spec.stats import LATENCY_BOUNDS_SECONDS, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from hicache_storage.spec.stats import PoolStats
+    from hicache_storage.spec.stats import StorageStats
 
 MAX_SCOPE_SERIES: Final = 512
 """Limit of scopes with series of their own, for each server process."""
@@ -72,15 +72,6 @@ def _pool(name: str, text: str, source: str, unit: str = "", label: str = "") ->
 
 
 _REASONS: Final = ", ".join(MissReason)
-
-
-def pool_samples(metric: Metric, stats: PoolStats) -> list[tuple[tuple[str, ...], float]]:
-    """Return the samples of a counter of a pool: the values of further labels, and the count."""
-    value = getattr(stats, metric.source)
-    if "reason" in metric.labels:
-        # All of them: Prometheus does not see the first value of a new series as an increase.
-        return [((str(reason),), float(value[reason])) for reason in MissReason]
-    return [((), float(value))]
 
 
 CALL_SECONDS: Final = Metric(
@@ -479,3 +470,27 @@ def metrics_of(component: str) -> dict[str, Metric]:
     for metric in COMPONENTS[component]:
         found.setdefault(metric.name, metric)
     return found
+
+
+def storage_samples(stats: StorageStats) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
+    """Yield each sample of `STORAGE` but durations: metric, values of its labels, and value."""
+    for metric in STORAGE:
+        if metric is BREAKER_OPEN:
+            for operation, state in stats.breaker_states.items():
+                # Half-open counts as open: it lets a single call through and refuses the others.
+                yield metric, (stats.driver, operation), float(state != "closed")
+        elif metric is CHECKSUMS_OFF:
+            yield metric, (stats.driver,), float(not stats.verifies_checksums)
+        elif metric is not CALL_SECONDS and "pool" not in metric.labels:
+            yield metric, (stats.driver,), float(getattr(stats, metric.source))
+        elif metric is not CALL_SECONDS:
+            for name, pool in stats.pools.items():
+                # A plain text: vLLM refuses to send subclasses to its API server.
+                labels, value = (stats.driver, str(name)), getattr(pool, metric.source)
+                if "reason" not in metric.labels:
+                    yield metric, labels, float(value)
+                    continue
+                # All of them: Prometheus does not see the first value of a new series as an
+                # increase.
+                for reason in MissReason:
+                    yield metric, (*labels, str(reason)), float(value[reason])

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
     from hicache_storage.spec.stats import Latency
 
-POOL_COUNTERS = tuple(metric for metric in v.STORAGE if metric.source and "pool" in metric.labels)
-STORAGE_SCALARS = tuple(
-    metric for metric in v.STORAGE if metric.source and "pool" not in metric.labels
-)
-
 
 class HasStorageStats(Protocol):
     """A storage, or several whose counters are summed."""
@@ -122,39 +117,20 @@ def storage_families(
 
     `constant` are labels of all samples, after their own.
     """
-    for metric in POOL_COUNTERS:
-        family = scalars(metric, constant)
-        for stats in storages:
-            for pool, pool_stats in stats.pools.items():
-                for further, value in v.pool_samples(metric, pool_stats):
-                    family.add_metric([stats.driver, pool, *further, *constant.values()], value)
-        yield family
-    for metric in (*STORAGE_SCALARS, v.CHECKSUMS_OFF):
-        family = scalars(metric, constant)
-        for stats in storages:
-            family.add_metric([stats.driver, *constant.values()], _scalar_of(stats, metric))
-        yield family
-    breakers = scalars(v.BREAKER_OPEN, constant)
+    families = {
+        metric: scalars(metric, constant) for metric in v.STORAGE if metric is not v.CALL_SECONDS
+    }
     for stats in storages:
-        for operation, state in stats.breaker_states.items():
-            # Half-open counts as open: it lets a single call through and refuses the others.
-            breakers.add_metric(
-                [stats.driver, operation, *constant.values()], float(state != "closed")
-            )
-    yield breakers
+        for metric, labels, value in v.storage_samples(stats):
+            families[metric].add_metric([*labels, *constant.values()], value)
+    yield from families.values()
     latencies = histogram(v.CALL_SECONDS, constant)
     for stats in storages:
         for pool, pool_stats in stats.pools.items():
             for operation, latency in pool_stats.latency.items():
-                labels = [stats.driver, pool, operation, *constant.values()]
-                add_latency(latencies, v.CALL_SECONDS, labels, latency)
+                names = [stats.driver, pool, operation, *constant.values()]
+                add_latency(latencies, v.CALL_SECONDS, names, latency)
     yield latencies
-
-
-def _scalar_of(stats: StorageStats, metric: Metric) -> float:
-    if metric is v.CHECKSUMS_OFF:
-        return float(not stats.verifies_checksums)
-    return float(getattr(stats, metric.source))
 
 
 class HasStats(Protocol):

@@ -14,22 +14,8 @@ if TYPE_CHECKING:
     from hicache_storage.spec.transfers import PoolName
 
 LATENCY_BOUNDS_SECONDS: tuple[float, ...] = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
+    *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
 """Upper bounds of the latency buckets; one more bucket takes what is slower."""
 

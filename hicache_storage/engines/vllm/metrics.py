@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hicache_storage.spec import StorageStats
-
-_COUNTERS: Final = tuple(metric for metric in metric_defs.STORAGE if metric.source)
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -57,29 +55,15 @@ class TierMetrics:
     def take(self, stats: StorageStats) -> OffloadingConnectorStats:
         """Return the increase of each counter, the gauges, and the durations of calls."""
         taken = OffloadingConnectorStats()
-        for metric in _COUNTERS:
-            values = (
-                [
-                    ((str(name), *labels), value)
-                    for name, pool in stats.pools.items()
-                    for labels, value in metric_defs.pool_samples(metric, pool)
-                ]
-                if "pool" in metric.labels
-                else [((), float(getattr(stats, metric.source)))]
-            )
-            for labels, value in values:
-                key = metric.name, labels
-                # A counter that is 0 is reported once, so that Prometheus knows the series.
-                if key not in self._reported or value > self._reported[key]:
-                    increase = value - self._reported.get(key, 0.0)
-                    taken.increase_counter(metric.name, increase, (stats.driver, *labels))
-                    self._reported[key] = value
-        for operation, state in stats.breaker_states.items():
-            of_breaker = stats.driver, operation
-            taken.set_gauge(metric_defs.BREAKER_OPEN.name, float(state != "closed"), of_breaker)
-        taken.set_gauge(
-            metric_defs.CHECKSUMS_OFF.name, float(not stats.verifies_checksums), (stats.driver,)
-        )
+        for metric, labels, value in metric_defs.storage_samples(stats):
+            key = metric.name, labels
+            if metric.kind is MetricKind.GAUGE:
+                taken.set_gauge(metric.name, value, labels)
+            # A counter that is 0 is reported once, so that Prometheus knows the series.
+            elif key not in self._reported or value > self._reported[key]:
+                increase = value - self._reported.get(key, 0.0)
+                taken.increase_counter(metric.name, increase, labels)
+                self._reported[key] = value
         with self._lock:
             durations = self._durations
             self._durations = []
