@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_storage.plugins import registry
 from hicache_storage.spec import parse_bytes
-from hicache_storage.tools.doctor.finding import fail, ok, warn
-from hicache_storage.tools.doctor.round_trip import UnusableOptionsError, usable_options
+from hicache_storage.tools.doctor.finding import Finding, fail, ok, warn
+from hicache_storage.tools.doctor.round_trip import usable_options
 from hicache_storage.tools.options import directories, nearest_directory, servers, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
+    from hicache_storage.tools.doctor.finding import DoctorTarget
 
 LITTLE_SPACE_BYTES: Final = 1 << 30
 """Free space below which the check warns."""
@@ -27,9 +27,7 @@ LITTLE_SPACE_BYTES: Final = 1 << 30
 
 def check_directories(target: DoctorTarget) -> Iterator[Finding]:
     """Check that each directory exists and is writable, its free space, and its file system."""
-    try:
-        options = usable_options(target)
-    except UnusableOptionsError:
+    if isinstance(options := usable_options(target), Finding):
         return
     for option, path in directories(options).items():
         check = f"{target.driver}: {option}"
@@ -50,9 +48,7 @@ def check_directories(target: DoctorTarget) -> Iterator[Finding]:
 
 def check_servers(target: DoctorTarget) -> Iterator[Finding]:
     """Check that each server named by an option, as URL or `host:port`, accepts connections."""
-    try:
-        options = usable_options(target)
-    except UnusableOptionsError:
+    if isinstance(options := usable_options(target), Finding):
         return
     for option, addresses in servers(options).items():
         for host, port in addresses:

@@ -20,7 +20,7 @@ from hicache_storage.spec import (
 )
 from hicache_storage.tools.bench.client import PAGE_SIZE, Client, WrongAnswerError, make_pool
 from hicache_storage.tools.bench.settings import BenchWorkload, Operation
-from hicache_storage.tools.doctor.finding import fail, ok, warn
+from hicache_storage.tools.doctor.finding import Finding, fail, ok, warn
 from hicache_storage.tools.options import redacted, trial_options
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.hookspecs import DriverSpec
     from hicache_storage.spec import HiCacheStorage
-    from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
+    from hicache_storage.tools.doctor.finding import DoctorTarget
 
 CLEAN_UP: Final = (
     "nothing, it is empty; the next run removes it (`hicache metadata scopes delete` does, too)"
@@ -54,20 +54,11 @@ FIXES: Final = (
 """Remedies by a part of the error."""
 
 
-class UnusableOptionsError(Exception):
-    """The driver cannot be opened with the options at hand; `finding` has the reason."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.detail)
-        self.finding = finding
-
-
-def usable_options(target: DoctorTarget) -> dict[str, object]:
+def usable_options(target: DoctorTarget) -> dict[str, object] | Finding:
     """Return the target's options with their defaults, or those of a throwaway store.
 
-    Raises:
-        UnusableOptionsError: the driver refuses its options or is unknown, or a throwaway store
-            would need servers.
+    Or the reason that there are none: the driver refuses its options or is unknown, or a throwaway
+    store would need servers.
     """
     check = f"{target.driver}: options"
     try:
@@ -77,23 +68,21 @@ def usable_options(target: DoctorTarget) -> dict[str, object]:
         if chosen is None:
             needs = ", ".join(f"-c {name}=..." for name in spec.trial_config)
             detail = "none given, and a throwaway store needs a server: it was not opened"
-            raise UnusableOptionsError(warn(check, detail, needs))
+            return warn(check, detail, needs)
         config = parse_config(model, chosen)
     except ConfigError as error:
         fix = f"`hicache drivers {target.driver}` lists the options; -c key=value"
-        raise UnusableOptionsError(fail(check, str(error), fix)) from error
+        return fail(check, str(error), fix)
     except DriverError as error:
-        raise UnusableOptionsError(fail(check, str(error), "see above")) from error
+        return fail(check, str(error), "see above")
     return {name: getattr(config, name) for name in model.__struct_fields__}
 
 
 def check_options(target: DoctorTarget) -> Iterator[Finding]:
     """Check that the driver accepts the options."""
-    check = f"{target.driver}: options"
-    try:
-        usable_options(target)
-    except UnusableOptionsError as error:
-        yield error.finding
+    check, found = f"{target.driver}: options", usable_options(target)
+    if isinstance(found, Finding):
+        yield found
         return
     given = ", ".join(f"{name}={value}" for name, value in redacted(target.options).items())
     yield ok(check, given or "none given; a throwaway store was examined")
@@ -105,9 +94,7 @@ def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
     Its health is queried as well.
     """
     check = f"{target.driver}: round trip"
-    try:
-        usable_options(target)
-    except UnusableOptionsError:
+    if isinstance(usable_options(target), Finding):
         return
     spec = registry().get(target.driver or "")
     with _logged_warnings() as messages:
