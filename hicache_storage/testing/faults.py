@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -24,6 +23,7 @@ from hicache_storage.layers.guarded import GuardedLayer
 from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import (
     ConfigError,
+    PoolName,
     PoolTransferResult,
     StorageTimeoutError,
     StorageUnavailableError,
@@ -224,19 +224,21 @@ class _CallFaults:
 
 def _with_missing_pages(answer: AnswerT, random: Random) -> AnswerT:
     """Answer as a store that has lost some of the pages, at least one."""
+    found: object = answer
     if isinstance(answer, PoolTransferResult):
-        ends = answer.restorable_prefix_pages
-        kept = ends[: random.randrange(len(ends))] if ends else []
-        hit = kept[-1] if kept else 0
-        # The hit is legal in each pool, so it is the longest of those that are left.
-        pools = {name: min(pages, hit) for name, pages in answer.extra_pool_hit_pages.items()}
-        return cast("AnswerT", PoolTransferResult(hit, pools, kept))
-    if isinstance(answer, list) and answer:
+        # Pages of KV are lost, so that the verdicts on other pools stand.
+        left = random.randrange(max(1, answer.extra_pool_hit_pages.get(PoolName.KV, 0)))
+        ends = [end for end in answer.restorable_prefix_pages if end <= left]
+        pools = answer.extra_pool_hit_pages | {PoolName.KV: left}
+        found = PoolTransferResult(ends[-1] if ends else 0, pools, ends)
+    elif isinstance(answer, list) and answer:
         pages = cast("list[bool]", answer)
         missing = set(random.sample(range(len(pages)), random.randint(1, len(pages))))
-        return cast("AnswerT", [ok and at not in missing for at, ok in enumerate(pages)])
-    if isinstance(answer, dict):
+        found = [ok and at not in missing for at, ok in enumerate(pages)]
+    elif isinstance(answer, dict):
         # One list for all pools: pages are lost of all of them, or of one.
-        flat = iter(_with_missing_pages([ok for pages in answer.values() for ok in pages], random))
-        return cast("AnswerT", {pool: list(islice(flat, len(p))) for pool, p in answer.items()})
-    return answer
+        by_pool = cast("dict[PoolName, list[bool]]", answer)
+        flat = _with_missing_pages([ok for some in by_pool.values() for ok in some], random)
+        rest = iter(flat)
+        found = {name: [next(rest) for _ in by_pool[name]] for name in by_pool}
+    return cast("AnswerT", found)
