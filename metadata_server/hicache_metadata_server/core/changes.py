@@ -232,8 +232,6 @@ class IdAllocator:
     a million ids and saves one write for each of them.
     """
 
-    __slots__ = ("_next", "ceiling")
-
     def __init__(self, kept: int = 1) -> None:
         self._next = max(kept, time.time_ns() // 1000)
         self.ceiling = self._next

@@ -144,8 +144,6 @@ class SlotColumns:
     keys and owners of earlier leases.
     """
 
-    __slots__ = ("keys", "outside", "owners", "prefixes", "states", "until", *_WIDE)
-
     def __init__(self, count: int = BLOCK) -> None:
         self.states = bytearray()
         self.epochs = array("Q")

@@ -316,8 +316,6 @@ class Quotas(Struct, frozen=True):
 class TokenBucket:
     """A rate, and a burst that was saved up."""
 
-    __slots__ = ("burst", "level", "rate", "since")
-
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self.rate = rate
         self.burst = burst

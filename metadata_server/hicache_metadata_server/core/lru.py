@@ -36,8 +36,6 @@ class LruOrder:
     of one goes, it enters a heap. Each eviction is O(log n), amortized.
     """
 
-    __slots__ = ("_newest", "_numbers", "_oldest", "_pages", "_ready", "_table")
-
     def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._pages = 0
@@ -288,8 +286,6 @@ class PrefixRefs:
     They are in the slot table for live prefixes, and by key for prefixes that are not live. A page
     may be committed before its prefix, so counts exist before the prefix does.
     """
-
-    __slots__ = ("_lru", "_table", "pending")
 
     def __init__(self, table: SlotTable, lru: LruOrder) -> None:
         self._table = table

@@ -35,21 +35,6 @@ class SlotTable:
     Unused slots take no memory, so a scope may declare far more slots than it will ever use.
     """
 
-    __slots__ = (
-        "by_key",
-        "checksums",
-        "children",
-        "generations",
-        "keys",
-        "leases",
-        "lengths",
-        "newer",
-        "older",
-        "prefixes",
-        "states",
-        "until",
-    )
-
     def __init__(self) -> None:
         self.states = bytearray()
         self.generations = array("Q")
@@ -140,8 +125,6 @@ def _new_index() -> dict[str, int]:
 class FreeSlots:
     """A queue of returned slots, followed by all slots that were never used."""
 
-    __slots__ = ("_table", "returned", "slots")
-
     def __init__(self, table: SlotTable, slots: int) -> None:
         self._table = table
         self.slots = slots
@@ -179,8 +162,6 @@ class Timers:
     compares the slot's own end, which is cheaper than a removal from the heap.
     """
 
-    __slots__ = ("_heap", "_numbers")
-
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence[int]]] = []
         # Breaks ties: slots may be a range or a list, which do not compare.
@@ -214,8 +195,6 @@ class LeaseLog:
     take that for each page. Only repeated commits ask for the lease of a live page, so a search is
     fast enough.
     """
-
-    __slots__ = ("_begins", "_chunks", "_cursor", "_entries", "_table")
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -324,8 +303,6 @@ class LeaseLog:
 class _Runs:
     """Runs of neighbours leased together: first lease, first slot and count of each."""
 
-    __slots__ = ("counts", "leases", "slots")
-
     def __init__(self) -> None:
         self.leases = array("Q")
         self.slots = array("Q")
@@ -351,8 +328,6 @@ class _Runs:
 
 class HeldLeases:
     """Leases of slots in the state LEASED."""
-
-    __slots__ = ("_table", "held", "log", "owners")
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
