@@ -111,8 +111,7 @@ class ServerPool:
     @property
     def first(self) -> ServerEndpoint:
         """The server of the next request's first attempt."""
-        ready = (server for server in self._all if not server.in_backoff)
-        return next(ready, None) or min(self._all, key=_backoff_end)
+        return self.after(()) or self._all[0]
 
     def after(self, asked: Sequence[ServerEndpoint]) -> ServerEndpoint | None:
         """The next server for a request that has asked some; None if it has asked all.
@@ -121,7 +120,9 @@ class ServerPool:
         """
         others = [server for server in self._all if server not in asked]
         ready = (server for server in others if not server.in_backoff)
-        return next(ready, None) or min(others, key=_backoff_end, default=None)
+        return next(ready, None) or min(
+            others, key=lambda server: server.backoff_until, default=None
+        )
 
     def plan(self, owner: ServerEndpoint | None = None) -> AttemptPlan:
         """An attempt plan for one request, which begins with the owner of its scopes."""
@@ -231,7 +232,8 @@ class AttemptPlan:
 
     def __init__(self, servers: ServerPool, first: ServerEndpoint) -> None:
         self._servers = servers
-        self._current = first
+        self.server = first
+        """The server of the current attempt, which may go on at the owner of the scopes."""
         self._asked = list[ServerEndpoint]()
         self._attempts = 1
         self._all_asked = False
@@ -240,15 +242,6 @@ class AttemptPlan:
         self.seeks_owner = False
         """A server has refused that is not, or not any more, the owner of the scopes. One that is
         cut off from the store cannot name the new owner."""
-
-    @property
-    def server(self) -> ServerEndpoint:
-        """The server of the current attempt."""
-        return self._current
-
-    def move_to(self, server: ServerEndpoint) -> None:
-        """Go on at the owner of the scopes, within the same attempt."""
-        self._current = server
 
     def timeout(self, left: float) -> float:
         """Seconds for the current attempt: an equal share of `left` for each server not asked yet.
@@ -271,17 +264,17 @@ class AttemptPlan:
             self.needs_pause = True
             return True
         self._record(error)
-        if self._current not in self._asked:
-            self._asked.append(self._current)
+        if self.server not in self._asked:
+            self._asked.append(self.server)
         following = self._servers.after(self._asked)
         if following is None:
             # A second round, after a pause, that does not begin with the server that failed last.
             self._all_asked = True
-            self._asked = [self._current]
-            following = self._servers.after(self._asked) or self._current
+            self._asked = [self.server]
+            following = self._servers.after(self._asked) or self.server
         if self._all_asked and isinstance(error, DrainingError):
             return False
-        self._current = following
+        self.server = following
         self.seeks_owner = self.seeks_owner or isinstance(error, NoOwnerError)
         # Owners change within seconds, not at once.
         self.needs_pause = self._all_asked or self.seeks_owner
@@ -289,14 +282,10 @@ class AttemptPlan:
 
     def _record(self, error: MetadataError) -> None:
         if isinstance(error, NoResponseError):
-            self._servers.record_timeout(self._current)
+            self._servers.record_timeout(self.server)
         # A server whose store takes no changes answers lookups.
         elif not isinstance(error, (BusyError, NoOwnerError)):
-            self._servers.record_failure(self._current, error)
-
-
-def _backoff_end(server: ServerEndpoint) -> float:
-    return server.backoff_until
+            self._servers.record_failure(self.server, error)
 
 
 def addresses(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ import random
 import secrets
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -105,7 +106,7 @@ class HttpMetadataClient(MetadataClient):
         """URL of the server that has initialized scopes last."""
         self._owners: dict[str, ServerEndpoint] = {}
         """Owners of scopes, as servers have named them. One that is wrong by now names another."""
-        self._unawaited: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._unawaited: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._sender: threading.Thread | None = None
         """Sends `_unawaited`; started with the first."""
         self._closed = False
@@ -163,7 +164,7 @@ class HttpMetadataClient(MetadataClient):
                         f"the client's thread cannot be started: {error}"
                     ) from error
                 self._sender = sender
-            self._unawaited.put(lambda: context.run(self._send_quietly, path, request, until))
+            self._unawaited.put(partial(context.run, self._request, path, request, p.Answer, until))
 
     def close(self) -> None:
         with self._lock:
@@ -181,13 +182,8 @@ class HttpMetadataClient(MetadataClient):
 
     def _send_unawaited(self) -> None:
         while (send := self._unawaited.get()) is not None:
-            send()
-
-    def _send_quietly(self, path: str, request: p.Request, until: float) -> None:
-        try:
-            self._request(path, request, p.Answer, until)
-        except (MetadataError, TimeoutError):
-            return
+            with suppress(MetadataError, TimeoutError):
+                send()
 
     def _request(
         self, path: str, request: p.Request | None, response_type: type[T], until: float
@@ -252,7 +248,7 @@ class HttpMetadataClient(MetadataClient):
                 # Its scopes get another owner once its lease has ended.
                 if not owner.may_own:
                     raise BusyError(str(moved)) from moved
-                plan.move_to(owner)
+                plan.server = owner
                 self._owners[pending.scope] = owner
             except UnknownScopeError:
                 self._warn_of_separate_stores(server)

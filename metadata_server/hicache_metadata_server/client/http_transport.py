@@ -78,13 +78,10 @@ class HttpTransport:
         """
         if server.silent_since is None:
             server.silent_since = time.monotonic()
-        method = p.ROUTES[pending.path].method
         try:
-            response = self._exchange(
-                server.url, method, pending.path, pending.body, pending.headers, seconds
-            )
+            response = self._exchange(server.url, p.ROUTES[pending.path].method, pending, seconds)
             server.silent_since = None
-            return _decoded(server.url, pending.path, response, pending.response_type)
+            return _decoded(pending, response)
         except TimeoutError as error:
             message = f"the metadata server {server.url} has not answered within {seconds:.3g} s"
             raise NoResponseError(message) from error
@@ -97,8 +94,9 @@ class HttpTransport:
 
     def problem(self, server: ServerEndpoint) -> str:
         """Ask a server for the reason that it is not ready; empty if it is."""
+        asked = PendingRequest(READY, {}, None, p.Problem)
         try:
-            response = self._exchange(server.url, "GET", READY, None, {}, PROBE_SECONDS)
+            response = self._exchange(server.url, "GET", asked, PROBE_SECONDS)
             if response.status == 200:
                 return ""
             return p.decode(response.body, p.Problem, response.content_type).message
@@ -118,18 +116,12 @@ class HttpTransport:
             self._idle.clear()
 
     def _exchange(
-        self,
-        url: str,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        seconds: float,
+        self, url: str, method: str, pending: PendingRequest[Any], seconds: float
     ) -> _Response:
         connection, keep = self._take(url), False
         try:
             connection.until = time.monotonic() + seconds
-            response, keep = connection.exchange(method, path, body, headers)
+            response, keep = connection.exchange(method, pending)
             return response
         finally:
             # Not kept after an interrupt either: the next request would get the rest of this
@@ -191,9 +183,7 @@ class _Connection(http.client.HTTPConnection):
         self._unsent = b""
         self._is_aborted = False
 
-    def exchange(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> tuple[_Response, bool]:
+    def exchange(self, method: str, pending: PendingRequest[Any]) -> tuple[_Response, bool]:
         """Send a request; return its response, and whether the connection can be used again.
 
         Raises:
@@ -204,7 +194,7 @@ class _Connection(http.client.HTTPConnection):
         """
         if self._socket is None:
             self.connect()
-        self.request(method, self._prefix + path, body, headers)
+        self.request(method, self._prefix + pending.path, pending.body, pending.headers)
         response = self.getresponse()
         # Bounded, because the address may be that of another program.
         if (response.length or 0) > MAX_RESPONSE_BYTES:
@@ -335,20 +325,15 @@ def _addresses_of(host: str, port: int, seconds: float) -> list[Any]:
     return found.result(seconds)
 
 
-def _decoded(url: str, path: str, response: _Response, response_type: type[T]) -> T:
-    """Decode a response.
-
-    Raises:
-        MetadataError: the server refuses.
-        ValueError: the response is malformed.
-    """
+def _decoded(pending: PendingRequest[T], response: _Response) -> T:
+    """Decode a response, or raise its refusal; ValueError if it is malformed."""
     status, content_type, location, body = response
     if status == 307:
         # The same path: a request must not be sent to another route.
-        if not location.endswith(path):
+        if not location.endswith(pending.path):
             raise ValueError(f"a redirection to {location!r}")
         message = f"another metadata server owns the scopes: {location}"
-        raise MovedError(message, location.removesuffix(path))
+        raise MovedError(message, location.removesuffix(pending.path))
     if status >= 400:
         try:
             problem = p.decode(body, p.Problem, content_type)
@@ -358,19 +343,17 @@ def _decoded(url: str, path: str, response: _Response, response_type: type[T]) -
         raise error_of_response(status, problem.code, problem.message)
     if status == 204:
         # Callers of routes without a response body do not use the decoded value.
-        return p.decode(EMPTY, response_type, p.MSGPACK)
+        return p.decode(EMPTY, pending.response_type, p.MSGPACK)
     if status != 200:
         raise ValueError(f"status {status}")
-    return p.decode(body, response_type, content_type)
+    return p.decode(body, pending.response_type, content_type)
 
 
 def client_context(*, ca: str = "", certificate: str = "", key: str = "") -> ssl.SSLContext:
     """Create the TLS context of a client: TLS 1.2 at least, and a verified server name.
 
-    Args:
-        ca: PEM file of the trusted authorities; "" for the system's.
-        certificate: PEM file of the client's own certificate; "" for none.
-        key: PEM file of its key; "" if the key is in the file of the certificate.
+    All are PEM files: of the trusted authorities, "" for the system's; of the client's own
+    certificate; and of its key, "" if the certificate's file has that.
 
     Raises:
         ValueError: a file cannot be read, or has other contents; the message names it.

@@ -298,16 +298,11 @@ class MetadataClient(ABC):
                 self._declared |= {
                     one.geometry.scope: one._replace(was_initialized=True) for one in wanted
                 }
-            for one in wanted:
-                self._describe(one)
-
-    def _describe(self, one: _Declared) -> None:
-        if not one.model:
-            return
-        request = p.Describe(scope=one.geometry.scope, model=one.model)
-        # No page depends on it.
-        with contextlib.suppress(MetadataError):
-            self.send_later("/v2/describe", request)
+            for one in (one for one in wanted if one.model):
+                described = p.Describe(scope=one.geometry.scope, model=one.model)
+                # No page depends on it.
+                with contextlib.suppress(MetadataError):
+                    self.send_later("/v2/describe", described)
 
     def _check_slots(self, scope: str, slots: Sequence[int]) -> None:
         if slots and not -1 <= min(slots) <= max(slots) < self._declared[scope].geometry.slots:
@@ -333,27 +328,17 @@ class Located(NamedTuple):
 
 
 def _check_shape(request: Any, response: Any) -> None:
-    """Check that a response has the scopes and columns of its request.
-
-    Raises:
-        MetadataError: their numbers differ.
-    """
+    """Raise MetadataError unless a response has the scopes and columns of its request."""
     first = p.COLUMNS[type(request)][0]
-    if len(response.scopes) == len(request.scopes):
-        for part, found in zip(request.scopes, response.scopes, strict=True):
-            length = len(getattr(part, first))
-            columns = [
-                value
-                for name in found.__struct_fields__
-                if isinstance(value := getattr(found, name), Sized)
-            ]
-            if any(len(column) != length for column in columns):
-                break
-        else:
-            return
-    raise MetadataError(
-        "the metadata server answers about another number of entries than it was asked about"
-    )
+    lengths = [len(getattr(part, first)) for part in request.scopes]
+    if len(lengths) != len(response.scopes) or any(
+        isinstance(column := getattr(found, name), Sized) and len(column) != length
+        for length, found in zip(lengths, response.scopes, strict=True)
+        for name in found.__struct_fields__
+    ):
+        raise MetadataError(
+            "the metadata server answers about another number of entries than it was asked about"
+        )
 
 
 def _max_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limits) -> int:
