@@ -44,9 +44,8 @@ class _Known(NamedTuple):
 class Tokens:
     """Table of bearer tokens by digest; without any token, everything is permitted.
 
-    Args:
-        tokens: rights by token, of tokens that stay valid until the process ends.
-        clock: seconds since 1970, for expiry.
+    `tokens` has rights by token, of tokens that stay valid until the process ends. `clock` returns
+    seconds since 1970, for expiry.
     """
 
     def __init__(
@@ -189,7 +188,8 @@ class OriginPolicy:
 
     def _check_host(self, host: bytes) -> None:
         name = _name_of(host)
-        if not (self._is_private(name) or name in self._names):
+        is_private = name.endswith(PRIVATE) or ("." not in name and ":" not in name)
+        if not (is_private or name in self._names or _is_address(name)):
             message = (
                 f"this server has no tokens, and does not know itself as {name[:100]!r}: name it "
                 f"in {OPTION}, or give the server tokens"
@@ -209,11 +209,6 @@ class OriginPolicy:
                 f"server has no tokens",
                 "Origin",
             )
-
-    def _is_private(self, name: str) -> bool:
-        if "." not in name and ":" not in name:
-            return True
-        return name.endswith(PRIVATE) or _is_address(name)
 
 
 def _name_of(host_and_port: bytes) -> str:
@@ -267,7 +262,14 @@ class RateLimiter:
         if self._quotas is not self._service.quotas:
             self._quotas = self._service.quotas
             self._buckets = {}
-        bucket = self._buckets.get(tenant) if tenant in self._buckets else self._new_bucket(tenant)
+        if tenant not in self._buckets:
+            quota = self._quotas.of(tenant)
+            rate = quota.requests_per_second
+            # Also None is kept: tenants without a limit need no look at the quotas either.
+            self._buckets[tenant] = (
+                TokenBucket(rate, max(1.0, quota.burst or rate), self._clock()) if rate else None
+            )
+        bucket = self._buckets[tenant]
         if bucket is None:
             return
         # Completions may overdraw the bucket by a burst: they are counted, so that they are no way
@@ -280,15 +282,3 @@ class RateLimiter:
             raise RequestError(
                 429, TOO_MANY, message, "Authorization", retry_seconds=math.ceil(seconds)
             )
-
-    def _new_bucket(self, tenant: str) -> TokenBucket | None:
-        quota = self._quotas.of(tenant)
-        rate = quota.requests_per_second
-        # Also None is kept: tenants without a limit need no look at the quotas either.
-        bucket = (
-            None
-            if rate is None
-            else TokenBucket(rate, max(1.0, quota.burst or rate), self._clock())
-        )
-        self._buckets[tenant] = bucket
-        return bucket

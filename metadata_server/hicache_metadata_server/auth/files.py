@@ -108,7 +108,19 @@ def read_token_file(path: Path) -> list[TokenRecord]:
         TokenFileError: the content is invalid, or others than the owner may change the file.
         OSError: the file cannot be read.
     """
-    return _decoded(_content(path), path)
+    content = _content(path)
+    try:
+        found = msgspec.json.decode(content, type=TokenFile).tokens
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise TokenFileError(f"{path} is no file of tokens: {error}") from error
+    for what in ("id", "sha256"):
+        values = [getattr(record, what) for record in found]
+        if len(set(values)) < len(values):
+            raise TokenFileError(f"{path} has two tokens of the same {what}")
+    return [
+        structs.replace(record, expires=when.replace(tzinfo=when.tzinfo or UTC)) if when else record
+        for record, when in ((record, record.expires) for record in found)
+    ]
 
 
 def readable_by_all(path: Path) -> bool:
@@ -166,21 +178,6 @@ def new_file(path: Path) -> Generator[BinaryIO]:
 def encode_tokens(records: list[TokenRecord]) -> bytes:
     """Encode the content of a token file."""
     return msgspec.json.format(msgspec.json.encode(TokenFile(tokens=records)), indent=1) + b"\n"
-
-
-def _decoded(content: bytes, path: Path) -> list[TokenRecord]:
-    try:
-        found = msgspec.json.decode(content, type=TokenFile).tokens
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise TokenFileError(f"{path} is no file of tokens: {error}") from error
-    for what in ("id", "sha256"):
-        values = [getattr(record, what) for record in found]
-        if len(set(values)) < len(values):
-            raise TokenFileError(f"{path} has two tokens of the same {what}")
-    return [
-        structs.replace(record, expires=when.replace(tzinfo=when.tzinfo or UTC)) if when else record
-        for record, when in ((record, record.expires) for record in found)
-    ]
 
 
 def _replace(path: Path, content: bytes, there: os.stat_result | None) -> None:

@@ -67,7 +67,27 @@ class Security:
             OSError: a file cannot be read.
         """
         made = cls(service, Tokens(settings.tokens()))
-        made._open(settings)
+        tokens, watch = made.tokens, made.watched.append
+        made.origin_policy = OriginPolicy(tokens, settings.allowed_hosts.split(","), settings.host)
+        if (file := settings.token_file) is not None:
+            watch(
+                WatchedFiles(
+                    "tokens", [file], lambda: tokens.replace_records(read_token_file(file))
+                )
+            )
+        if (quotas := settings.tenants_file) is not None:
+            watch(WatchedFiles("tenants", [quotas], lambda: made._load_quotas(quotas)))
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            made.tls = ServerTls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+            watch(WatchedFiles("certificates", made.tls.files, made.tls.reload))
+        # At the start a bad file is an error; later reloads keep the last good content instead.
+        for one in made.watched:
+            one.load()
+        # An empty token file locks everybody out, which at a start is a mistake. When it is emptied
+        # later, that revokes all tokens.
+        if file is not None and not any(tokens.counts().values()):
+            raise ValueError(f"{file} holds no token")
+        made._warn(settings)
         return made
 
     def request_reload(self) -> None:
@@ -89,24 +109,15 @@ class Security:
 
     def families(self) -> Iterator[Metric]:
         """Metric families of tokens, tenants and files."""
-        yield from self._file_families()
-        yield from self._tenant_families()
-        tokens = scalars(v.TOKENS)
-        for state, count in self.tokens.counts().items():
-            tokens.add_metric([state], count)
-        yield tokens
-        if (expiry := self.tokens.next_expiry()) is not None:
-            yield scalar(v.NEXT_TOKEN_EXPIRY, expiry)
-
-    def _file_families(self) -> Iterator[Metric]:
         failing, loads = scalars(v.RELOAD_FAILING), scalars(v.RELOADS)
         for one in self.watched:
             failing.add_metric([one.name], bool(one.problem))
             loads.add_metric([one.name], one.loads)
-        yield failing
-        yield loads
-
-    def _tenant_families(self) -> Iterator[Metric]:
+        tokens = scalars(v.TOKENS)
+        for state, count in self.tokens.counts().items():
+            tokens.add_metric([state], count)
+        if (expiry := self.tokens.next_expiry()) is not None:
+            yield scalar(v.NEXT_TOKEN_EXPIRY, expiry)
         held, most = scalars(v.TENANT_HOLDS), scalars(v.TENANT_QUOTA)
         quotas = self._service.quotas
         tenants = {scope.tenant for scope in self._service.scopes.values()}
@@ -117,38 +128,10 @@ class Security:
                 held.add_metric([tenant, what], getattr(has, what))
                 if getattr(quota, what) is not None:
                     most.add_metric([tenant, what], getattr(quota, what))
-        yield held
-        yield most
         throttled = scalars(v.THROTTLED)
         for tenant, count in self.rates.throttled.items():
             throttled.add_metric([tenant], count)
-        yield throttled
-
-    def _open(self, settings: ServerSettings) -> None:
-        self.origin_policy = OriginPolicy(
-            self.tokens, settings.allowed_hosts.split(","), settings.host
-        )
-        if (file := settings.token_file) is not None:
-            self.watched.append(
-                WatchedFiles(
-                    "tokens", [file], lambda: self.tokens.replace_records(read_token_file(file))
-                )
-            )
-        if (quotas := settings.tenants_file) is not None:
-            self.watched.append(
-                WatchedFiles("tenants", [quotas], lambda: self._load_quotas(quotas))
-            )
-        if settings.tls_certificate is not None and settings.tls_key is not None:
-            self.tls = ServerTls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-            self.watched.append(WatchedFiles("certificates", self.tls.files, self.tls.reload))
-        # At the start a bad file is an error; later reloads keep the last good content instead.
-        for one in self.watched:
-            one.load()
-        # An empty token file locks everybody out, which at a start is a mistake. When it is emptied
-        # later, that revokes all tokens.
-        if settings.token_file is not None and not any(self.tokens.counts().values()):
-            raise ValueError(f"{settings.token_file} holds no token")
-        self._warn(settings)
+        yield from (failing, loads, held, most, throttled, tokens)
 
     def _load_quotas(self, file: Path) -> None:
         self._service.quotas = read_tenants_file(file)
@@ -300,10 +283,7 @@ class ServerTls:
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
-        self.files = [file for file in (certificate, key, client_ca) if file is not None]
-        self._certificate = certificate
-        self._key = key
-        self._client_ca = client_ca
+        self.files = [certificate, key, *([client_ca] if client_ca else [])]
         self._current = self.context = self._read()
         # A listening socket cannot be given another context. The callback is the one place where a
         # connection can: `ssl` calls it in every handshake.
@@ -326,13 +306,8 @@ class ServerTls:
     def _read(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        for option, needed in (
-            ("--tls-certificate", self._certificate),
-            ("--tls-key", self._key),
-            ("--tls-client-ca", self._client_ca),
-        ):
-            if needed is None:
-                continue
+        options = ("--tls-certificate", "--tls-key", "--tls-client-ca")
+        for option, needed in zip(options, self.files, strict=False):
             try:
                 needed.read_bytes()
             except OSError as error:
@@ -340,11 +315,10 @@ class ServerTls:
                 raise ValueError(
                     f"{option}: {needed} cannot be read: {error.strerror or error}"
                 ) from error
-        file = self._certificate
+        file, key, *authorities = self.files
         try:
-            context.load_cert_chain(file, self._key, _no_password)
-            if self._client_ca is not None:
-                file = self._client_ca
+            context.load_cert_chain(file, key, _no_password)
+            for file in authorities:
                 context.load_verify_locations(file)
                 context.verify_mode = ssl.CERT_REQUIRED
                 # No session tickets: a resumed session skips the client's certificate, so that a
