@@ -14,7 +14,7 @@ from hicache_metadata_server.core.codec import (
     columns_of,
 )
 from hicache_metadata_server.core.invariants import audit
-from hicache_metadata_server.core.restore import restore
+from hicache_metadata_server.core.restore import ScopeRestorer
 from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import RemovedBecause, Reserved, ScopeGeometry
@@ -235,7 +235,10 @@ class History:
         for pin, (slots, until) in self.pins.items():
             scope.pin(pin, slots, until)
         blocks = ((number, SlotColumns.decode(blob)) for number, blob in self.blocks.items())
-        assert restore(scope, columns_of(self.slots, blocks, self.log), self.now, 100.0) == []
+        assert (
+            ScopeRestorer(scope, columns_of(self.slots, blocks, self.log), self.now, 100.0).run()
+            == []
+        )
         assert sorted(scope.lru) == sorted(old.lru)
         for key in scope.lru:
             slot = scope.lru.slot(key)

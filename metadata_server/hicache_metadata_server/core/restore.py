@@ -25,17 +25,14 @@ MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 1 << 20
 
 
-def restore(scope: Scope, columns: SlotColumns, now: float, max_seconds: float) -> list[str]:
-    """Fill a new scope whose `epoch`, `cleared_until` and pins are set; returns contradictions.
+class ScopeRestorer:
+    """Fills a new scope whose `epoch`, `cleared_until` and pins are set.
 
     No lease with its quarantine lasts longer than `max_seconds` from now, because the clock may
     have been set back. The LRU order is not durable: pages count as used in the order of their
     leases. The columns become those of the scope.
     """
-    return _Restoring(scope, columns, now, max_seconds).run()
 
-
-class _Restoring:
     def __init__(self, scope: Scope, columns: SlotColumns, now: float, max_seconds: float) -> None:
         self.scope = scope
         self.epochs: array[int] = columns.epochs
@@ -52,6 +49,7 @@ class _Restoring:
         columns.fill(scope.table, used)
 
     def run(self) -> list[str]:
+        """Fill the scope; returns contradictions, one sentence each."""
         scope, table = self.scope, self.scope.table
         for first in range(0, len(table), _STEP):
             end = min(first + _STEP, len(table))

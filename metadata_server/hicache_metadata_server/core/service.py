@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import structs
 
@@ -41,7 +41,7 @@ from hicache_metadata_server.core.limits import (
     may_use,
 )
 from hicache_metadata_server.core.removals import RemovalRoom
-from hicache_metadata_server.core.restore import restore
+from hicache_metadata_server.core.restore import ScopeRestorer
 from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
 
@@ -59,14 +59,7 @@ CLOSED_UNTIL: Final = "closed_until"
 know may be held."""
 
 
-class _Part(Protocol):
-    """One scope's part of a request."""
-
-    @property
-    def scope(self) -> str: ...
-
-
-_PartT = TypeVar("_PartT", bound=_Part)
+_PartT = TypeVar("_PartT", p.CommitScope, p.LeaseScope)
 
 
 class MetadataService:
@@ -353,11 +346,11 @@ class MetadataService:
     def commit(self, request: p.Commit, now: float) -> p.SettledLeases:
         """Make pages live."""
         scopes = self._scopes(request)
-
-        def settle(part: p.CommitScope, scope: Scope) -> list[bool]:
-            return scope.commit(part.leases, part.lengths, part.checksums, now)
-
-        return self._settled(request.scopes, scopes, settle)
+        return self._settled(
+            request.scopes,
+            scopes,
+            lambda part, scope: scope.commit(part.leases, part.lengths, part.checksums, now),
+        )
 
     def abort(self, request: p.Abort, now: float) -> p.SettledLeases:
         """Give leases back."""
@@ -602,7 +595,7 @@ class MetadataService:
         for pin in pins:
             if record.number in pin.slots:
                 scope.pin(pin.pin, pin.slots[record.number], pin.until)
-        problems = restore(scope, columns, now, longest)
+        problems = ScopeRestorer(scope, columns, now, longest).run()
         self.recovery_problems += [f"{record.geometry.scope}: {problem}" for problem in problems]
         return scope
 
@@ -693,7 +686,7 @@ class MetadataService:
             RequestError: it exceeds a limit, a scope is unknown, or the server drains.
         """
         check_limits(request, self.limits)
-        parts: Sequence[_Part] = request.scopes
+        parts: Sequence[Any] = request.scopes
         scopes = [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]
         if isinstance(request, p.Reserve) and self.draining:
             message = "this server gives no new leases while it drains"
