@@ -193,11 +193,7 @@ def _log_start(
 
 
 def _advertised_url(settings: ServerSettings) -> str:
-    """Where clients reach this server.
-
-    Raises:
-        ValueError: the port is not known yet.
-    """
+    """Address at which clients reach this server; ValueError if its port is not known yet."""
     if settings.advertised_url:
         return settings.advertised_url.rstrip("/")
     if not settings.port:

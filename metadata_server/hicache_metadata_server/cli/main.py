@@ -92,6 +92,8 @@ def status(
 
     Exits with 1 if it is not ready.
     """
+    import msgspec
+
     from hicache_metadata_server.protocol import About, Scopes
 
     # A server that is starting refuses connections: without the wait that would be an error.
@@ -104,7 +106,17 @@ def status(
     scopes = listed.scopes
     exit_status = FOUND_PROBLEMS if reason else 0
     if as_json:
-        typer.echo(_status_json(about, listed, reason))
+        states = ("slots", "live", "leased", "quarantined", "free")
+        found = {
+            **msgspec.to_builtins(about),
+            "ready": not reason,
+            "problem": reason,
+            "scopes": len(scopes),
+            "closed_seconds": max((one.closed_seconds for one in scopes), default=0.0),
+            **{name: sum(getattr(one, name) for one in scopes) for name in states},
+            "servers": msgspec.to_builtins(listed.servers),
+        }
+        typer.echo(msgspec.json.encode(found).decode())
         raise typer.Exit(exit_status)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
@@ -191,23 +203,6 @@ def drain(
         answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
     typer.echo("gives leases" if off else f"draining; {answer.leases:,} leases left")
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
-
-
-def _status_json(about: Any, listed: Any, problem: str) -> str:
-    import msgspec
-
-    states = ("slots", "live", "leased", "quarantined", "free")
-    counts = {name: sum(getattr(scope, name) for scope in listed.scopes) for name in states}
-    found = {
-        **msgspec.to_builtins(about),
-        "ready": not problem,
-        "problem": problem,
-        "scopes": len(listed.scopes),
-        "closed_seconds": max((one.closed_seconds for one in listed.scopes), default=0.0),
-        **counts,
-        "servers": msgspec.to_builtins(listed.servers),
-    }
-    return msgspec.json.encode(found).decode()
 
 
 @contextmanager

@@ -144,11 +144,7 @@ def delete(
 
 
 def _confirm(question: str, *, yes: bool) -> None:
-    """Ask, unless the answer is given; a script without a terminal has to give it.
-
-    Raises:
-        ValueError: there is nobody to ask.
-    """
+    """Ask, unless the answer is given; ValueError for a script, which has to give it."""
     if yes:
         return
     if not sys.stdin.isatty():

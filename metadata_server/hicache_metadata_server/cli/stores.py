@@ -68,14 +68,11 @@ def _check_store(store: str) -> tuple[int, list[str]]:
         # Needs a library of its own.
         from hicache_metadata_server.shared.scope_log import restored_service
 
-        return _checked(restored_service(store, time.time()))
-    with opened_store(store) as (service, _):
-        return _checked(service)
-
-
-def _checked(service: MetadataService) -> tuple[int, list[str]]:
-    slots = sum(scope.geometry.slots for scope in service.scopes.values())
-    return slots, audited(service)
+        service = restored_service(store, time.time())
+    else:
+        with opened_store(store) as (service, _):
+            pass
+    return sum(scope.geometry.slots for scope in service.scopes.values()), audited(service)
 
 
 def _check_served(remote: AdminClient, scopes: list[str]) -> tuple[int, list[str]]:

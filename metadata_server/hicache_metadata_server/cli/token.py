@@ -9,7 +9,7 @@ import re
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 from msgspec import structs
@@ -17,9 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from hicache_metadata_server.cli.options import exit_on_error
-
-if TYPE_CHECKING:
-    from hicache_metadata_server.auth.files import TokenRecord
 
 app = typer.Typer(
     help="Manage the tokens of a server, in a file that holds their digests.", no_args_is_help=True
@@ -83,7 +80,9 @@ def new(
             raise ValueError(f"{file} has a token {record.id} already")
         tokens[record.id] = record
     where = f"the token is in {output}" if output else "the token is shown only once"
-    typer.echo(f"{record.id}: {_described(record)}; {where}", err=True)
+    whose = f" for tenant {record.tenant}" if record.tenant else ""
+    until = f", until {record.expires:%Y-%m-%d %H:%M}Z" if record.expires else ""
+    typer.echo(f"{record.id}: {record.right}{whose}{until}; {where}", err=True)
     # Alone on standard output, so that a script can capture it; all else goes to standard error.
     if output is None:
         typer.echo(token)
@@ -178,9 +177,3 @@ def _when(text: str) -> datetime:
     if when <= now:
         raise ValueError(f"{text} is in the past")
     return when
-
-
-def _described(record: TokenRecord) -> str:
-    tenant = f" for tenant {record.tenant}" if record.tenant else ""
-    expires = f", until {record.expires:%Y-%m-%d %H:%M}Z" if record.expires else ""
-    return f"{record.right}{tenant}{expires}"

@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.core.changes import SteadyClock
-from hicache_metadata_server.core.errors import RequestError, invalid
+from hicache_metadata_server.core.errors import invalid
 from hicache_metadata_server.http.asgi import STATUS_PAGE, ProtocolApp, content_types
 from hicache_metadata_server.http.handlers import Handlers
 from hicache_metadata_server.protocol import AFTER, HISTORY
@@ -112,13 +112,17 @@ def _pages(app: ProtocolApp) -> list[Route]:
 
     async def history(request: Request) -> Response:
         _, content_type = content_types(request.url.path, dict(request.scope["headers"]))
+        text = request.query_params.get(AFTER, "0")
         try:
-            found = app.recorder.history(_after(request.query_params.get(AFTER, "0")))
-        except RequestError as refused:
-            return Response(
-                p.encode(refused.problem, content_type), refused.status, media_type=content_type
-            )
-        return Response(p.encode(found, content_type), media_type=content_type)
+            after = float(text)
+        except ValueError:
+            after = math.nan
+        if math.isfinite(after):
+            found = p.encode(app.recorder.history(after), content_type)
+            return Response(found, media_type=content_type)
+        refused = invalid(f"seconds since 1970, not {text[:40]!r}", AFTER)
+        problem = p.encode(refused.problem, content_type)
+        return Response(problem, refused.status, media_type=content_type)
 
     return [
         Route("/healthz", healthz),
@@ -134,16 +138,6 @@ async def _unknown(request: Request, error: Exception) -> Response:
         code="unknown_route", message=f"there is no {request.method} {request.url.path}"
     )
     return Response(p.encode(problem), 404, media_type=p.JSON)
-
-
-def _after(text: str) -> float:
-    try:
-        after = float(text)
-    except ValueError:
-        after = math.nan
-    if not math.isfinite(after):
-        raise invalid(f"seconds since 1970, not {text[:40]!r}", AFTER)
-    return after
 
 
 class Assets(StaticFiles):

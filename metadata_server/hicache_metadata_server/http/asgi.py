@@ -102,7 +102,11 @@ class ProtocolApp:
         begin, path, request = time.perf_counter(), scope["path"], None
         try:
             if path in PAGES and scope["method"] in READ_METHODS:
-                self._check_page(path, headers)
+                self._check_browser(headers)
+                caller = self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
+                if caller.tenant and path not in OPEN_PAGES:
+                    message = f"{path} shows all tenants, and needs a token without one"
+                    raise RequestError(403, "forbidden", message, "Authorization")
                 await self.pages(scope, receive, send)
                 return
             request = self._read_head(path, scope["method"], headers, request_id)
@@ -162,7 +166,12 @@ class ProtocolApp:
         while not self._stopping:
             more = False
             try:
-                self._work_of_a_second()
+                now = self.handlers.clock()
+                # Once a second: looking at files and summing all scopes is work.
+                if now >= self._next_second:
+                    self._next_second = now // 1.0 + 1.0
+                    self.security.reload()
+                    self.recorder.sample()
                 more = await self.handlers.tick(TICK_SLOTS)
             except StoreError:
                 # Not logged ten times a second: the group commit has logged it, and `/readyz` and the
@@ -171,15 +180,6 @@ class ProtocolApp:
             except Exception:  # noqa: BLE001 - without timers no lease would ever expire
                 _log.exception("tick_failed")
             await asyncio.sleep(BUSY_TICK_SECONDS if more else TICK_SECONDS)
-
-    def _work_of_a_second(self) -> None:
-        """Reload changed files and take samples, at the first tick of each second."""
-        # Looking at files and summing all scopes ten times a second would be work for nothing.
-        now = self.handlers.clock()
-        if now >= self._next_second:
-            self._next_second = now // 1.0 + 1.0
-            self.security.reload()
-            self.recorder.sample()
 
     def _record(
         self, request: ReceivedRequest | None, status: int, seconds: float, request_id: str
@@ -195,16 +195,18 @@ class ProtocolApp:
             return
         size = request_size(request.message if request is not None else None)
         if is_slow:
-            self.recorder.add(route, status, seconds, request_id, size)
+            self._slow_log.add(
+                p.SlowCall(
+                    time=self.handlers.clock(),
+                    route=route,
+                    status=status,
+                    seconds=seconds,
+                    request_id=request_id,
+                    **size._asdict(),
+                )
+            )
         if span is not None:
             span.end(status, size.scopes, size.entries)
-
-    def _check_page(self, path: str, headers: dict[bytes, bytes]) -> None:
-        self._check_browser(headers)
-        caller = self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
-        if caller.tenant and path not in OPEN_PAGES:
-            message = f"{path} shows all tenants, and needs a token without one"
-            raise RequestError(403, "forbidden", message, "Authorization")
 
     def _read_head(
         self, path: str, method: str, headers: dict[bytes, bytes], request_id: str

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from hicache_metadata_server.auth.security import Security
-    from hicache_metadata_server.core.limits import RequestSize
     from hicache_metadata_server.core.scope import Totals
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.http.handlers import Handlers
@@ -211,22 +210,6 @@ class HistoryRecorder:
         self._seconds.update(counters)
         self._minutes.update(counters)
         self.slow_log.rotate(now)
-
-    def add(
-        self, route: str, status: int, seconds: float, request_id: str, size: RequestSize
-    ) -> None:
-        """Add a call slower than `slow_log.floor`."""
-        call = SlowCall(
-            time=self._clock(),
-            route=route,
-            status=status,
-            seconds=seconds,
-            entries=size.entries,
-            scopes=size.scopes,
-            scope=size.scope,
-            request_id=request_id,
-        )
-        self.slow_log.add(call)
 
     def history(self, after: float) -> History:
         """The whole history, with the samples that ended later than `after`."""
