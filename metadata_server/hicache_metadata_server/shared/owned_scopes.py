@@ -81,7 +81,11 @@ class OwnerHandlers(Handlers):
         if url := await self.owner.admit(names):
             raise moved(url + _path_of(request, names))
         if not self.owner.serves(names):
-            self._raise_unknown(request)
+            assert request.endpoint.names is not None, "it names scopes"
+            names, field = request.endpoint.names(request.message)
+            for i, name in enumerate(names):
+                if name not in self.owner.entries:
+                    raise unknown_scope(name, field.format(i))
         return await self._run(request)
 
     def fenced(self, scopes: Sequence[str]) -> None:
@@ -239,14 +243,6 @@ class OwnerHandlers(Handlers):
             raise moved(url + _path_of(request, names))
         group = self.owner.entries[known[0]].group if known else ""
         return await self.owner.create(new, request.caller.tenant, group)
-
-    def _raise_unknown(self, request: ReceivedRequest) -> None:
-        """Name the first scope that does not exist."""
-        assert request.endpoint.names is not None, "it names scopes"
-        names, field = request.endpoint.names(request.message)
-        for i, name in enumerate(names):
-            if name not in self.owner.entries:
-                raise unknown_scope(name, field.format(i))
 
 
 def _path_of(request: ReceivedRequest, names: Sequence[str]) -> str:

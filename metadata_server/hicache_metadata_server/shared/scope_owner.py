@@ -36,7 +36,6 @@ from hicache_metadata_server.shared.ownership import (
 from hicache_metadata_server.shared.scope_log import (
     ENTRIES,
     IDLE_LOG_BYTES,
-    ScopeHead,
     ScopeLog,
     ScopeLogStore,
     load,
@@ -342,7 +341,8 @@ class ScopeOwner:
                 # Redis had lost it, and this server still has it from before. Kept, it would go on
                 # without its record and its slots in the new log.
                 self.drop([name])
-                self._created[name] = self._log_of(name, token, head)
+                number = self._service.new_number()
+                self._created[name] = log_of(name, number, token, head, self._now())
             else:
                 # The map had lost it.
                 known[name] = msgspec.structs.replace(entry, owner=head.owner)
@@ -617,7 +617,7 @@ class ScopeOwner:
         token, head = await take(self._connection, name, head.token, incarnation.id)
         if not token:
             return
-        log = self._log_of(name, token, head)
+        log = log_of(name, self._service.new_number(), token, head, self._now())
         loaded = await load(self._connection, name, token)
         try:
             found, scope = await asyncio.to_thread(
@@ -656,9 +656,6 @@ class ScopeOwner:
         entry, scope = self.entries.get(name), self._service.scopes[name]
         group, me = entry.group if entry else name, self.incarnation.id
         await self.publish({name: ScopeEntry(scope.geometry, me, group, scope.tenant)})
-
-    def _log_of(self, name: str, token: bytes, head: ScopeHead) -> ScopeLog:
-        return log_of(name, self._service.new_number(), token, head, self._now())
 
     async def publish(
         self, entries: Mapping[str, ScopeEntry | None], *, expected: bytes = b"any"

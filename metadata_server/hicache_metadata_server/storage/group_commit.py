@@ -97,25 +97,22 @@ class GroupCommit:
         next group.
         """
         if self._store.is_quick:
-            return self._write_now()
+            # Not grouped over requests: clients whose responses come together also send their next
+            # requests together, so server and clients would work in turns.
+            if not (changes := self._service.take_changes()):
+                return None
+            self._write_group([], changes)
+            if self.error is None:
+                return None
+            waiter = self._loop.create_future()
+            waiter.set_exception(self.error)
+            return waiter
         waiter = self._loop.create_future()
         if not self._open:
             # Two turns of the loop later: requests that it has read already, and those that it
             # reads in its next turn, join this group.
             self._loop.call_soon(self._loop.call_soon, self._seal)
         self._open.append(waiter)
-        return waiter
-
-    def _write_now(self) -> asyncio.Future[None] | None:
-        # Not grouped over requests: clients whose responses come together also send their next
-        # requests together, so server and clients would work in turns.
-        changes = self._service.take_changes()
-        if changes:
-            self._write_group([], changes)
-        if not changes or self.error is None:
-            return None
-        waiter = self._loop.create_future()
-        waiter.set_exception(self.error)
         return waiter
 
     def refuse_waiting(self, error: StoreError) -> None:

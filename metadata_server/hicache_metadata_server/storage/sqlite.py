@@ -45,7 +45,7 @@ from hicache_metadata_server.storage.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from hicache_metadata_server.core.scope import Scope
 
@@ -175,7 +175,12 @@ class SqliteStore(MetadataStore):
     def rows(self, record: ScopeRecord) -> SlotColumns:
         """Read the blocks of a scope, and on them its groups."""
         with self._store_errors("read"):
-            blocks = self._blocks_of(record.number)
+            first = record.number << SCOPE_BITS
+            found = self._database.execute(
+                "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
+                (first, first, (record.number + 1) << SCOPE_BITS),
+            )
+            blocks = ((number, SlotColumns.decode(blob)) for number, blob in found)
             groups = self._groups.pop(record.number, [])
             return columns_of(record.geometry.slots, blocks, groups)
 
@@ -272,15 +277,6 @@ class SqliteStore(MetadataStore):
             answers=[AnswerRecord(*row) for row in run("SELECT * FROM answers")],
             counters=dict(run("SELECT * FROM counters")),
         )
-
-    def _blocks_of(self, scope: int) -> Iterator[tuple[int, SlotColumns]]:
-        first = scope << SCOPE_BITS
-        found = self._database.execute(
-            "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
-            (first, first, (scope + 1) << SCOPE_BITS),
-        )
-        for number, blob in found:
-            yield number, SlotColumns.decode(blob)
 
     def _note(self, group: int, size: int, changes: Changes) -> None:
         """Record a group that is in the log."""
@@ -457,16 +453,31 @@ def _inode(descriptor: int) -> int:
 
 
 def _open(file: str, durability: StoreDurability) -> sqlite3.Connection:
-    # Used by one thread at a time, but not always by the same: the loop, or the store's.
-    database = sqlite3.connect(
-        file, isolation_level=None, check_same_thread=False, cached_statements=64
-    )
-    try:
-        _prepare(database, durability)
-    except BaseException:
-        database.close()
-        raise
-    return database
+    with contextlib.ExitStack() as undo:
+        # Used by one thread at a time, but not always by the same: the loop, or the store's.
+        database = sqlite3.connect(
+            file, isolation_level=None, check_same_thread=False, cached_statements=64
+        )
+        undo.callback(database.close)
+        is_made = _check_schema(database)
+        database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        database.execute("PRAGMA journal_mode = WAL")
+        # FULL syncs SQLite's own log at each commit, NORMAL before a checkpoint. Without a sync, a
+        # loss of power takes whole transactions from its end.
+        level = "FULL" if durability is StoreDurability.MACHINE else "NORMAL"
+        database.execute(f"PRAGMA synchronous = {level}")
+        database.execute(f"PRAGMA wal_autocheckpoint = {MAX_WAL_PAGES}")
+        database.execute(f"PRAGMA journal_size_limit = {4 * CHECKPOINT_BYTES}")
+        database.execute("PRAGMA cache_size = -16384")
+        # Some builds turn it on, and then overwrite every deleted group and block with zeros first.
+        database.execute("PRAGMA secure_delete = OFF")
+        if not is_made:
+            database.executescript(
+                f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = "
+                f"{VERSION}; COMMIT;"
+            )
+        undo.pop_all()
+        return database
 
 
 def _check_schema(database: sqlite3.Connection) -> bool:
@@ -490,26 +501,6 @@ def _check_schema(database: sqlite3.Connection) -> bool:
     if sys.byteorder != "little":
         raise StoreError("a store's columns are those of little-endian machines")
     return bool(tables)
-
-
-def _prepare(database: sqlite3.Connection, durability: StoreDurability) -> None:
-    is_made = _check_schema(database)
-    database.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    database.execute("PRAGMA journal_mode = WAL")
-    # FULL syncs SQLite's own log at each commit, NORMAL before a checkpoint. Without a sync, a loss
-    # of power takes whole transactions from its end.
-    level = "FULL" if durability is StoreDurability.MACHINE else "NORMAL"
-    database.execute(f"PRAGMA synchronous = {level}")
-    database.execute(f"PRAGMA wal_autocheckpoint = {MAX_WAL_PAGES}")
-    database.execute(f"PRAGMA journal_size_limit = {4 * CHECKPOINT_BYTES}")
-    database.execute("PRAGMA cache_size = -16384")
-    # Some builds turn it on, and then overwrite every deleted group and block with zeros first.
-    database.execute("PRAGMA secure_delete = OFF")
-    if not is_made:
-        database.executescript(
-            f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = "
-            f"{VERSION}; COMMIT;"
-        )
 
 
 def _scalar(database: sqlite3.Connection, query: str) -> int:
