@@ -123,11 +123,8 @@ class _State:
 class EmbeddedMetadata(MetadataClient):
     """A metadata client without a server.
 
-    All clients of a process on one directory share one state, which ends with the last of them.
-
-    Args:
-        path: the store's directory, which must exist.
-        quarantine_seconds: of freed slots. The first client on a directory sets it.
+    All clients of a process on one directory, which must exist, share one state; it ends with the
+    last of them. The first one sets the quarantine of freed slots, in seconds.
 
     Raises:
         MetadataError: another process uses the directory.

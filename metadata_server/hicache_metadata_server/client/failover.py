@@ -81,11 +81,8 @@ class ServerPool:
     backoff doubles with each failure in a row and is drawn, so that clients do not return at once.
     After it a thread probes the server, beside the requests. A single server is never in backoff.
 
-    Args:
-        urls: at least one.
-        rng: draws the order and the backoffs.
-        problem_of: asks one server why it is not ready; returns "" if it is.
-        on_failover: called for each server that is left for another one.
+    `rng` draws the order and the backoffs. `problem_of` asks one server why it is not ready, and
+    returns "" if it is. `on_failover` is called for each server that is left for another one.
     """
 
     def __init__(

@@ -60,14 +60,10 @@ class HttpMetadataClient(MetadataClient):
     Of several servers, all on one store, it uses one. A request that fails there goes to the next
     server, within the call's deadline and under the same idempotency key.
 
-    Args:
-        urls: one address or several (a list, or separated by commas), `http://` or `https://`.
-        token: bearer token, "" for none.
-        timeout_seconds: deadline of calls without one.
-        on_failover: called for each server that is left for another one.
-        rng: draws the order of servers, backoffs and pauses.
-        tls: TLS context for `https://` servers; by default the system's authorities and no client
-            certificate.
+    `urls` is one address or several (a list, or separated by commas), `http://` or `https://`.
+    Without `tls`, servers are verified by the system's authorities. Calls without a deadline have
+    `timeout_seconds`. `on_failover` is called for each server that is left for another one; `rng`
+    draws the order of servers, backoffs and pauses.
 
     Raises:
         ValueError: no address, or a malformed one.
@@ -188,12 +184,7 @@ class HttpMetadataClient(MetadataClient):
     def _request(
         self, path: str, request: p.Request | None, response_type: type[T], until: float
     ) -> T:
-        """Ask one server after another.
-
-        Raises:
-            TimeoutError: no server has answered by `until`.
-            MetadataError: the servers refuse, or cannot be reached.
-        """
+        """Ask one server after another; TimeoutError if none has answered by `until`."""
         with _request_span(path):
             pending = self._pending(path, request, response_type)
             plan = self._servers.plan(self._owners.get(pending.scope))

@@ -399,15 +399,11 @@ class Scope:
         """State of a slot, for operators."""
         table = self.table
         state = table.states[slot] if slot < len(table) else FREE
-        if self.closed_until and state == FREE:
+        if state == FREE and (self.closed_until or slot >= len(table)):
+            state, left = (QUARANTINED, self.closed_until - now) if self.closed_until else (FREE, 0)
             return SlotStatus(
-                slot=slot,
-                state=NAMES[QUARANTINED],
-                generation=0,
-                seconds_left=max(0.0, self.closed_until - now),
+                slot=slot, state=NAMES[state], generation=0, seconds_left=max(0.0, left)
             )
-        if slot >= len(table):
-            return SlotStatus(slot=slot, state=NAMES[FREE], generation=0)
         owned, live, timed = state in (LEASED, LIVE), state == LIVE, state in (LEASED, QUARANTINED)
         return SlotStatus(
             slot=slot,

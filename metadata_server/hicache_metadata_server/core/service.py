@@ -373,7 +373,9 @@ class MetadataService:
         pins = request.pins
         if not caller.sees_all:
             pins = [
-                record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)
+                record.pin
+                for record in self._pins.find(pins)
+                if all(may_use(caller, scope.tenant) for scope, _ in self._pinned(record))
             ]
         self._release_pins(self._pins.remove(pins), now)
 
@@ -664,14 +666,13 @@ class MetadataService:
     def _visible_to(self, caller: Caller) -> list[str]:
         return [name for name, scope in self.scopes.items() if may_use(caller, scope.tenant)]
 
-    def _may_unpin(self, caller: Caller, pin: PinRecord) -> bool:
+    def _pinned(self, pin: PinRecord) -> list[tuple[Scope, list[int]]]:
         # A dropped scope is skipped: its name may belong to another tenant now.
-        there = [
-            self._by_number[number]
-            for number in pin.slots
+        return [
+            (self._by_number[number], slots)
+            for number, slots in pin.slots.items()
             if number in self._by_number and number not in self._gone
         ]
-        return all(may_use(caller, scope.tenant) for scope in there)
 
     def _known(self, name: str, field: str) -> Scope:
         scope = self.scopes.get(name)
@@ -715,9 +716,8 @@ class MetadataService:
 
     def _release_pins(self, records: Iterable[PinRecord], now: float) -> None:
         for record in records:
-            for number, slots in record.slots.items():
-                if number in self._by_number and number not in self._gone:
-                    self._by_number[number].unpin(record.pin, slots, now)
+            for scope, slots in self._pinned(record):
+                scope.unpin(record.pin, slots, now)
 
     def _status(self, scope: Scope, now: float) -> p.ScopeStatus:
         return p.ScopeStatus(
