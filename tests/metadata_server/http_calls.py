@@ -53,12 +53,8 @@ class Reply:
 
 
 class Caller:
-    """Sends requests to an application.
-
-    Args:
-        app: the application.
-        peers: by address, other servers, to which a 307 leads.
-    """
+    """Sends requests to an application. `peers` are other servers by address, to which a 307
+    leads."""
 
     def __init__(self, app, peers=None):
         self.app = app
@@ -207,16 +203,10 @@ async def running_shared(
     guard=None,
     **options,
 ):
-    """One of several servers on one Redis, once it is ready.
+    """One of several servers on one Redis, once it is ready, at the address `name`.
 
-    Args:
-        url: of Redis.
-        limits: of requests.
-        name: its own address.
-        peers: filled with this one; requests are sent on to the others in it.
-        replicas: that have a change before it is acknowledged.
-        lease_seconds: after which its scopes are free if it is silent.
-        guard: makes what stands before its service.
+    `peers` gets it; requests are sent on to the others in it. `guard` makes what stands before its
+    service.
     """
     # redis-py is an extra.
     from hicache_metadata_server.shared.owned_scopes import owner_app

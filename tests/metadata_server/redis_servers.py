@@ -57,12 +57,8 @@ class Secured:
 
 class RedisServer:
     """One server process. What it has written outlives `kill` and `stop`, and the next `start`
-    reads it.
-
-    Args:
-        password: of the user `default`.
-        config: settings of redis.conf by their names; a list for one that is given several times.
-    """
+    reads it. The password is that of the user `default`. A setting of redis.conf that is given
+    several times is a list."""
 
     def __init__(
         self, directory: Path, *, tls: Secured | None = None, password: str = "", **config: object

@@ -59,14 +59,6 @@ def test_looking_after_a_server(place):
     assert said("status", *where)[0] == 0
 
 
-def test_scopes_are_listed_and_emptied(place):
-    url, token, _ = place
-    where = ("--url", url, "--token-file", token)
-    [listed] = told("scopes", "--json", *where)
-    assert (listed["scope"], listed["slots"], listed["tenant"]) == ("0:kv", 50, "")
-    assert said("scopes", "clear", "--yes", "0:kv", *where) == (0, "0:kv: 0 pages removed")
-
-
 def test_scopes_are_named_by_their_model():
     name = "org/[bold]model[/]"
     with served() as (place, client):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hicache_metadata_server.core import slot_table
 from tests.metadata_server.histories import History
 
 
@@ -20,8 +21,11 @@ def test_random_histories(chance, slots, keys):
     history.check_nothing_lost()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_long_histories(seed):
+@pytest.mark.parametrize("chunk", [4, slot_table.CHUNK])
+@pytest.mark.parametrize("seed", range(3))
+def test_long_histories(monkeypatch, seed, chunk):
+    """With chunks of the lease log so small, they are cleaned and merged all the time."""
+    monkeypatch.setattr(slot_table, "CHUNK", chunk)
     history = History(random.Random(seed), 8, 14)
     for _ in range(2500):
         history.step()

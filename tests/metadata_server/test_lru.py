@@ -11,7 +11,6 @@ import pytest
 from hicache_metadata_server.core import slot_table
 from hicache_metadata_server.core.lru import LruOrder
 from hicache_metadata_server.core.slot_table import FREE, LIVE, LeaseLog, SlotTable
-from tests.metadata_server.histories import History
 
 SLOTS = 24
 
@@ -151,14 +150,6 @@ def test_lengths_are_compared_alike_in_neighbouring_slots_and_in_others(slots):
         assert table.have_length(slots, length) == expected
     table.lengths[3] = 7
     assert table.have_length(slots, 7) == [slot >= 0 for slot in slots]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_histories_over_many_chunks(seed):
-    history = History(random.Random(100 + seed), 12, 20)
-    for _ in range(1200):
-        history.step()
-    history.check_nothing_lost()
 
 
 @pytest.mark.parametrize("seed", range(5))

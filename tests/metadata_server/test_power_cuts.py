@@ -84,12 +84,8 @@ def recorded(directory: Path, durability: StoreDurability) -> Session:
 
 
 def files_at(requests: list[FileChange], is_kept: Callable[[bool], bool]) -> dict[str, bytearray]:
-    """The files as they are after requests.
-
-    Args:
-        requests: all so far.
-        is_kept: whether the disk has a sector, by whether it was synced.
-    """
+    """The files as they are after requests; `is_kept` decides about each sector, by whether it was
+    synced."""
     last_sync = {
         request.path: number
         for number, request in enumerate(requests)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 
 import pytest
@@ -40,19 +39,6 @@ def test_every_acknowledged_change_survives_kill_9(seed):
             "a writer got nothing done before the kill"
         )
         check_kept(scope, writers)
-
-
-def test_sigterm_answers_what_was_accepted_and_keeps_it():
-    with served() as (place, client):
-        scope = V2Scope(client, "0:kv", SLOTS, 4096, random.Random(1))
-        scope.initialize()
-        pages = scope.store(["a", "b"])
-        place.process.send_signal(signal.SIGTERM)
-        place.process.wait(60)
-        place.kill()
-        place.start()
-        client.http.drop()
-        assert scope.lookup(["a", "b"]).slots == [page.slot for page in pages]
 
 
 @pytest.mark.parametrize("durability", ["process", "machine"])

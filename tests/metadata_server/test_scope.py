@@ -126,25 +126,6 @@ def test_a_burst_into_a_full_scope_evicts_no_more_than_its_pages():
     assert scope.evicted - before <= 200
 
 
-def test_a_full_scope_goes_on_evicting_whatever_was_used():
-    """With chunks as large as they are in use: `test_lru.py` has small ones."""
-    chance, pages = random.Random(0), 20 * STEP
-    scope, lease = scope_of(pages), 1 + pages
-    keys = [f"k{i}" for i in range(pages)]
-    for start in range(0, pages, 128):
-        store(scope, keys[start : start + 128], lease=1 + start)
-    for _ in range(800):
-        scope.lru.used(chance.sample(keys, 128))
-    expected, before = list(scope.lru), scope.evicted
-    for number in range(2 * pages // 128):
-        store(scope, [f"{number}-{i}" for i in range(128)], lease=lease)
-        lease += 128
-        if number % 20 == 0:
-            left = expected[scope.evicted - before :]
-            assert list(scope.lru)[: len(left)] == left
-    assert problems_of(scope) == []
-
-
 @pytest.mark.parametrize("quarantine", [0.0, 3.0])
 def test_clearing_a_million_is_done_bit_by_bit(quarantine):
     pages = 20 * STEP

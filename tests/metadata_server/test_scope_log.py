@@ -213,18 +213,6 @@ def test_a_delayed_write_does_not_overwrite_a_later_one(owner):
     assert other.service.scopes["0:kv"].lru.slots(["a"]) == [0]
 
 
-def test_lost_writes_are_noticed(owner, client):
-    one = owner("one")
-    one.make("0:kv")
-    reserve(one.service, ["a"])
-    one.write()
-    client.hset("hm:{0:kv}:head", "seq", 1)
-    reserve(one.service, ["b"])
-    with pytest.raises(FencedError):
-        one.write()
-    assert one.store.lost == {"0:kv"}
-
-
 def test_a_takeover_that_a_failover_has_lost_is_found(owner, client):
     """The replica has the scope as an earlier owner left it, and somebody takes it again."""
     one, other, third = owner("one"), owner("other"), owner("third")

@@ -12,9 +12,7 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord
-from hicache_metadata_server.core.codec import SlotColumns
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.slot_table import LIVE
 from hicache_metadata_server.storage import sqlite
 from hicache_metadata_server.storage import store as stores
 from hicache_metadata_server.storage.sqlite import open_store
@@ -63,6 +61,7 @@ def test_everything_comes_back(tmp_path, compacted):
     _, [slot] = pin(service, ["a"])
     delete(service, ["a"])
     service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"\x00body"))
+    service.scopes["1:kv"].tenant = "acme"
     store.write(service.take_changes())
     if compacted:
         compact_all(store, service)
@@ -71,6 +70,7 @@ def test_everything_comes_back(tmp_path, compacted):
     again, service = opened(tmp_path)
     assert state(service) == before
     assert service.recovery_problems == []
+    assert [service.scopes[name].tenant for name in ("0:kv", "1:kv")] == ["", "acme"]
     assert service.answers.find("once", b"digest", NOW).body == b"\x00body"
     assert commit(service, held.leases) == [p.Settled.DONE]
     assert min(reserve(service, ["new"]).leases) > max(held.leases)
@@ -181,27 +181,6 @@ def test_a_file_that_is_no_database_is_refused(tmp_path, content):
     (tmp_path / "m.db").write_bytes(content)
     with pytest.raises(StoreError, match="cannot open"):
         opened(tmp_path)
-
-
-def test_rows_that_contradict_each_other_are_left_out(tmp_path):
-    store, service = opened(tmp_path)
-    initialize(service, "0:kv", slots=8)
-    commit(service, reserve(service, ["a", "b", "c"]).leases)
-    store.write(service.take_changes())
-    compact_all(store, service)
-    store.close()
-    with database(tmp_path) as one:
-        place, blob = one.execute("SELECT place, slots FROM blocks").fetchone()
-        block, far = SlotColumns.decode(blob), SlotColumns()
-        block.keys[1], block.states[2] = "a", 9
-        far.states[0], far.keys[0] = LIVE, "z"
-        for number, changed in ((place, block), (place + 1000, far)):
-            one.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (number, changed.encode()))
-    store, service = opened(tmp_path)
-    assert len(service.recovery_problems) == 3
-    assert service.scopes["0:kv"].lru.slots(["a", "b", "c"]) == [0, -1, -1]
-    assert list(service.fsck(p.Fsck(), NOW))[-1].problems == []
-    store.close()
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,7 @@ OUT = 3 * LEASE
 class Peer:
     """Calls in one scope. Each answer must have its status and the documented type.
 
-    Args:
-        caller: of the application.
-        clock: the server's; None where its time cannot be set.
-        scope: rank and namespace.
+    `clock` is the server's; None where its time cannot be set.
     """
 
     def __init__(self, caller, clock=None, scope="0:kv"):

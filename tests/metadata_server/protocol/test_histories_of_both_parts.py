@@ -1,4 +1,4 @@
-"""Clients of both parts on one scope, in random order and at once: no slot belongs to two keys, and
+"""Clients of both parts on one scope, in random order: no slot belongs to two keys, and
 none is lost (MD-SLOT-1, MD-SLOT-2).
 
 `test_histories.py` has the scope alone, and restarts it.
@@ -6,7 +6,6 @@ none is lost (MD-SLOT-1, MD-SLOT-2).
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
@@ -15,14 +14,7 @@ from tests.metadata_server.protocol.peer import LEASE, QUARANTINE, keys_of
 
 
 class Clients:
-    """What clients were told, and the checks of each answer.
-
-    Args:
-        peer: the server.
-        slots: of the scope.
-        keys: number of keys that they write.
-        chance: chooses their steps.
-    """
+    """What clients were told, and the checks of each answer."""
 
     def __init__(self, peer, slots, keys, chance):
         self.peer, self.slots, self.keys, self.chance = peer, slots, keys_of(keys), chance
@@ -124,40 +116,3 @@ async def test_histories(timed, slots, keys, seed):
     await timed.sglang("clear", 204)
     timed.wait()
     assert sorted(await timed.reserved(keys_of(slots, "n"))) == list(range(slots))
-
-
-async def test_clients_at_once(peer):
-    """Short requests between the chunks of long ones."""
-    await peer.make(24)
-    keys, holders = keys_of(40), {}
-
-    async def client(seed):
-        chance = random.Random(seed)
-        for _ in range(40):
-            asked = chance.sample(keys, chance.randint(1, 4))
-            if chance.random() < 0.2:
-                await peer.sglang("delete_keys", 204, keys=asked)
-            if chance.random() < 0.2:
-                asked += keys_of(1500, "missing") if chance.random() < 0.5 else keys
-            answer = await peer.reserve(asked)
-            mine = {
-                key: slot
-                for key, (there, slot) in zip(asked, answer, strict=True)
-                if slot >= 0 and not there
-            }
-            assert not holders.keys() & set(mine.values()), "a slot is given to two"
-            holders.update(zip(mine.values(), mine, strict=True))
-            found = [slot for slot in await peer.indices(keys) if slot is not None]
-            assert len(set(found)) == len(found), "a slot belongs to two keys"
-            assert not set(found) & set(mine.values()), "a slot is announced that is reserved"
-            # Before the call: as soon as the server has it, a slot may be somebody else's.
-            for slot in mine.values():
-                del holders[slot]
-            if chance.random() < 0.7:
-                await peer.confirm(mine, mine.values())
-            else:
-                await peer.confirm(released=mine.values())
-
-    await asyncio.gather(*(client(seed) for seed in range(4)))
-    report = await peer.caller.post("/v2/fsck", {})
-    assert report.json == {"slots": 24, "problems": []}
