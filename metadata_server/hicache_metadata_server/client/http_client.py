@@ -160,7 +160,8 @@ class HttpMetadataClient(MetadataClient):
                         f"the client's thread cannot be started: {error}"
                     ) from error
                 self._sender = sender
-            self._unawaited.put(partial(context.run, self._request, path, request, p.Answer, until))
+            ask = partial(self._request, path, request, p.Answer, until)
+            self._unawaited.put(partial(context.run, ask))
 
     def close(self) -> None:
         with self._lock:
