@@ -91,13 +91,9 @@ class Tokens:
             return ANYBODY
         known = self._find(authorization)
         if known is None:
-            raise RequestError(
-                401,
-                "unauthorized",
-                "this server needs a bearer token that it knows (header Authorization: Bearer "
-                "TOKEN)",
-                "Authorization",
-            )
+            header = "header Authorization: Bearer TOKEN"
+            message = f"this server needs a bearer token that it knows ({header})"
+            raise RequestError(401, "unauthorized", message, "Authorization")
         if known.expires <= self._clock():
             raise RequestError(401, "unauthorized", "this token has expired", "Authorization")
         if known.rank < _RANK[needed]:
@@ -181,10 +177,8 @@ class OriginPolicy:
         if origin is not None:
             self._check_origin(origin, host)
         elif headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
-            raise _refused(
-                "a page of another site has sent this request, and this server has no tokens",
-                "Sec-Fetch-Site",
-            )
+            message = "a page of another site has sent this request, and this server has no tokens"
+            raise _refused(message, "Sec-Fetch-Site")
 
     def _check_host(self, host: bytes) -> None:
         name = _name_of(host)

@@ -57,6 +57,7 @@ class _State:
             quarantine_seconds=quarantine_seconds,
         )
         self._service = MetadataService(unbounded)
+        self.about = self._service.about
         self._clock = SteadyClock()
         self._lock = threading.Lock()
         service = self._service
@@ -75,10 +76,6 @@ class _State:
             "/v2/drop": service.drop,
             "/v2/inspect": service.inspect,
         }
-
-    @property
-    def about(self) -> p.About:
-        return self._service.about
 
     def execute(self, path: str, request: p.Request) -> Any:
         with self._lock:

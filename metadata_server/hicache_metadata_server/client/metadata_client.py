@@ -357,10 +357,8 @@ def _max_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limit
 def _cut(request: Any, max_entries: int) -> list[tuple[int, Any]]:
     """Cut a long request into requests about one scope each, in the order in which to send them.
 
-    A scope without entries gets one, so that the response has an entry for it.
-
-    Returns:
-        The requests, each with the index of its scope.
+    Each is behind the index of its scope. A scope without entries gets one, so that the response
+    has an entry for it.
     """
     columns, chunks = p.COLUMNS[type(request)], list[tuple[int, Any]]()
     for number, part in enumerate(request.scopes):

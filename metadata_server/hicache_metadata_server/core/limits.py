@@ -141,10 +141,8 @@ def check_slots(request: p.SglangConfirm, slots: int) -> None:
         RequestError: one is outside the scope.
     """
     confirmed = list(map(itemgetter(1), request.written_keys_to_confirm))
-    for name, column in (
-        ("written_keys_to_confirm", confirmed),
-        ("pages_to_release", request.pages_to_release),
-    ):
+    released = request.pages_to_release
+    for name, column in (("written_keys_to_confirm", confirmed), ("pages_to_release", released)):
         if max(column, default=0) >= slots:
             where = next(i for i, slot in enumerate(column) if slot >= slots)
             raise invalid(f"there are {slots} pages", f"{name}[{where}]")

@@ -681,11 +681,7 @@ class MetadataService:
         return scope
 
     def _scopes(self, request: Columns) -> list[Scope]:
-        """Check a request before it changes anything; returns its scopes.
-
-        Raises:
-            RequestError: it exceeds a limit, a scope is unknown, or the server drains.
-        """
+        """Return the scopes of a request, or refuse it before it changes anything."""
         check_limits(request, self.limits)
         parts: Sequence[Any] = request.scopes
         scopes = [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]
