@@ -33,7 +33,7 @@ def test_a_conformant_driver_exits_0(conformant):
     assert "seed 5" in conformant.output
     report = conformant.report
     # Without secrets, and without the directory.
-    assert report["options"] == {"path": "{tmp}/store"}
+    assert report["options"] == {"path": "{tmp}/store", "min_free": "0"}
     assert report["capabilities"]["sharing"] == "processes"
     assert report["driver"]["distribution"] == "hicache-storage"
 

@@ -8,7 +8,12 @@ from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.settings import unique_name
 from hicache_storage.tools.options import TMP
 
-OPTIONS = {"path": "{tmp}/store", "url": "http://127.0.0.1:{port:a}/{unique}", "lanes": 4}
+OPTIONS = {
+    "path": "{tmp}/store",
+    "min_free": "0",
+    "url": "http://127.0.0.1:{port:a}/{unique}",
+    "lanes": 4,
+}
 
 
 def context_of(tmp_path, run, case):

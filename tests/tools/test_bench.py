@@ -45,8 +45,9 @@ def sweep(tmp_path, *, clients=(1,), candidates=None, **changes):
 
 
 def stored_pages(directory):
-    """Files that may hold a page; a log of the file driver's events holds none."""
-    files = [path for path in directory.rglob("*") if path.is_file() and path.suffix != ".events"]
+    """Files that may hold a page; the file driver's logs of events and removals hold none."""
+    logs = (".events", ".removals")
+    files = [path for path in directory.rglob("*") if path.is_file() and path.suffix not in logs]
     return [path for path in files if path.stat().st_size >= 4096]
 
 
