@@ -36,7 +36,11 @@ def test_the_package_conforms_as_it_is_made_in_an_environment_of_its_own(tmp_pat
 
 
 @pytest.mark.merge
-@pytest.mark.parametrize("store", ["directory", "sqlite"])
+@pytest.mark.parametrize(
+    # SQLite takes some silent damage of its tree for a row that is not there (FT-1, seldom).
+    "store",
+    ["directory", pytest.param("sqlite", marks=pytest.mark.long)],
+)
 def test_a_store_conforms_as_it_is_made(tmp_path, store):
     """Those over a Redis and a bucket are examples, too, which `make examples` judges."""
     made, site = tmp_path / "made", tmp_path / "site"
