@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
     from hicache_backends.file.bundle import BundleIndex
     from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
-    from hicache_backends.file.events import EventLogs, WriterCursor
-    from hicache_backends.file.removal_history import RemovalHistory
+    from hicache_backends.file.events import WriterCursor
     from hicache_storage.spec import RemovalReason
 
+    Expired = Callable[[], bool]
+    """Returns whether the caller's deadline has passed: what is left then, such as indexes of new
+    bundles that are still to be read, is left for the next call."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +99,11 @@ class BundleSet:
         """Published by this storage, and not announced yet."""
         self._knows_unannounced = False
         """Since `force_relist`, a listing or a missing file may have shown unannounced changes."""
-        self._feed = feed
+        self.feed = feed
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
         """Being added; left non-empty only by an interrupt."""
-        self.index: Callable[[Callable[[], bool]], None] = lambda expired: None
+        self.index: Callable[[Expired], None] = lambda expired: None
         """Reads the indexes of new bundles, without the lock."""
         self.vanished: Callable[[Bundle], None] = lambda bundle: None
         """Called for an own bundle that is gone before it could be added, with the lock."""
@@ -124,16 +126,6 @@ class BundleSet:
         self._trusted = set[str]()
         """Writers that have announced all bundles that were in place at the last listing."""
 
-    @property
-    def logs(self) -> EventLogs:
-        """The store's event logs."""
-        return self._feed.logs
-
-    @property
-    def history(self) -> RemovalHistory:
-        """The store's history of removals."""
-        return self._feed.history
-
     def listen(self, listener: BundleSetListener) -> None:
         """Register a listener, and report the present bundles to it."""
         with self.lock:
@@ -145,12 +137,8 @@ class BundleSet:
         """Return whether every event of a snapshot has been applied."""
         return self._generation >= snapshot.generation
 
-    def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
+    def catch_up(self, snapshot: FeedSnapshot, expired: Expired = no_deadline) -> None:
         """Apply the events that have been announced, and read the indexes of new bundles.
-
-        Args:
-            expired: returns whether the caller's deadline has passed: then indexes are left for the
-                next call to read.
 
         Raises:
             OSError: the bundles could not be listed, or are replaced faster than they are read.
@@ -169,7 +157,7 @@ class BundleSet:
                     self._announce_found([Found(name) for name in late])
                     announced |= late
                 waited = plan
-                snapshot = self._feed.read()
+                snapshot = self.feed.read()
                 continue
             # New bundles are visible before old ones are removed: a replacement holds the pages of
             # the bundle that it replaces. A file that is gone, here or in another thread, has
@@ -266,7 +254,7 @@ class BundleSet:
         with self.lock:
             if self._knows_unannounced:
                 self._knows_unannounced = False
-                self._feed.queue(self.namespace, [Unlisted()])
+                self.feed.queue(self.namespace, [Unlisted()])
 
     def prepare_add(self, bundle: Bundle) -> None:
         """Note a bundle that is in place and that `commit_add` will add after its announcement."""
@@ -311,7 +299,7 @@ class BundleSet:
     def remove_files(
         self,
         bundles: Sequence[Bundle],
-        expired: Callable[[], bool] = no_deadline,
+        expired: Expired = no_deadline,
         *,
         void: bool = False,
         paths: Mapping[Bundle, str] | None = None,
@@ -320,7 +308,6 @@ class BundleSet:
         """Announce that bundles are removed, as many at once as fit into a cursor; unlink them.
 
         Args:
-            expired: returns whether the caller's deadline has passed; then the rest stays.
             void: no storage uses these files, and one that cannot be removed stays void.
             paths: the files, where a bundle that has another name by now is to stay.
             reason: why their pages are removed; None if these are in the store all the same.
@@ -349,14 +336,14 @@ class BundleSet:
         self, bundles: Sequence[Bundle], *, void: bool, paths: Mapping[Bundle, str]
     ) -> list[bool | OSError]:
         # What is queued does not grow while announcements fail.
-        self._feed.announce()
+        self.feed.announce()
         ids = [bundle.id for bundle in bundles]
-        ids = ids[: self._feed.fitting(self.namespace, ids)]
+        ids = ids[: self.feed.fitting(self.namespace, ids)]
         bundles = bundles[: len(ids)]
         left, outcomes = list(bundles), list[bool | OSError]()
         try:
-            self._feed.announce_removal(self.namespace, ids, partial(self.remove, ids))
-            if self._feed.fitting(self.namespace, ids) < len(ids):
+            self.feed.announce_removal(self.namespace, ids, partial(self.remove, ids))
+            if self.feed.fitting(self.namespace, ids) < len(ids):
                 # Names of cursors have just been found to be shorter here: again, with fewer.
                 return outcomes
             for bundle in bundles:
@@ -368,13 +355,13 @@ class BundleSet:
                 # Gone, or renamed by a claim; only in the latter case it comes back.
                 self.invalidate()
                 with contextlib.suppress(OSError):
-                    names = bundles_among(self._feed.paths.list_names(self.directory))
+                    names = bundles_among(self.feed.paths.list_names(self.directory))
                     present = {name.id for name in names}
                     left = [bundle for bundle in left if bundle.id in present]
         finally:
             # Also after an error or an interrupt: what may still be there comes back.
             returning = [] if void else [bundle.name.plain for bundle in left]
-            self._feed.end_removal(self.namespace, returning, self.invalidate)
+            self.feed.end_removal(self.namespace, returning, self.invalidate)
         return outcomes
 
     def leaving_bytes(self) -> int:
@@ -433,11 +420,11 @@ class BundleSet:
                 return
             needed = list(self.bundles)
         cursors = snapshot.of(self.namespace)
-        self._feed.logs.collect(
+        self.feed.logs.collect(
             self.namespace, needed, {writer: cursor.sequence for writer, cursor in cursors.items()}
         )
         with contextlib.suppress(OSError):
-            self._feed.collect_retired(self.namespace, {id.writer for id in needed})
+            self.feed.collect_retired(self.namespace, {id.writer for id in needed})
 
     def bundle(self, name: BundleName, index: BundleIndex | None = None) -> Bundle:
         """A new `Bundle` of that name, not yet in the set."""
@@ -467,10 +454,10 @@ class BundleSet:
         """
         events = list[Event]()
         missing = [
-            writer for writer in self._seen if writer not in cursors and writer != self._feed.writer
+            writer for writer in self._seen if writer not in cursors and writer != self.feed.writer
         ]
         if missing:
-            retired = self._feed.retired(self.namespace)
+            retired = self.feed.retired(self.namespace)
             if not all(
                 writer in retired and self._add_missed(retired[writer], events)
                 for writer in missing
@@ -481,7 +468,7 @@ class BundleSet:
         if all(
             self._add_missed(cursor, events)
             for writer, cursor in cursors.items()
-            if writer != self._feed.writer
+            if writer != self.feed.writer
         ):
             return events
         return None
@@ -493,7 +480,7 @@ class BundleSet:
         if missed is None:
             known = cursor.sequence - len(cursor.events)
             missed, rest = (
-                self._feed.logs.since(self.namespace, cursor.writer, seen, known),
+                self.feed.logs.since(self.namespace, cursor.writer, seen, known),
                 cursor.since(known),
             )
             if missed is None or rest is None:
@@ -562,7 +549,7 @@ class BundleSet:
     def _is_unannounced(self, id: BundleId) -> bool:
         """Return whether the writer of a bundle is still to announce it, as far as is known."""
         seen = self._seen.get(id.writer, self._retired.get(id.writer, 0))
-        return id.writer != self._feed.writer and seen < id.sequence
+        return id.writer != self.feed.writer and seen < id.sequence
 
     def _note_leaving(
         self, events: Sequence[Event], removed: Sequence[BundleId], void: set[BundleId]
@@ -586,7 +573,7 @@ class BundleSet:
         last: that process is about to remove it, or was killed before it could.
         """
         # Before the listing: this storage ends a removal after the file is gone.
-        own = self._feed.removing.get(self.namespace, ())
+        own = self.feed.removing.get(self.namespace, ())
         void = _removing(cursors)
         names, claimed = dict[BundleId, BundleName](), list[BundleName]()
         for name in bundles_among(self._stable_listing()):
@@ -634,11 +621,11 @@ class BundleSet:
         each time past a listing, is missing until the process that renames it announces the change:
         then all storages list again.
         """
-        names = self._feed.paths.list_names(self.directory)
+        names = self.feed.paths.list_names(self.directory)
         for _ in range(MAX_RELISTS):
             if sum(map(len, names)) + ENTRY_BYTES * len(names) < ATOMIC_LISTING_BYTES:
                 break
-            before, names = names, self._feed.paths.list_names(self.directory)
+            before, names = names, self.feed.paths.list_names(self.directory)
             if set(names).issuperset(before):
                 break
         return names
@@ -657,7 +644,7 @@ class BundleSet:
         ]
         if not fresh:
             return set()
-        retired = self._feed.retired(self.namespace)
+        retired = self.feed.retired(self.namespace)
         return {
             name.plain
             for name in fresh
@@ -666,12 +653,12 @@ class BundleSet:
 
     def _announce_found(self, events: Sequence[Event]) -> None:
         try:
-            if self._feed.syncs:
+            if self.feed.syncs:
                 # Its writer may not have synced it yet: a page reported here must survive a loss of
                 # power.
                 sync_directory(self.directory)
-            self._feed.queue(self.namespace, events)
-            self._feed.announce()
+            self.feed.queue(self.namespace, events)
+            self.feed.announce()
         except OSError as error:
             logger.debug(
                 "cannot announce bundles found by listing in namespace %s: %s",
@@ -718,7 +705,7 @@ class BundleSets:
     """The bundle sets of a store by namespace, created when first asked for."""
 
     def __init__(self, feed: ChangeFeed) -> None:
-        self._feed = feed
+        self.feed = feed
         self._lock = threading.Lock()
         self._bundle_sets: dict[str, BundleSet] = {}
         self._listener: BundleSetListener | None = None
@@ -726,7 +713,7 @@ class BundleSets:
     def get(self, namespace: str) -> BundleSet:
         with self._lock:
             if namespace not in self._bundle_sets:
-                bundle_set = BundleSet(namespace, self._feed)
+                bundle_set = BundleSet(namespace, self.feed)
                 if self._listener is not None:
                     bundle_set.listen(self._listener)
                 self._bundle_sets[namespace] = bundle_set

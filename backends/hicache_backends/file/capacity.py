@@ -28,7 +28,7 @@ from hicache_storage.spec import RemovalReason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_backends.file.bundle_set import BundleSets
+    from hicache_backends.file.bundle_set import BundleSets, Expired
     from hicache_backends.file.page_index import PageIndex
     from hicache_backends.file.publisher import Publisher
     from hicache_backends.file.rewriter import Rewriter
@@ -278,22 +278,10 @@ class Capacity:
         """Bundles that could not be removed; tried again after the next listing."""
         self._told = False
 
-    def used(self, expired: Callable[[], bool] = no_deadline) -> int:
-        """Bytes in the store: bundles, and the reservations of living processes.
-
-        Raises:
-            OSError: the store could not be listed.
-        """
-        return sum(self._count(expired))
-
-    def _count(self, expired: Callable[[], bool]) -> tuple[int, int]:
-        """Bytes of reservations, and of bundles.
+    def count(self, expired: Expired = no_deadline) -> tuple[int, int]:
+        """Count the bytes of living processes' reservations, and of bundles.
 
         Files that killed processes have left are collected.
-
-        Args:
-            expired: returns whether the caller's deadline has passed; indexes of new bundles are
-                read until then.
 
         Raises:
             OSError: the store could not be listed.
@@ -345,21 +333,19 @@ class Capacity:
         """
         if self.free is None or (spare := self.free.spare()) > 0:
             return ""
-        return "" if self._count(lambda: True)[1] > -spare else str(self)
+        return "" if self.count(lambda: True)[1] > -spare else str(self)
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f", the capacity is {self.limit:,}"
         return f"no room: {self.free or 'nothing is left to evict'}{limit}"
 
-    def make_room(self, expired: Callable[[], bool] = no_deadline, *, missing: int = 0) -> int:
+    def make_room(self, expired: Expired = no_deadline, *, missing: int = 0) -> int:
         """Evict until the used bytes, reservations included, are within the limit, and enough of
         the file system is free for the reservations.
 
         Args:
             missing: so many bytes more, which did not fit: the disk is full. If that is below the
                 limit, they are evicted in any case.
-            expired: returns whether the caller's deadline has passed; indexes of new bundles are
-                read until then.
 
         Returns:
             Bytes above the limit that remain, because nothing is left to evict.
@@ -369,7 +355,7 @@ class Capacity:
         """
         with self._lock:
             # One thread of this process at a time: two would evict for the same bytes.
-            reserved, stored = self._count(expired)
+            reserved, stored = self.count(expired)
             limit, races = sys.maxsize if self.limit is None else self.limit, 0
             if missing and self.free is not None:
                 # More than was reckoned with has been taken.
@@ -385,7 +371,7 @@ class Capacity:
                         self.free.give(freed)
                     if taken and races < MAX_RACES:
                         races += 1
-                        excess = self._excess(*self._count(expired), limit, missing)
+                        excess = self._excess(*self.count(expired), limit, missing)
                     else:
                         excess -= freed + taken
             finally:
@@ -414,7 +400,7 @@ class Capacity:
                 bundle_set.note_size(victim, file_bytes(victim.path))
             # Another process may be replacing it, or was killed while it did; other bundles are
             # evicted instead.
-            elif victim.name.claim is None or self._publisher.is_unclaimed(victim):
+            elif self._publisher.is_unclaimed(victim):
                 victims.append(victim)
                 excess -= victim.size
         return victims

@@ -501,10 +501,6 @@ class ChangeFeed:
             for name in bundles_among(self.paths.list_names(self.paths.bundles(cursor.namespace)))
         )
 
-    def close(self) -> None:
-        """Close the descriptor of the counter. The feed can be used again."""
-        self.counter.close()
-
     def _counter_value(self) -> Attributes | None:
         with contextlib.suppress(FileNotFoundError):
             return self.counter.read()

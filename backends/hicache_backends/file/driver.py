@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.capacity import FULL_DISK_SECONDS
-from hicache_backends.file.rewriter import DamageInspection
+from hicache_backends.file.rewriter import find_damaged
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import FULL
@@ -213,7 +213,7 @@ class FileStorage(ObjectStorage):
         for page_index in page_indexes:
             page_index.note_success()
         self._touch(page_indexes, ([read.key for read in batch.reads] for batch in batches), call)
-        store.after_call(may_wait=False)
+        store.after_call()
         return True
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
@@ -277,19 +277,18 @@ class FileStorage(ObjectStorage):
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         store, conclusive = self.store, True
-        for page_index, batch in zip(
-            store.page_indexes([batch.namespace for batch in batches], call.expired),
-            batches,
-            strict=True,
-        ):
+
+        def damaged(page_index: PageIndex, keys: Iterable[str]) -> list[Location]:
+            nonlocal conclusive
+            locations, readable = find_damaged(page_index, store.reader, keys, call)
+            conclusive &= readable
+            return locations
+
+        page_indexes = store.page_indexes([batch.namespace for batch in batches], call.expired)
+        for page_index, batch in zip(page_indexes, batches, strict=True):
             conclusive &= page_index.complete
-            inspection = DamageInspection(page_index, store.reader, call)
-            store.rewriter.drop_all(
-                page_index,
-                partial(inspection.damaged, dict.fromkeys(read.key for read in batch.reads)),
-                RemovalReason.DAMAGED,
-            )
-            conclusive &= inspection.conclusive
+            find = partial(damaged, page_index, {read.key for read in batch.reads})
+            store.rewriter.drop_all(page_index, find, RemovalReason.DAMAGED)
         # Where some copy may still be damaged, the SDK hides the page until the next set has
         # written it anew.
         return conclusive

@@ -29,9 +29,9 @@ from hicache_storage.objects.removals import MAX_REMOVALS
 from hicache_storage.spec import RemovalReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from hicache_backends.file.bundle_set import BundleSet
+    from hicache_backends.file.bundle_set import BundleSet, Expired
     from hicache_backends.file.change_feed import FeedSnapshot
     from hicache_backends.file.temp_files import ServerClock
     from hicache_backends.posix.files import Descriptors
@@ -133,12 +133,10 @@ class PageIndex:
         # A set has answered True for its pages, and another storage has removed them.
         bundle_set.vanished = lambda bundle: self._keep_removed(bundle.keys, RemovalReason.UNKNOWN)
 
-    def catch_up(self, snapshot: FeedSnapshot, expired: Callable[[], bool] = no_deadline) -> None:
+    def catch_up(self, snapshot: FeedSnapshot, expired: Expired = no_deadline) -> None:
         """Apply the events that other storages have announced.
 
-        Args:
-            expired: returns whether the caller's deadline has passed. Indexes that have not been
-                read by then are read by the next call; `complete` is `False` until then.
+        `complete` is `False` afterwards while indexes are unread.
 
         Raises:
             OSError: the bundles could not be listed.
@@ -300,7 +298,7 @@ class PageIndex:
         ):
             if own and keys:
                 line = RemovalLine(seconds, reason, by, tuple(keys))
-                self.bundle_set.history.note(self.namespace.name, line)
+                self.bundle_set.feed.history.note(self.namespace.name, line)
             self._keep_removed(keys, reason, seconds, by)
         self._damaged.difference_update(gone)
 
@@ -318,7 +316,7 @@ class PageIndex:
             self._removed_lost = True
             del self._removed[next(iter(self._removed))]
 
-    def read_indexes(self, expired: Callable[[], bool]) -> None:
+    def read_indexes(self, expired: Expired) -> None:
         """Read the indexes of new bundles, from the event logs or from the bundles.
 
         Where files are gone, their bundles are removed, and the bundle set is no longer current.
@@ -354,7 +352,7 @@ class PageIndex:
             segment, bundles = self._logged.popitem()
         except KeyError:
             return False
-        indexes = self.bundle_set.logs.indexes(self.bundle_set.namespace, bundles, segment)
+        indexes = self.bundle_set.feed.logs.indexes(self.namespace.name, bundles, segment)
         with self.bundle_set.lock:
             for name, index in indexes.items():
                 bundle = bundles[name]
@@ -364,7 +362,7 @@ class PageIndex:
         return True
 
     def _locate_in_logs(self) -> None:
-        segments = self.bundle_set.logs.segments(self.bundle_set.namespace)
+        segments = self.bundle_set.feed.logs.segments(self.namespace.name)
         if not segments:
             return
         logged = dict[tuple[str, int], dict[BundleName, Bundle]]()

@@ -20,10 +20,10 @@ from hicache_backends.posix.faults import detached
 from hicache_storage.spec import StorageRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hicache_backends.file.bundle import Bundle, BundleId, BundleIndex
-    from hicache_backends.file.bundle_set import BundleSet
+    from hicache_backends.file.bundle_set import BundleSet, Expired
     from hicache_backends.file.change_feed import ChangeFeed
     from hicache_backends.file.page_index import PageIndex
     from hicache_backends.file.temp_files import TempFiles, TemporaryName
@@ -111,7 +111,7 @@ class Publisher:
         bundle_set: BundleSet,
         bundles: Sequence[Bundle],
         reason: RemovalReason,
-        expired: Callable[[], bool] = no_deadline,
+        expired: Expired = no_deadline,
     ) -> list[bool | OSError]:
         """Remove bundles of one namespace, as `BundleSet.remove_files` does.
 
@@ -126,9 +126,7 @@ class Publisher:
         # Taken before the check, and unlinked by these names: a bundle that is claimed from now on
         # is not found, even if another thread has learned its new name.
         paths = {bundle: bundle.path for bundle in bundles}
-        free = [
-            bundle for bundle in bundles if bundle.name.claim is None or self.is_unclaimed(bundle)
-        ]
+        free = list(filter(self.is_unclaimed, bundles))
         if len(free) < len(bundles):
             bundle_set.invalidate()
         removed = bundle_set.remove_files(free, expired, paths=paths, reason=reason)
@@ -136,12 +134,20 @@ class Publisher:
         return [outcomes.get(bundle, False) for bundle in bundles]
 
     def is_unclaimed(self, bundle: Bundle) -> bool:
-        """Return whether no living process has claimed a bundle, as far as can be determined."""
-        try:
-            self._check_unclaimed(bundle)
-        except OSError:
-            return False
-        return True
+        """Return whether no living process is replacing a bundle, and no dead one has replaced it.
+
+        `False` where that cannot be determined.
+        """
+        claim = bundle.name.claim
+        if claim is None:
+            return True
+        with contextlib.suppress(OSError):
+            if self._is_abandoned(bundle, claim):
+                # The claimant is gone, so its state is final: it either put the replacement in
+                # place or not.
+                names = bundles_among(self._paths.list_names(bundle.directory))
+                return all(name.id != claim.replacement for name in names)
+        return False
 
     def replace(
         self,
@@ -171,11 +177,9 @@ class Publisher:
         with bundle_set.removing:
             self._remove_void(bundle_set, old.id)
             with bundle_set.lock, self.feed.lock:
-                try:
-                    self._check_unclaimed(old)
-                except FileNotFoundError:
+                if not self.is_unclaimed(old):
                     bundle_set.invalidate()
-                    raise
+                    raise FileNotFoundError(f"{old.path} is being replaced")
                 sequence = self.feed.take_sequence(old.namespace, bundle_set.invalidate)
                 new = bundle_set.bundle(
                     BundleName(self.feed.writer, sequence, size, old.name.created_us, checksum),
@@ -239,24 +243,6 @@ class Publisher:
         if isinstance(outcome, OSError):
             raise outcome
         self._void.pop(replacement, None)
-
-    def _check_unclaimed(self, bundle: Bundle) -> None:
-        """Check that no living process is about to replace a bundle.
-
-        Raises:
-            FileNotFoundError: a process is replacing it, or has replaced it.
-            OSError: that could not be determined.
-        """
-        claim = bundle.name.claim
-        if claim is None:
-            return
-        if self._is_abandoned(bundle, claim):
-            # The claimant is gone, so its state is final: it either put the replacement in place or
-            # not.
-            names = bundles_among(self._paths.list_names(bundle.directory))
-            if all(name.id != claim.replacement for name in names):
-                return
-        raise FileNotFoundError(f"{bundle.path} is being replaced")
 
     def _is_abandoned(self, bundle: Bundle, claim: Claim) -> bool:
         if claim.replacement.writer == self.feed.writer:

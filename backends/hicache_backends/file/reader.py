@@ -109,7 +109,7 @@ class Reader:
         """Read pages into their buffers, and verify them."""
         outcome, left = ReadOutcome(), deque(extents)
         while left:
-            self._read_batch(left, call, outcome)
+            self._run(self._read_chunks, self._open_extents(left, outcome), call, outcome)
         return outcome
 
     def read_cached(self, extents: Sequence[Extent], call: Call) -> bool:
@@ -132,12 +132,7 @@ class Reader:
         outcome = ReadOutcome()
         # A worker that hangs in another call takes no part of this one: the caller reads what no
         # worker has begun.
-        self.thread_pool.run(
-            [
-                partial(self._read_cached_chunks, chunks, call, outcome)
-                for chunks in self._split_among_threads(chunks)
-            ]
-        )
+        self._run(self._read_cached_chunks, chunks, call, outcome)
         return len(outcome.loaded) == sum([len(extent.reads) for extent in extents])
 
     def _read_cached_chunks(
@@ -153,18 +148,11 @@ class Reader:
                 return
             outcome.loaded += chunk.reads
 
-    def _read_batch(self, left: deque[Extent], call: Call, outcome: ReadOutcome) -> None:
-        """Read as many extents as may be open at a time.
-
-        Their bundles are closed, or left to the cache of descriptors, on return.
-        """
-        tasks = self._split_among_threads(self._open_extents(left, outcome))
-        self.thread_pool.run(
-            [partial(self._read_chunks, chunks, call, outcome) for chunks in tasks]
-        )
-
     def _open_extents(self, left: deque[Extent], outcome: ReadOutcome) -> list[ReadChunk]:
-        """Open as many extents as may be open at a time."""
+        """Open as many extents as may be open at a time, and divide them into chunks.
+
+        Their bundles are closed, or left to the cache of descriptors, with the last chunk.
+        """
         chunks = list[ReadChunk]()
         for _ in range(min(len(left), MAX_OPEN_EXTENTS)):
             extent = left.popleft()
@@ -223,17 +211,21 @@ class Reader:
             # EPERM: O_NOATIME is only for the owner of the file.
             return self.descriptors.borrow(bundle.path)
 
-    def _split_among_threads(self, chunks: list[ReadChunk]) -> list[list[ReadChunk]]:
-        """Divide chunks into tasks of about equal length, one for each thread."""
-        total = sum([chunk.size for chunk in chunks])
-        count = min(self.threads, total // self.bytes_per_thread)
-        if count < 2:
-            return [chunks] if chunks else []
-        tasks, done = [list[ReadChunk]() for _ in range(count)], 0
+    def _run(
+        self,
+        read: Callable[[Sequence[ReadChunk], Call, ReadOutcome], None],
+        chunks: list[ReadChunk],
+        call: Call,
+        outcome: ReadOutcome,
+    ) -> None:
+        """Read chunks in tasks of about equal length, one for each thread."""
+        total, done = sum([chunk.size for chunk in chunks]), 0
+        count = max(1, min(self.threads, total // self.bytes_per_thread))
+        tasks = [list[ReadChunk]() for _ in range(count)]
         for chunk in chunks:
             tasks[min(count - 1, done * count // total)].append(chunk)
             done += chunk.size
-        return [chunks for chunks in tasks if chunks]
+        self.thread_pool.run([partial(read, some, call, outcome) for some in tasks if some])
 
     def _read_chunks(self, chunks: Sequence[ReadChunk], call: Call, outcome: ReadOutcome) -> None:
         for chunk in chunks:

@@ -85,18 +85,13 @@ class RemovalHistory:
         self._queue.append((namespace, line))
 
     def is_due(self) -> bool:
-        """Return whether there is something to be flushed."""
-        return bool(self._queue) and time.monotonic() >= self._flush_at
+        """Return whether there is something to be flushed, and nobody does it."""
+        due = self._queue and time.monotonic() >= self._flush_at
+        return bool(due) and not self._flushing.locked()
 
-    def flush(self, *, waits: bool = False) -> None:
-        """Write what is remembered; one thread at a time does it.
-
-        Args:
-            waits: for another thread that does.
-        """
-        if not self._flushing.acquire(blocking=waits):
-            return
-        try:
+    def flush(self) -> None:
+        """Write what is remembered."""
+        with self._flushing:
             self._flush_at = time.monotonic() + FLUSH_SECONDS
             texts = dict[str, bytes]()
             while self._queue:
@@ -107,12 +102,10 @@ class RemovalHistory:
             for namespace, text in texts.items():
                 with contextlib.suppress(OSError):
                     self._append(namespace, text)
-        finally:
-            self._flushing.release()
 
     def recall(self, namespace: str, keys: Sequence[str]) -> list[ObjectRemoval]:
         """Return what all writers remember of these pages."""
-        self.flush(waits=True)
+        self.flush()
         wanted, found = set(keys), list[ObjectRemoval]()
         for path in self._files(namespace):
             with contextlib.suppress(OSError), open(path, "rb") as file:

@@ -210,54 +210,32 @@ def _extents(pages: Sequence[int]) -> list[tuple[int, int]]:
     return extents
 
 
-class DamageInspection:
-    """Finds the damaged copies of some pages, in all bundles that hold one.
+def find_damaged(
+    page_index: PageIndex, reader: Reader, keys: Iterable[str], call: Call
+) -> tuple[list[Location], bool]:
+    """Find the damaged copies of some pages, in all bundles that hold one.
 
     When a copy is dropped, the next newest takes its place, so all of them are inspected. A copy
     that has been written since, or that was misread once, is sound and stays.
+
+    Returns:
+        The copies, and whether every copy could be read.
     """
-
-    def __init__(self, page_index: PageIndex, reader: Reader, call: Call) -> None:
-        self._page_index = page_index
-        self._reader = reader
-        self._call = call
-        # On a page of memory, as O_DIRECT wants it.
-        self._buffer = memoryview(mmap.mmap(-1, page_index.namespace.page_bytes))
-        self.conclusive = True
-        """Whether every copy could be read."""
-
-    def damaged(self, keys: Iterable[str]) -> list[Location]:
-        """The damaged copies of these pages."""
-        self.conclusive = True
-        return [
-            location
-            for key in keys
-            for location in self._page_index.copies(key)
-            if self._is_damaged(key, location)
-        ]
-
-    def _is_damaged(self, key: str, location: Location) -> bool:
-        bundle, page = location
-        # Read through a new descriptor: the open file may belong to a mount that has died.
-        self._reader.descriptors.forget(bundle.path)
-        read = ObjectRead(
-            self._page_index.namespace,
-            key,
-            self._parts(),
-            verifies_checksum=self._reader.verifies,
-            call=self._call,
-        )
-        outcome = self._reader.read([Extent(bundle, page, [read])], self._call)
-        if outcome.loaded:
-            return not read.verify()
-        if outcome.gone:
-            self._page_index.bundle_set.invalidate()
-        self.conclusive &= read.damaged
-        return read.damaged
-
-    def _parts(self) -> list[memoryview]:
-        parts, start = list[memoryview](), 0
-        for length in self._page_index.namespace.geometry.component_bytes:
-            parts.append(self._buffer[start : start + length])
-            start += length
-        return parts
+    damaged: list[Location] = []
+    namespace, conclusive = page_index.namespace, True
+    # On a page of memory, as O_DIRECT wants it.
+    buffer = memoryview(mmap.mmap(-1, namespace.page_bytes))
+    for key in keys:
+        for bundle, page in page_index.copies(key):
+            # Read through a new descriptor: the open file may belong to a mount that has died.
+            reader.descriptors.forget(bundle.path)
+            read = ObjectRead(
+                namespace, key, [buffer], verifies_checksum=reader.verifies, call=call
+            )
+            outcome = reader.read([Extent(bundle, page, [read])], call)
+            if outcome.gone:
+                page_index.bundle_set.invalidate()
+            if read.damaged:
+                damaged.append((bundle, page))
+            conclusive &= bool(outcome.loaded) or read.damaged
+    return damaged, conclusive

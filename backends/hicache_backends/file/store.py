@@ -8,10 +8,11 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.bundle_set import BundleSets, no_deadline
+from hicache_backends.file.bundle_set import BundleSets
 from hicache_backends.file.capacity import MEASURE_SECONDS, Capacity, FreeSpace
 from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
 from hicache_backends.file.page_index import PageIndex
@@ -37,6 +38,7 @@ from hicache_storage.spec import ConfigError, StorageUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hicache_backends.file.bundle_set import Expired
     from hicache_backends.file.config import FileConfig
     from hicache_storage.objects import Namespace
 
@@ -60,13 +62,28 @@ FLUSH_SECONDS = 5.0
 FLUSHED_BUNDLES = 1024
 """Limit on bundles whose times are set in one flush."""
 
+EXPIRE_SECONDS = 1.0
+"""Seconds between looks for open files that have not been used for a while."""
+
 COLLECT_SECONDS = 300.0
 """Seconds between removals of event logs whose bundles are gone."""
 
 ADJUST_SECONDS = 60.0
-"""Seconds between requests for the server's time with a capacity; `COLLECT_SECONDS` without."""
+"""Seconds between requests for the file server's time."""
 
 CLOSE_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class _Periodic:
+    """A task that a call starts in the background, so many seconds after the one before."""
+
+    run: Callable[[], object]
+    seconds: float
+    due: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.due = time.monotonic() + self.seconds
 
 
 class Store:
@@ -148,8 +165,6 @@ class Store:
         self._page_indexes: dict[str, PageIndex] = {}
         self._lock = threading.Lock()
         self._epoch = 0
-        self._flush_at = time.monotonic() + FLUSH_SECONDS
-        self._collect_at = time.monotonic() + COLLECT_SECONDS
         self.capacity: Capacity | None = None
         self._closing = threading.Event()
         self._watch = ThreadPool("hicache-file-room", 1)
@@ -163,17 +178,20 @@ class Store:
                 self._page_indexes.get,
                 evicted,
             )
+        self._periodic = [
+            _Periodic(self.descriptors.expire, EXPIRE_SECONDS),
+            _Periodic(self.flush_touches, FLUSH_SECONDS),
+            _Periodic(self._adjust_clock, ADJUST_SECONDS),
+            _Periodic(self._collect_logs, COLLECT_SECONDS),
+        ]
         self._tidy()
         self._watch_room()
 
-    def page_indexes(
-        self, namespaces: Sequence[Namespace], expired: Callable[[], bool] = no_deadline
-    ) -> list[PageIndex]:
+    def page_indexes(self, namespaces: Sequence[Namespace], expired: Expired) -> list[PageIndex]:
         """The page indexes of namespaces, with all events announced before this call.
 
-        Args:
-            expired: whether the call's deadline has passed. What has not been read by then is read
-                by the next call, and its pages are misses until then.
+        Pages whose indexes have not been read when the deadline passes are misses until the next
+        call.
 
         Raises:
             OSError: the store is away.
@@ -208,29 +226,19 @@ class Store:
             for namespace in namespaces
         ]
 
-    def after_call(self, *, may_wait: bool = True) -> None:
-        """Start periodic maintenance that must not delay a call.
-
-        Args:
-            may_wait: whether idle files are closed in this thread, which waits on a stalled disk.
-        """
-        if may_wait:
-            self.descriptors.expire()
-        elif self.descriptors.has_idle():
-            self.thread_pool.run_in_background(self.descriptors.expire)
+    def after_call(self) -> None:
+        """Start periodic maintenance, in the background: a stalled disk must not delay a call."""
         self._watch_room()
         if self.feed.history.is_due():
             self.thread_pool.run_in_background(self.feed.history.flush)
-        if time.monotonic() >= self._collect_at:
-            self._collect_at = time.monotonic() + COLLECT_SECONDS
-            self.thread_pool.run_in_background(self.collect_logs)
-        if self.capacity is not None and time.monotonic() >= self._flush_at:
-            self._flush_at = time.monotonic() + FLUSH_SECONDS
-            self.thread_pool.run_in_background(self.flush_touches)
+        now = time.monotonic()
+        for task in self._periodic:
+            if now >= task.due:
+                task.due = now + task.seconds
+                self.thread_pool.run_in_background(task.run)
 
-    def collect_logs(self) -> None:
-        """Remove event logs of bundles that are gone, and ask for the time of the file server."""
-        self._adjust_clock()
+    def _collect_logs(self) -> None:
+        """Remove event logs and histories of bundles that are gone."""
         with contextlib.suppress(OSError):
             snapshot = self.feed.read()
             for bundle_set in self.bundle_sets.all():
@@ -239,8 +247,6 @@ class Store:
 
     def flush_touches(self) -> None:
         """Publish this process's uses of bundles to other processes, as mtimes of the files."""
-        if time.monotonic() >= self._adjust_at:
-            self._adjust_clock()
         touched = [
             bundle
             for page_index in list(self._page_indexes.values())
@@ -291,14 +297,13 @@ class Store:
     def close(self) -> None:
         """Stop all threads and close all files."""
         self._closing.set()
-        if self.capacity is not None:
-            self.flush_touches()
+        self.flush_touches()
         self.feed.history.flush()
         until = time.monotonic() + CLOSE_SECONDS
         for pool in (self.thread_pool, self._watch):
             pool.close(until - time.monotonic())
         self.descriptors.close()
-        self.feed.close()
+        self.feed.counter.close()
 
     def _watch_room(self) -> None:
         """Start the thread that leaves others their room, unless it runs.
@@ -357,7 +362,6 @@ class Store:
             ) from error
 
     def _adjust_clock(self) -> None:
-        self._adjust_at = time.monotonic() + ADJUST_SECONDS
         # Where nothing can be written, nothing is evicted either.
         with contextlib.suppress(OSError):
             self.clock.adjust(self.temp_files.ask_time)

@@ -62,7 +62,7 @@ class Buffers:
     def stuck(self) -> int:
         """Number of reads that have not returned after their callers left."""
         with self._changed:
-            return self._count_stuck()
+            return sum(call.expired() for call in self._lent.values())
 
     def _take(self, call: Call) -> memoryview:
         with self._changed:
@@ -76,7 +76,7 @@ class Buffers:
                     # By identity: a writable memoryview has no hash.
                     self._lent[id(buffer)] = call
                     return buffer
-                if self._count_stuck() == self._limit:
+                if self.stuck() == self._limit:
                     raise OSError(
                         errno.EBUSY,
                         f"{self._limit} reads hang; no more are begun until some come back",
@@ -95,6 +95,3 @@ class Buffers:
             else:
                 self._spare.append(buffer)
             self._changed.notify()
-
-    def _count_stuck(self) -> int:
-        return sum(call.expired() for call in self._lent.values())

@@ -167,14 +167,6 @@ class Descriptors:
             closing = [self._open.pop((path, flags), None) for flags in self._flags]
         del closing
 
-    def has_idle(self) -> bool:
-        """Return whether `expire` has a file to close."""
-        with self._lock:
-            return (
-                bool(self._open)
-                and next(iter(self._open.values())).used < time.monotonic() - IDLE_SECONDS
-            )
-
     def expire(self) -> None:
         """Close files that have not been used for a while."""
         now = time.monotonic()

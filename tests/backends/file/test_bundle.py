@@ -72,11 +72,3 @@ def test_a_bundle_of_another_namespace_is_none_of_ours(shape):
     data, _ = bundle(["a", "b"])
     with pytest.raises(NotABundleError):
         read(data, shape)
-
-
-def test_a_bundle_is_not_taken_for_another_one_of_the_same_length():
-    (mine, index), (others, _) = bundle(["a", "b"]), bundle(["c", "d"])
-    assert len(mine) == len(others)
-    assert read(mine, checksum=tail_checksum(mine)) == index
-    with pytest.raises(NotABundleError, match="another bundle's"):
-        read(others, checksum=tail_checksum(mine))

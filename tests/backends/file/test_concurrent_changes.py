@@ -14,7 +14,6 @@ from msgspec import structs
 from hicache_backends.file import bundle_set as bundle_set_module
 from hicache_backends.file import rewriter as rewriter_module
 from hicache_backends.file.bundle import BundleId, Claim, parse_bundle
-from hicache_backends.file.events import Found
 from hicache_backends.file.paths import ProcessId
 from hicache_storage.spec import RemovalReason
 from tests.backends.file.harness import (
@@ -84,18 +83,6 @@ def test_a_bundle_that_a_living_process_is_replacing_is_left_to_it(rig, monkeypa
     assert deleted == [False]
     for side in (a, b, rig()):
         assert side.present(KEYS) == [False, True, True]
-
-
-def test_a_bundle_that_another_removes_before_it_is_announced_does_not_stay(rig):
-    a, b = rig(), rig()
-    a.put(chain("other", 1))
-    b.hit(KEYS)
-    with before_announcing(a, lambda: (b.storage.clear(), a.catch_up())):
-        a.put(KEYS)
-    assert a.hit(KEYS) == 0
-    assert a.put(KEYS) == [True] * 3
-    assert a.holds(KEYS)
-    assert b.holds(KEYS)
 
 
 @pytest.mark.parametrize("by", ["delete", "eviction"])
@@ -207,19 +194,6 @@ def test_a_page_that_was_found_by_listing_is_found_by_everybody(rig):
     ):
         assert a.put(KEYS) == [True] * 3
     assert found == [True, True]
-
-
-def test_a_bundle_that_two_writers_announce_is_added_once(rig):
-    a, b = rig(), rig()
-    b.hit(KEYS)
-    a.put(KEYS)
-    (path,) = a.bundles()
-    c = rig()
-    c.store.feed.queue(c.namespace, [Found(parse_bundle(path.name))])
-    c.store.feed.announce()
-    assert b.hit(KEYS) == 3
-    a.storage.clear()
-    assert b.present(KEYS) == [False] * 3
 
 
 def test_new_bundles_are_added_before_old_ones_are_removed(rig):

@@ -93,18 +93,6 @@ def test_of_several_copies_none_that_is_damaged_takes_the_others_place(rig, dama
         assert side.versions(keys, (0, 1, 2)) == [1, repaired, 1]
 
 
-def test_a_damaged_page_is_not_written_anew_beside_those_that_stay(rig):
-    a, keys = rig(), chain("a", 4)
-    a.put(keys)
-    flip(a.bundles()[0], 2 * a.page_bytes + 7)
-    assert a.storage.delete(keys[:1]) == [True]
-    for side in (a, rig()):
-        assert side.present(keys) == [False, True, False, True]
-    assert a.stats().pages_damaged == 1
-    assert a.put(keys, version=1) == [True] * 4
-    assert rig().versions(keys, (0, 1)) == [1, 0, 1, 0]
-
-
 def test_a_page_that_is_misread_once_while_others_are_dropped_is_not_lost(rig, monkeypatch):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
@@ -241,18 +229,6 @@ def test_a_link_to_nothing_on_a_mount_is_ignored(rig):
     b.store.paths.asks_server = True
     assert b.holds(keys)
     assert (b.store.ignored(), b.storage.get_stats().faults) == (1, 0)
-
-
-def test_files_deleted_by_hand_are_misses(rig):
-    a, b, keys = rig(open_files=0), rig(), chain("a", 4)
-    a.put(keys)
-    assert b.holds(keys)
-    a.bundles()[0].unlink()
-    assert a.get(keys) == [None] * 4
-    assert a.hit(keys) == 0
-    assert a.put(keys, version=1) == [True] * 4
-    assert a.holds(keys, version=1)
-    assert b.versions(keys, (0, 1)) == [1] * 4
 
 
 @settings(

@@ -223,15 +223,6 @@ def test_nothing_is_published_after_the_deadline(rig, monkeypatch):
     assert b.holds(keys)
 
 
-def test_a_get_stops_at_its_deadline(rig, monkeypatch):
-    a, keys = rig(components=(300_000,), pages=10), chain("a", 10)
-    a.put(keys)
-    with slowed("preadv", monkeypatch):
-        found = a.get(keys, seconds=0.12)
-    assert 0 < found.count(None) < 10
-    assert a.holds(keys)
-
-
 def test_a_path_that_is_a_file_is_a_mistake_of_the_configuration(rig, tmp_path):
     path = tmp_path / "file"
     path.write_text("x")
@@ -253,18 +244,6 @@ def test_a_directory_that_cannot_be_made_is_reported_and_tried_again(rig, tmp_pa
     a.storage.open()
     assert a.put(["k"]) == [True]
     assert a.holds(["k"])
-
-
-def test_a_store_that_turns_read_only_still_serves(rig, disk):
-    a, keys = rig(disk / "store"), chain("a", 4)
-    a.put(keys)
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    for side in (a, b := rig(disk / "store")):
-        assert side.holds(keys)
-        assert side.put(chain("b", 2)) == [False] * 2
-    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-    assert b.put(chain("b", 2)) == [True] * 2
-    assert a.holds(chain("b", 2))
 
 
 def test_too_few_descriptors_are_made_do_with(rig):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import threading
@@ -90,14 +89,6 @@ def test_a_delete_that_could_not_look_everywhere_says_so(rig, monkeypatch):
     assert b.storage.delete(keys[:1]) == [True]
     for side in (a, b, rig()):
         assert side.present(keys[:2]) == [False, True]
-
-
-def test_a_set_without_time_to_look_breaks_no_promise(rig, monkeypatch):
-    keys = fill(rig(), logged=False)
-    b = rig()
-    assert b.put(keys, version=1, seconds=1e-9) == [False] * BUNDLES
-    assert b.put(keys, version=1) == [True] * BUNDLES
-    assert b.holds(keys)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
@@ -255,14 +246,3 @@ def test_an_interrupted_addition_counts_its_bytes_once(rig, monkeypatch):
     bundle_set = b.bundle_set
     assert len(bundle_set.bundles) == BUNDLES
     assert bundle_set.used == sum(bundle.size for bundle in bundle_set.bundles.values())
-
-
-def test_bundles_are_nothing_to_the_garbage_collector(rig):
-    """A collection would go through all of a store."""
-    fill(rig(), logged=True)
-    b = rig()
-    b.storage.open()
-    assert b.look_up(["other"], Call()) == [False]
-    for bundle in b.bundle_set.bundles.values():
-        assert not gc.is_tracked(bundle)
-        assert not gc.is_tracked(bundle.name)

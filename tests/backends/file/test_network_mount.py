@@ -256,14 +256,3 @@ def test_reading_past_the_cache_takes_fewer_requests(mounts, on):
         taken.append(mount.since(before)["read"])
     assert taken[0] <= 16
     assert 64 <= taken[1] <= 70
-
-
-def test_a_capacity_on_a_mount_is_kept(mounts, on):
-    mount = mounts()
-    a = on(mount, capacity="20MiB")
-    for turn in range(5):
-        before = mount.counts()
-        assert a.put(chain(f"{turn}", PAGES)) == [True] * PAGES
-        assert requests(mount, before) <= PAGES
-    assert sum(file.stat().st_size for file in a.bundles()) <= 20 << 20
-    assert [a.hit(chain(f"{turn}", PAGES)) for turn in (3, 4)] == [PAGES, PAGES]

@@ -8,9 +8,6 @@ import shutil
 import time
 from pathlib import Path
 
-import pytest
-
-from hicache_backends.file import page_index as page_index_module
 from hicache_backends.file import removal_history
 from hicache_storage.objects import Call, LookupBatch
 from hicache_storage.spec import RemovalReason
@@ -59,38 +56,6 @@ def all_of(keys: list[str], reason: RemovalReason) -> dict[str, RemovalReason]:
     return dict.fromkeys(keys, reason)
 
 
-@pytest.mark.parametrize("pages", [2, 24])
-def test_pages_that_this_storage_or_another_deletes(rig, pages):
-    a, b, keys = rig(), rig(), chain("a", pages)
-    a.put(keys)
-    own, others = FileListener(a), FileListener(b)
-    a.storage.delete(keys[:1])
-    # The others were moved into another bundle.
-    assert own.hear() == {keys[0]: DELETED}
-    assert others.hear() == {keys[0]: UNKNOWN}
-    b.storage.delete(keys[1:])
-    assert own.hear() == all_of(keys[1:], UNKNOWN)
-    assert others.hear() == all_of(keys[1:], DELETED)
-    assert (own.hear(), others.hear()) == ({}, {})
-
-
-def test_pages_that_are_evicted(rig):
-    capacity = 6 * bundle_bytes(4)
-    a, b = rig(capacity=capacity), rig(capacity=capacity)
-    own, others, stored = FileListener(a), FileListener(b), []
-    told, told_others = {}, {}
-    for number in range(20):
-        keys = chain(f"{number}", 4)
-        stored += keys
-        assert all(a.put(keys))
-        told |= own.hear()
-        told_others |= others.hear()
-    left = [key for key, there in zip(stored, a.present(stored), strict=True) if there]
-    assert told == all_of([key for key in stored if key not in left], EVICTED)
-    assert set(told_others) == set(told)
-    assert len(left) >= 20
-
-
 def test_pages_that_are_evicted_from_the_end_of_a_bundle(rig):
     a, keys, more = rig(capacity=bundle_bytes(32)), chain("a", 16), chain("b", 18)
     own = FileListener(a)
@@ -100,15 +65,6 @@ def test_pages_that_are_evicted_from_the_end_of_a_bundle(rig):
     assert set(gone.values()) == {EVICTED}
     assert 0 < len(gone) < 16
     assert list(gone) == keys[-len(gone) :]
-
-
-def test_pages_that_are_cleared(rig):
-    a, b, keys = rig(), rig(), chain("a", 40)
-    a.put(keys)
-    own, others = FileListener(a), FileListener(b)
-    b.storage.clear()
-    assert own.hear() == all_of(keys, UNKNOWN)
-    assert others.hear() == all_of(keys, CLEARED)
 
 
 def test_pages_that_are_found_damaged(rig):
@@ -140,16 +96,6 @@ def test_pages_that_a_late_lookup_has_seen_move_are_not_reported(rig):
     b.store.page_indexes([b.kv], expired=lambda: True)
     assert not b.page_index.complete
     assert others.hear() == {keys[0]: UNKNOWN}
-
-
-def test_pages_that_were_stored_again_are_not_reported(rig):
-    a, b, keys = rig(), rig(), chain("a", 3)
-    a.put(keys)
-    own, others = FileListener(a), FileListener(b)
-    b.storage.delete(keys)
-    b.put(keys[:2], version=1)
-    assert own.hear() == {keys[2]: UNKNOWN}
-    assert others.hear() == {keys[2]: DELETED}
 
 
 def test_a_copy_of_a_page_that_stays_keeps_it(rig):
@@ -200,31 +146,6 @@ def test_a_store_that_was_deleted(rig):
     a.put(keys)
     a.storage.delete(keys)
     assert own.hear() == all_of(keys, DELETED)
-
-
-def test_more_than_are_kept_are_lost(rig, monkeypatch):
-    monkeypatch.setattr(page_index_module, "MAX_REMOVALS", 8)
-    a, keys = rig(), chain("a", 9)
-    a.put(keys)
-    own = FileListener(a)
-    a.storage.delete(keys[:8])
-    assert len(own.hear()) == 8
-    a.put(keys[:8])
-    a.storage.delete(keys)
-    assert own.hear(lost=True) == all_of(keys[-8:], DELETED)
-    assert own.hear() == {}
-
-
-def test_nothing_is_forgotten_while_the_store_is_away_or_slow(rig):
-    a, b, keys = rig(), rig(), chain("a", 24)
-    a.put(keys)
-    others = FileListener(b)
-    a.storage.delete(keys[:2])
-    with failing("listdir", errno.EIO), failing("scandir", errno.EIO):
-        faults = b.storage.fault_count()
-        assert b.storage.removals(others.cursor).removed == []
-        assert b.storage.fault_count() == faults + 1
-    assert others.hear() == all_of(keys[:2], UNKNOWN)
 
 
 def test_an_index_that_is_not_read_in_time_keeps_removals_back(rig, monkeypatch):

@@ -123,7 +123,7 @@ def test_a_call_ends_at_its_deadline(guarded, disk, name, capacity):
     assert a.holds(keys)
     disk.cached = False
     # So that reading the counter is due.
-    a.bare.store.feed.close()
+    a.bare.store.feed.counter.close()
     a.storage.hurry()
     disk.stall()
     # A clear may say that it did not happen.
@@ -199,28 +199,6 @@ def test_damage_in_the_page_cache_is_found_and_counted_once(guarded, disk, compo
     flip(bundle, 0)
     assert a.versions(keys) == [None, 0, 0, 0]
     assert a.stats().pages_damaged == 1
-
-
-@pytest.mark.parametrize("idle", [False, True])
-def test_reads_from_the_page_cache_close_idle_files_in_another_thread(
-    guarded, disk, monkeypatch, idle
-):
-    a, keys = guarded(), chain("a", 4)
-    a.put(keys)
-    assert a.holds(keys)
-    threads = []
-    expire = a.bare.store.descriptors.expire
-    monkeypatch.setattr(
-        a.bare.store.descriptors,
-        "expire",
-        lambda: (threads.append(threading.current_thread()), expire())[1],
-    )
-    if idle:
-        monkeypatch.setattr(files, "IDLE_SECONDS", -1.0)
-    assert a.holds(keys)
-    a.bare.store.thread_pool.close(PATIENCE_SECONDS)
-    assert bool(threads) is idle
-    assert threading.current_thread() not in threads
 
 
 @LENGTHS
@@ -302,19 +280,6 @@ def test_a_read_of_someone_else_goes_on_beside_a_hung_one(guarded, disk):
         assert a.get(stuck) == [None] * 2
     a.storage.be_patient()
     assert a.holds(well)
-
-
-def test_closing_waits_for_no_hung_read(guarded, disk):
-    a, keys = guarded(hung_reads="bounce_buffer"), chain("a", 4)
-    a.put(keys)
-    disk.stall("preadv")
-    a.storage.hurry()
-    while not disk.operations:
-        a.get(keys)
-    a.storage.close()
-    a.storage.close()
-    assert not disk.thawed
-    disk.thaw()
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,6 @@ def test_a_number_never_stands_for_two_bundles(rig, number):
     assert a.temporaries() == []
 
 
-def test_a_bundle_that_got_into_place_is_found_by_everyone_or_by_no_one(rig):
-    a, b, keys = rig(), rig(), chain("a", 2)
-    a.put(chain("before", 1))
-    assert b.hit(chain("before", 1)) == 1
-    with unclear(errno.EIO, into_place):
-        assert a.put(keys) == [False] * 2
-    found = {side.hit(keys) for side in (rig(), a, b)}
-    assert len(found) == 1
-
-
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_claim_whose_rename_is_unclear_loses_no_page(rig, number):
     a, keys = rig(), chain("a", 4)
@@ -187,15 +177,3 @@ def test_another_file_under_a_known_bundles_number_is_not_taken_for_it(rig):
         side.bundle_set.invalidate()
         assert side.present(keys) == [False] * 3
         assert side.holds(others)
-
-
-def test_a_hit_without_checksums_is_of_the_file_whose_index_was_read(rig):
-    a, keys, others = rig(), chain("a", 2), chain("b", 2)
-    knows = rig(verify_checksums=False, open_files=0)
-    with unclear(errno.EIO, into_place):
-        a.put(keys)
-    knows.hit(keys)
-    a.put(others)
-    knows.bundle_set.invalidate()
-    assert knows.versions(keys) in ([0, 0], [None, None])
-    assert knows.holds(others)
