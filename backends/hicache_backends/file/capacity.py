@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
     from hicache_backends.file.bundle_set import BundleSets, Expired
     from hicache_backends.file.page_index import PageIndex
-    from hicache_backends.file.publisher import Publisher
     from hicache_backends.file.rewriter import Rewriter
     from hicache_backends.file.temp_files import ServerClock
-    from hicache_storage.objects import Namespace
+    from hicache_storage.objects.recorder import StatsRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -195,12 +194,7 @@ class FreeSpace:
             wanted: if fewer seem to be free, they are measured.
         """
         if self._spare < wanted or time.monotonic() >= self._measure_at:
-            return self.measure()
-        return self._spare
-
-    def measure(self) -> int:
-        """Measure the bytes that `spare` returns."""
-        self._spare = self._measured() + self._late
+            self._spare = self._measured() + self._late
         return self._spare
 
     def take(self, size: int) -> None:
@@ -255,20 +249,19 @@ class Capacity:
         limit: int | None,
         free: FreeSpace | None,
         bundle_sets: BundleSets,
-        publisher: Publisher,
         rewriter: Rewriter,
         page_indexes: Callable[[str], PageIndex | None],
-        evicted: Callable[[Namespace, int], None],
+        recorder: StatsRecorder,
     ) -> None:
         self.limit = limit
         self.free = free
-        self._feed = publisher.feed
-        self._temp_files = publisher.temp_files
+        self._publisher = rewriter.publisher
+        self._feed = self._publisher.feed
+        self._temp_files = self._publisher.temp_files
         self._bundle_sets = bundle_sets
-        self._publisher = publisher
         self._rewriter = rewriter
         self._page_indexes = page_indexes
-        self._evicted = evicted
+        self._recorder = recorder
         self._lock = threading.Lock()
         self.queue = EvictionQueue(self._temp_files.clock)
         self._relist_at = 0.0
@@ -358,8 +351,8 @@ class Capacity:
             reserved, stored = self.count(expired)
             limit, races = sys.maxsize if self.limit is None else self.limit, 0
             if missing and self.free is not None:
-                # More than was reckoned with has been taken.
-                self.free.measure()
+                # More than was reckoned with has been taken: measured again.
+                self.free.spare(sys.maxsize)
             if missing and self.limit is not None and time.monotonic() >= self.full_until:
                 limit = min(limit, reserved + stored - missing)
             excess = self._excess(reserved, stored, limit, missing)
@@ -448,7 +441,7 @@ class Capacity:
                 else:
                     freed += victim.size
                     if page_index is not None:
-                        self._evicted(page_index.namespace, len(victim.keys))
+                        self._count_evicted(page_index, len(victim.keys))
         return freed, taken
 
     def _shrinks(self, victim: Bundle, excess: int) -> int:
@@ -478,5 +471,8 @@ class Capacity:
         self._rewriter.drop(
             page_index, victim, frozenset(victim.keys[-dropped:]), RemovalReason.EVICTED
         )
-        self._evicted(page_index.namespace, dropped)
+        self._count_evicted(page_index, dropped)
         return size - page_index.format.bundle_bytes(victim.keys[:-dropped])
+
+    def _count_evicted(self, page_index: PageIndex, pages: int) -> None:
+        self._recorder.count(page_index.namespace.pool, pages_evicted=pages)

@@ -115,7 +115,7 @@ class FileStorage(ObjectStorage):
             )
 
     def connect(self) -> None:
-        self._store = Store(self._config, self._count_evicted, self._count_damaged)
+        self._store = Store(self._config, self.recorder)
         # Known only now: the path alone does not tell the file system.
         self._capabilities = replace(
             self._capabilities,
@@ -458,17 +458,6 @@ class FileStorage(ObjectStorage):
         except OSError as error:
             # The new copy is the newer one, and read in their stead.
             logger.debug("cannot drop damaged copies: %s", error)
-
-    def _count_evicted(self, namespace: Namespace, pages: int) -> None:
-        self.recorder.count(namespace.pool, pages_evicted=pages)
-
-    def _count_damaged(self, namespace: Namespace, pages: int) -> None:
-        self.recorder.count(namespace.pool, pages_damaged=pages)
-        logger.warning(
-            "%d more damaged pages in pool %s; they are misses until they are set again",
-            pages,
-            namespace.pool,
-        )
 
 
 def _contained(

@@ -159,7 +159,7 @@ class Publisher:
         size: int,
         checksum: int,
         reason: RemovalReason,
-    ) -> Bundle:
+    ) -> None:
         """Put a written file in the place of a bundle, and announce it.
 
         Args:
@@ -224,7 +224,6 @@ class Publisher:
             self._remove_void(bundle_set, new.id)
         if fault is not None:
             raise fault
-        return new
 
     def _remove_void(self, bundle_set: BundleSet, replacement: BundleId) -> None:
         """Remove the claimed bundle that another one has replaced, if it is still to be removed.

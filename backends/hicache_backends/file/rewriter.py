@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.reader import Reader
     from hicache_backends.posix.files import Descriptors
     from hicache_storage.objects import Call, Namespace
+    from hicache_storage.objects.recorder import StatsRecorder
     from hicache_storage.spec import RemovalReason
 
 logger = logging.getLogger(__name__)
@@ -39,22 +40,18 @@ WAIT_SECONDS = 0.001
 class Rewriter:
     """Replaces bundles by ones with fewer pages. Safe for many threads.
 
-    Args:
-        damaged: called with the number of damaged pages among those to be kept. They are left out
-            too: a page in a new bundle counts as sound.
+    Damaged pages among those to be kept are left out too, and counted: a page in a new bundle
+    counts as sound.
     """
 
     def __init__(
-        self,
-        publisher: Publisher,
-        descriptors: Descriptors,
-        damaged: Callable[[Namespace, int], None],
+        self, publisher: Publisher, descriptors: Descriptors, recorder: StatsRecorder
     ) -> None:
+        self.publisher = publisher
         self._feed = publisher.feed
         self._temp_files = publisher.temp_files
-        self._publisher = publisher
         self._descriptors = descriptors
-        self._damaged = damaged
+        self._recorder = recorder
 
     def drop_all(
         self, page_index: PageIndex, find: Callable[[], Sequence[Location]], reason: RemovalReason
@@ -72,7 +69,7 @@ class Rewriter:
                 bundles.setdefault(bundle, set()).add(bundle.keys[page])
             # First what frees room, and takes none: a full disk does not keep it.
             whole = [bundle for bundle, keys in bundles.items() if keys.issuperset(bundle.keys)]
-            outcomes = self._publisher.remove(page_index.bundle_set, whole, reason)
+            outcomes = self.publisher.remove(page_index.bundle_set, whole, reason)
             for bundle in bundles.keys() - set(whole):
                 try:
                     self.drop(page_index, bundle, bundles[bundle], reason)
@@ -103,7 +100,7 @@ class Rewriter:
         kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
         if kept and self._rewrite(page_index, bundle, kept, reason):
             return
-        [outcome] = self._publisher.remove(page_index.bundle_set, [bundle], reason)
+        [outcome] = self.publisher.remove(page_index.bundle_set, [bundle], reason)
         if not outcome:
             raise FileNotFoundError(f"{bundle.path} has been removed or replaced")
         if isinstance(outcome, OSError):
@@ -139,7 +136,7 @@ class Rewriter:
             page_index.note_damaged([bundle.keys[page] for page in set(kept).difference(sound)])
             if sound:
                 size, checksum = end + len(tail), tail_checksum(tail)
-                self._publisher.replace(
+                self.publisher.replace(
                     page_index, bundle, name, index, size=size, checksum=checksum, reason=reason
                 )
             else:
@@ -147,8 +144,14 @@ class Rewriter:
         except OSError:
             self._temp_files.discard(name)
             raise
-        if len(sound) < len(kept):
-            self._damaged(page_index.namespace, len(kept) - len(sound))
+        if damaged := len(kept) - len(sound):
+            pool = page_index.namespace.pool
+            self._recorder.count(pool, pages_damaged=damaged)
+            logger.warning(
+                "%d more damaged pages in pool %s; they are misses until they are set again",
+                damaged,
+                pool,
+            )
         return bool(sound)
 
     def _copy(

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.bundle_set import Expired
     from hicache_backends.file.config import FileConfig
     from hicache_storage.objects import Namespace
+    from hicache_storage.objects.recorder import StatsRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -91,21 +92,14 @@ class Store:
 
     Args:
         config: the storage's options.
-        evicted: called with the namespace and the number of pages that were evicted.
-        damaged: called with the namespace and the number of pages found damaged while others
-            were copied.
+        recorder: counts pages that are evicted, or found damaged while others are copied.
 
     Raises:
         ConfigError: the path is no directory.
         StorageUnavailableError: the directory cannot be made, listed or written to.
     """
 
-    def __init__(
-        self,
-        config: FileConfig,
-        evicted: Callable[[Namespace, int], None],
-        damaged: Callable[[Namespace, int], None],
-    ) -> None:
+    def __init__(self, config: FileConfig, recorder: StatsRecorder) -> None:
         self.path = os.path.abspath(config.path)
         mount = mount_of(self.path)
         self.is_local = mount.is_local
@@ -137,7 +131,7 @@ class Store:
             abandoned_seconds=config.abandoned_seconds,
         )
         self.publisher = Publisher(self.feed, self.temp_files)
-        self.rewriter = Rewriter(self.publisher, self.descriptors, damaged)
+        self.rewriter = Rewriter(self.publisher, self.descriptors, recorder)
         self.may_hang = not mount.is_memory or config.hung_reads == "bounce_buffer"
         waits = config.hung_reads == "wait" or not self.may_hang
         self.buffers = None if waits else Buffers(READ_BYTES)
@@ -173,10 +167,9 @@ class Store:
                 config.capacity_bytes,
                 FreeSpace(self.paths.root, config.min_free_bytes) if config.leaves_room else None,
                 self.bundle_sets,
-                self.publisher,
                 self.rewriter,
                 self._page_indexes.get,
-                evicted,
+                recorder,
             )
         self._periodic = [
             _Periodic(self.descriptors.expire, EXPIRE_SECONDS),
