@@ -83,15 +83,6 @@ def test_use_by_another_process_counts_once_it_has_been_told(room, monkeypatch, 
     assert hits(a, "abcd") == [8, 0, 8, 8]
 
 
-def test_uses_are_told_in_the_background_and_not_for_each_call(room):
-    a = room(3)
-    fill(a, "a")
-    with counted("utime", "") as told:
-        for _ in range(100):
-            assert a.holds(chain("a", 8))
-    assert told == []
-
-
 def test_the_bundles_of_one_batch_go_from_its_tail_also_for_others(room, monkeypatch):
     monkeypatch.setattr(writer_module, "MAX_BUNDLE_BYTES", 8 * 4096)
     a, keys = room(4.2), chain("long", 32)
@@ -240,21 +231,6 @@ def test_what_a_name_claims_is_not_believed(room, place):
     assert hits(b, "cd") == [8, 8]
 
 
-def test_on_a_mount_a_directory_counts_until_it_is_to_be_evicted(room, monkeypatch):
-    monkeypatch.setattr(capacity_module, "RELIST_SECONDS", 0.0)
-    monkeypatch.setattr(capacity_module, "RELIST_SHARE", 0)
-    a = room(3)
-    a.store.paths.asks_server = True
-    fill(a, "a")
-    directory = a.bundles_path / f"aaaaaaaaaa-1-{BATCH_BYTES:x}-1-5.bundle"
-    directory.mkdir()
-    # Older than the pages: with another tick of the clock it would be the younger one.
-    os.utime(directory, (1, 1))
-    for name in "bc":
-        assert a.put(chain(name, 8)) == [True] * 8
-    assert hits(a, "abc") == [8, 8, 8]
-
-
 def test_a_bundle_that_was_never_announced_is_counted_in_the_end(room, monkeypatch):
     monkeypatch.setattr(capacity_module, "RELIST_SECONDS", 0.0)
     monkeypatch.setattr(capacity_module, "RELIST_SHARE", 0)
@@ -278,21 +254,20 @@ def test_pages_that_go_before_anyone_has_read_their_index_are_counted(room):
     assert b.stats().pages_evicted == 8
 
 
-def test_the_used_bytes_are_known_without_asking_for_each_file(room):
-    a = room(50)
-    fill(a, "abcdefghij")
-    expected, b = disk_bytes(a), room(50)
-    with counted("stat", ".bundle") as asked, counted("lstat", ".bundle") as looked:
-        assert sum(b.store.capacity.count()) == expected
-    assert asked == looked == []
-
-
-def test_eviction_asks_for_few_times(room):
+def test_bytes_and_uses_are_known_without_asking_for_each_file(room):
     a = room(26)
     fill(a, "abcdefghijklmnopqrstuvwxyz")
-    with counted("stat", ".bundle") as asked:
+    expected, b = disk_bytes(a), room(26)
+    with counted("lstat", ".bundle") as looked, counted("stat", ".bundle") as asked:
+        assert sum(b.store.capacity.count()) == expected
+        assert asked == []
         a.put(chain("more", 8))
+    assert looked == []
     assert len(asked) <= 3
+    with counted("utime", "") as told:
+        for _ in range(100):
+            assert a.holds(chain("z", 8))
+    assert told == []
 
 
 def test_what_cannot_be_removed_is_left_and_something_else_goes(room):

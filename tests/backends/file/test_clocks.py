@@ -7,7 +7,6 @@ import time
 import pytest
 
 from hicache_backends.file import store
-from hicache_backends.file import temp_files as temp_files_module
 from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import ServerClock, TemporaryName
 from tests.backends.file.harness import bundle_bytes, chain
@@ -71,11 +70,9 @@ def test_a_clock_that_is_set_meanwhile_is_noticed(rig, monkeypatch):
 
 def test_small_differences_are_none():
     clock = ServerClock(lambda: 10**18)
-    clock.adjust(lambda: 10**18 - temp_files_module.TOLERANCE_NS)
-    assert clock.now_ns() == 10**18
-    clock.adjust(lambda: 10**18 - 3 * temp_files_module.TOLERANCE_NS)
-    assert clock.now_ns() == 10**18 - 3 * temp_files_module.TOLERANCE_NS
-    assert clock.age_seconds(10**18 - 4 * temp_files_module.TOLERANCE_NS) == pytest.approx(2.0)
+    for behind, corrected in ((2, 0), (6, 6)):
+        clock.adjust(lambda behind=behind: 10**18 - behind * 10**9)
+        assert clock.now_ns() == 10**18 - corrected * 10**9
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["asked late", "answered late"])

@@ -32,28 +32,17 @@ WRITERS = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=10, max_size=10)
 NAMESPACE = "0123456789abcdef" * 2
 
 
-PLACES = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=8, max_size=8)
-CLAIMS = st.builds(
-    Claim, st.builds(ProcessId, PLACES, NUMBERS, NUMBERS), st.builds(BundleId, WRITERS, NUMBERS)
-)
-
-
-@given(st.builds(BundleName, WRITERS, NUMBERS, SIZES, MOMENTS, NUMBERS, st.none() | CLAIMS))
-def test_a_bundle_name_is_read_back(name):
-    assert parse_bundle(str(name)) == name
+PROCESSES = st.builds(ProcessId, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS)
+CLAIMS = st.builds(Claim, PROCESSES, st.builds(BundleId, WRITERS, NUMBERS))
 
 
 @given(
-    st.builds(
-        TemporaryName,
-        st.builds(ProcessId, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS),
-        WRITERS,
-        NUMBERS,
-        SIZES,
-    )
+    st.builds(BundleName, WRITERS, NUMBERS, SIZES, MOMENTS, NUMBERS, st.none() | CLAIMS),
+    st.builds(TemporaryName, PROCESSES, WRITERS, NUMBERS, SIZES),
 )
-def test_a_temporary_name_is_read_back(name):
-    assert parse_temporary(str(name)) == name
+def test_names_are_read_back(bundle, temporary):
+    assert parse_bundle(str(bundle)) == bundle
+    assert parse_temporary(str(temporary)) == temporary
 
 
 EVENTS = st.one_of(

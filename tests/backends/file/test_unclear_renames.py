@@ -54,10 +54,18 @@ def test_a_number_never_stands_for_two_bundles(rig, number):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_claim_whose_rename_is_unclear_loses_no_page(rig, number):
+@pytest.mark.parametrize("step", ["claim", "replacement", "listed"])
+def test_a_rewrite_with_a_rename_that_is_unclear_loses_no_page(rig, number, step):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
-    with unclear(number, lambda _, target: target.endswith(".claimed")):
+
+    def when(source, target):
+        if step == "claim":
+            return target.endswith(".claimed")
+        # Whoever lists now takes the claimed bundle for void, and removes it.
+        return into_place(source, target) and (step == "replacement" or rig().holds(keys[1:]))
+
+    with unclear(number, when):
         a.storage.delete(keys[:1])
     # The next bundle must not have the number by which the claimed one would be replaced.
     assert a.put(chain("next", 2)) == [True] * 2
@@ -68,25 +76,6 @@ def test_a_claim_whose_rename_is_unclear_loses_no_page(rig, number):
     there = rig().hit(keys[:1]) == 1
     assert a.storage.delete(keys[:1]) == [there]
     assert rig().present(keys) == [False, True, True, True]
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("listed", [False, True], ids=["unseen", "listed"])
-def test_a_replacement_whose_rename_is_unclear_loses_no_page(rig, number, listed):
-    a, keys = rig(), chain("a", 4)
-    a.put(keys)
-
-    def replacing(source, target):
-        if not into_place(source, target):
-            return False
-        # Whoever lists now takes the claimed bundle for void, and removes it.
-        return not listed or rig().holds(keys[1:])
-
-    with unclear(number, replacing):
-        a.storage.delete(keys[:1])
-    assert a.put(chain("next", 2)) == [True] * 2
-    for side in (a, rig()):
-        assert side.holds(keys[1:])
 
 
 def test_a_replacement_that_could_not_be_synced_loses_no_page(rig):
