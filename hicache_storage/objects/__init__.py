@@ -1,6 +1,5 @@
 """`ObjectStorage` and what its drivers are handed."""
 
-from hicache_storage.objects.async_storage import AsyncObjectStorage
 from hicache_storage.objects.batches import (
     Call,
     LookupBatch,
@@ -18,10 +17,10 @@ from hicache_storage.objects.namespace import (
 from hicache_storage.objects.removals import ObjectRemoval, this_process
 from hicache_storage.objects.requests import RegisteredPool
 from hicache_storage.objects.storage import ObjectStorage
+from hicache_storage.objects.thread_pool import ThreadPool
 
 __all__ = [
     "ENVELOPE_BYTES",
-    "AsyncObjectStorage",
     "Call",
     "LookupBatch",
     "Namespace",
@@ -31,6 +30,7 @@ __all__ = [
     "ObjectWrite",
     "ReadBatch",
     "RegisteredPool",
+    "ThreadPool",
     "WriteBatch",
     "checksum",
     "running_checksum",

@@ -17,7 +17,6 @@ _OWN: Final = frozenset({"hicache_storage", "hicache_conformance"})
 _CALLERS: Final = (
     "hicache_storage.objects.storage",
     "hicache_storage.objects.faults",
-    "hicache_storage.objects.async_storage",
     "hicache_conformance.interfaces.",
 )
 """Prefixes of the names of modules that call drivers."""
