@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_backends.mooncake.client.handle import connections
 from hicache_conformance.harness.pools import EngineHostPool
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 from tests.backends.file.harness import ScratchPool
@@ -24,9 +23,6 @@ def registering(rig, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(connection, "settings", other)
         yield one
-    if one.driver.handle._closing:
-        # Which did not know the connection by these settings.
-        connections.release(connection)
     one.storage.close()
 
 

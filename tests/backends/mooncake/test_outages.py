@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from examples.mooncake_cluster import DevCluster
-from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.client import connection, library
 from hicache_storage.spec import StorageUnavailableError
 from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
 from tests.support.waiting import eventually
@@ -279,7 +279,9 @@ def test_a_store_is_restarted_under_its_old_name(monkeypatch):
         rig = Rig(cluster.options, deadline=10.0)
         assert rig.put(["before"]) == [True]
         first = rig.connection
-        first.stale_seconds, closed = 1.0, []
+        monkeypatch.setattr(connection, "STALE_SECONDS", 1.0)
+        monkeypatch.setattr(connection, "MIN_AGE_SECONDS", 0.0)
+        closed = []
         monkeypatch.setattr(first, "close", lambda close=first.close: closed.append(close()))
         cluster.stores[0].kill()
         cluster.wait_for_stores(0)

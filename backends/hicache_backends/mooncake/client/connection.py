@@ -36,7 +36,9 @@ REPEAT_SECONDS: Final = 0.5
 """Failed transfers are repeated within this time."""
 STALE_SECONDS: Final = 12.0
 """Longer than the master lists a store that has been killed (10 s by default)."""
-MAX_STALE_SECONDS: Final = 600.0
+MIN_AGE_SECONDS: Final = 120.0
+"""A client is replaced after this time at the earliest: where a store cannot be reached, another
+client does not help, and closing one takes a second."""
 PAUSE_SECONDS: Final = 10.0
 """Transfers that have not failed for so long do not fail any more."""
 PROBE_SECONDS: Final = 2.0
@@ -144,7 +146,6 @@ class Connection:
 
     Args:
         settings: of the client.
-        stale_seconds: see `is_stale`.
         stores: health of the stores, from a connection that this one replaces.
 
     Raises:
@@ -152,14 +153,11 @@ class Connection:
         StorageUnavailableError: the master cannot be reached, or refuses.
     """
 
-    def __init__(
-        self,
-        settings: ClientSettings,
-        stale_seconds: float = STALE_SECONDS,
-        stores: Stores | None = None,
-    ) -> None:
+    def __init__(self, settings: ClientSettings, stores: Stores | None = None) -> None:
         self.settings = settings
-        self.stale_seconds = stale_seconds
+        self.users = 0
+        """Storages that use it, counted by the cache of connections."""
+        self.is_replaced = False
         # The set-up holds the GIL, so a master that hangs must be found before it.
         check_master(settings)
         self._store = set_up(settings)
@@ -190,31 +188,19 @@ class Connection:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether a store has been left out for more than `stale_seconds`.
+        """Return whether a store has been left out for more than `STALE_SECONDS`.
 
         Over TCP a client remembers the port of each store by the store's name, until it is closed.
         A store that was restarted under its old name has another port. Never true where ports are
         in the names, nor of a client that lends memory, because the pages in it would leave with
         it.
         """
-        if self.stores.out_seconds(PAUSE_SECONDS) <= self.stale_seconds:
+        is_young = time.monotonic() - self._opened < MIN_AGE_SECONDS
+        if is_young or self.stores.out_seconds(PAUSE_SECONDS) <= STALE_SECONDS:
             return False
         settings = self.settings
         has_names = settings.metadata_server != "P2PHANDSHAKE"
         return settings.protocol == "tcp" and has_names and not settings.global_segment_size
-
-    def newer(self) -> Connection:
-        """Return a connection that replaces this one.
-
-        It becomes stale later, unless this one has served for long: where a store cannot be
-        reached, another client does not help.
-
-        Raises:
-            StorageUnavailableError: the master cannot be reached, or refuses.
-        """
-        lasted = time.monotonic() - self._opened > MAX_STALE_SECONDS
-        seconds = STALE_SECONDS if lasted else min(2 * self.stale_seconds, MAX_STALE_SECONDS)
-        return Connection(self.settings, seconds, self.stores)
 
     @property
     def has_failed_lately(self) -> bool:
