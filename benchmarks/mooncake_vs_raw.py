@@ -7,8 +7,6 @@ The raw library is called by `batch_put_from`, `batch_get_into` and `batch_is_ex
 SGLang's MooncakeStore, in an environment that has it.
 
 Starts a cluster on loopback. Raw objects are one contiguous page; ours are K, V and an envelope.
-Over TCP our gets go through buffers, so that they end at their deadline; `hung_reads wait` reads
-straight into the host pool, as over RDMA.
 """
 
 from __future__ import annotations
@@ -44,12 +42,7 @@ from hicache_storage.pools.memory import host_tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OURS, WAIT, RAW, PEER = (
-    "hicache mooncake",
-    "hicache mooncake, hung_reads wait",
-    "raw library",
-    "SGLang MooncakeStore",
-)
+OURS, RAW, PEER = "hicache mooncake", "raw library", "SGLang MooncakeStore"
 PAGE_TOKENS = 64
 BATCH = {64 << 10: 128, 1 << 20: 64}
 """Pages of a call, by their length."""
@@ -77,10 +70,9 @@ class Candidate(Protocol):
 class Ours:
     """The driver through the whole stack: metrics, deadline, circuit breaker, v2 calls."""
 
-    def __init__(
-        self, cluster: DevCluster, page_bytes: int, name: str = OURS, **options: object
-    ) -> None:
-        self.name = name
+    name = OURS
+
+    def __init__(self, cluster: DevCluster, page_bytes: int) -> None:
         pages = BATCH[page_bytes]
         self.pool = PagedHostPool(
             AttentionGeometry(
@@ -98,7 +90,7 @@ class Ours:
         identity = StorageIdentity(
             model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first"
         )
-        self.storage = create_storage("mooncake", identity, {**cluster.options, **options})
+        self.storage = create_storage("mooncake", identity, cluster.options)
         self.storage.register_mem_host_pool_v2(self.pool, "kv")
         self.storage.open()
         self.slots = torch.arange(pages * PAGE_TOKENS)
@@ -250,7 +242,6 @@ def measure_cluster(run: Run, arguments: argparse.Namespace) -> None:
             candidates: list[Candidate] = [
                 Ours(cluster, page_bytes),
                 Raw(cluster, page_bytes),
-                Ours(cluster, page_bytes, WAIT, hung_reads="wait"),
             ]
             if arguments.sglang:
                 candidates.append(sglangs(cluster, page_bytes))

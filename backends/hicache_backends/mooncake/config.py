@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -131,18 +131,9 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
             "a copy there cannot be stored.",
         ),
     ] = 1
-    hung_reads: Annotated[
-        Literal["auto", "wait", "bounce_buffer"],
-        Meta(
-            description="What a get does with a transfer that has not returned at the deadline: "
-            "'bounce_buffer' (tcp) returns, because pages are read into the driver's own buffers; "
-            "'wait' waits for Mooncake's own timeouts, because they are read straight into the "
-            "host pool. By default 'bounce_buffer' over tcp, and 'wait' elsewhere."
-        ),
-    ] = "auto"
     buffer_size: Annotated[
         int | str,
-        Meta(description="Size of each bounce buffer. A page has to fit into one."),
+        Meta(description="Size of each buffer for reads over tcp. A page has to fit into one."),
     ] = "64mb"
     rpc_timeout_seconds: Annotated[
         Seconds,
@@ -240,17 +231,12 @@ def buffer_bytes(config: MooncakeConfig, settings: ClientSettings) -> int | None
     """Bytes of each bounce buffer; None if pages are read into the host pool directly.
 
     Raises:
-        ConfigError: the size is malformed, or the protocol does not support bounce buffers.
+        ConfigError: the size is malformed.
     """
-    if config.hung_reads == "bounce_buffer" and settings.protocol != "tcp":
-        raise ConfigError(
-            f"hung_reads 'bounce_buffer' is for protocol 'tcp', and this is {settings.protocol!r}; "
-            f"leave it at 'auto'"
-        )
     size = size_of(config.buffer_size, "option 'buffer_size'")
     if not size:
         raise ConfigError("option 'buffer_size' must not be 0")
-    return None if config.hung_reads == "wait" or settings.protocol != "tcp" else size
+    return size if settings.protocol == "tcp" else None
 
 
 def _read(path: str) -> dict[str, object]:

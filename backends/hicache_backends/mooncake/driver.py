@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from hicache_backends.mooncake.client.connection import max_lookup_seconds
 from hicache_backends.mooncake.client.handle import ConnectionHandle
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
-from hicache_backends.mooncake.memory import BLOCK_BYTES, BLOCK_ENVELOPES, Blocks, regions_of
+from hicache_backends.mooncake.memory import BLOCK_BYTES, regions_of
 from hicache_backends.mooncake.names import names_of, object_names, prefix_of
 from hicache_backends.mooncake.reachability import check_local_hostname
-from hicache_backends.mooncake.reader import BufferTarget, PageReader, PoolTarget
+from hicache_backends.mooncake.reader import PageReader
 from hicache_backends.mooncake.stores import MAX_HUNG, POOL_THREADS
 from hicache_backends.mooncake.verified_read import read_verified
 from hicache_backends.mooncake.writer import CHUNK_BYTES, MAX_HUNG_SETS, PageWriter
+from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import ObjectRead, ObjectStorage
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import (
@@ -133,22 +135,21 @@ class MooncakeStorage(ObjectStorage):
                 ThreadPool("hicache-mooncake-get", POOL_THREADS, MAX_HUNG),
                 ThreadPool("hicache-mooncake-set", POOL_THREADS, MAX_HUNG_SETS),
             ]
-            over_tcp = self._settings.protocol == "tcp"
-            blocks = Blocks(handle.register_block, CHUNK_BYTES if over_tcp else BLOCK_BYTES)
+            over_tcp = self._buffer_bytes is not None
+            make_buffers = partial(
+                Buffers, limit=POOL_THREADS + MAX_HUNG, on_new=handle.register_buffer
+            )
             try:
                 for pool in self._admitted.values():
                     _register(handle, pool)
-                envelopes = Blocks(handle.register_block)
                 self._reader = PageReader(
-                    PoolTarget(envelopes, 1 if over_tcp else BLOCK_ENVELOPES)
-                    if self._buffer_bytes is None
-                    else BufferTarget(self._buffer_bytes),
+                    make_buffers(self._buffer_bytes or BLOCK_BYTES),
                     thread_pools[0],
                     handle,
-                    by_name=not over_tcp,
+                    direct=not over_tcp,
                 )
                 self._writer = PageWriter(
-                    blocks,
+                    make_buffers(CHUNK_BYTES if over_tcp else BLOCK_BYTES),
                     self._config.replica_num,
                     self._config.wait_seconds,
                     thread_pools[1],

@@ -1,4 +1,4 @@
-"""Reads of pages: over TCP by store, elsewhere by name."""
+"""Reads of pages: over TCP by store and through buffers, elsewhere by name and direct."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.stores import (
-    MAX_HUNG,
-    POOL_THREADS,
-    UNKNOWN,
-    Requests,
-    split,
-)
-from hicache_backends.posix.buffers import Buffers
+from hicache_backends.mooncake.stores import UNKNOWN, Requests, split
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -30,12 +23,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from hicache_backends.mooncake.client.connection import Connection
-    from hicache_backends.mooncake.memory import Block, Blocks
+    from hicache_backends.posix.buffers import Buffers
     from hicache_storage.objects import Call
     from hicache_storage.objects.thread_pool import ThreadPool
     from hicache_storage.spec import CancellationToken
-
-MemoryT = TypeVar("MemoryT")
 
 MAX_LOOKUP_BYTES: Final = 512 << 20
 """Objects looked up together: their leases, 5 s by default, must last until all are read."""
@@ -71,29 +62,34 @@ class ReadOutcome:
 class PageReader:
     """Reader of pages. Safe for many threads.
 
-    Over TCP objects are looked up first, and what is asked of one request lies on one store. Bytes
-    of a read by name may arrive after the library has given it up, after `ABANDON_SECONDS` (rule
-    GET-9).
+    Over TCP objects are looked up first, and what is asked of one request lies on one store. They
+    arrive in bounce buffers, from which they are copied while the caller waits (rule GET-9). A
+    buffer is used again for the thread's next request, so that bytes are verified and copied while
+    they are in the CPU cache. While one thread copies, the transfers of others go on.
+
+    Bytes of a read by name may arrive after the library has given it up, after `ABANDON_SECONDS`.
 
     Args:
-        target: where objects arrive.
+        buffers: bounce buffers that hold one object at least; where objects arrive in host memory,
+            for the envelopes of `BLOCK_ENVELOPES` objects.
         thread_pool: the reader does not close it.
         hold: keeps the connection open, for threads whose call may have left.
-        by_name: read without a lookup.
+        direct: read by name, without a lookup, and straight to host memory. Calls wait for reads
+            that hang.
     """
 
     def __init__(
         self,
-        target: Target[Any],
+        buffers: Buffers,
         thread_pool: ThreadPool,
         hold: AbstractContextManager[object],
         *,
-        by_name: bool = False,
+        direct: bool = False,
     ) -> None:
-        self._target = target
+        self.buffers = buffers
         self._thread_pool = thread_pool
         self._hold = hold
-        self._by_name = by_name
+        self._direct = direct
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
         """Fill the buffers of each read whose object has the right length.
@@ -120,13 +116,17 @@ class PageReader:
         """Look objects up, and read those whose stores answer."""
         names = names_of(reads)
         unknown = nullcontext([library.NO_REPLICA_IN_MEMORY] * len(names))
-        with unknown if self._by_name else connection.looked_up(names) as codes:
+        with unknown if self._direct else connection.looked_up(names) as codes:
             asked = list(map(ReadResult, reads, names, codes))
             results = [one for one in asked if one.code not in (0, library.NO_REPLICA_IN_MEMORY)]
 
-            def send(items: list[ReadResult], memory: object) -> bool | None:
+            def send(items: list[ReadResult], buffer: memoryview) -> bool | None:
                 with connection.kept([one.name for one in items]):
-                    came = self._target.read(connection, items, memory, shield)
+                    came = (
+                        self._read_into_pool(connection, items, buffer)
+                        if self._direct
+                        else self._read_through_buffer(connection, items, buffer, shield)
+                    )
                 results.extend(came)
                 if any(one.code == library.TRANSFER_FAILED for one in came):
                     return True
@@ -137,15 +137,18 @@ class PageReader:
                 connection.stores,
                 call,
                 hold=self._hold,
-                lend=partial(self._target.lend, call),
+                lend=partial(self.buffers.lend, call),
                 send=send,
                 size_of=_size,
-                leaves=self._target.leaves,
+                leaves=not self._direct,
             )
             shield = partial(_shield, requests.token, call)
+            # Straight to host memory the library transfers all objects of a request at a time.
+            max_bytes = sys.maxsize if self._direct else min(self.buffers.size, CHUNK_BYTES)
+            max_objects = BLOCK_ENVELOPES if self._direct else CHUNK_OBJECTS
             for store, found in self._by_store(connection, asked).items():
                 if not connection.stores.is_out(store):
-                    some = split(found, _size, self._target.max_bytes, self._target.max_objects)
+                    some = split(found, _size, max_bytes, max_objects)
                     requests.add(UNKNOWN if store == ON_DISK else store, some)
                 elif connection.stores.try_again(store):
                     self._thread_pool.run_in_background(
@@ -182,154 +185,79 @@ class PageReader:
         finally:
             connection.stores.end(store, token, failed=failed)
 
-
-class Target(Protocol[MemoryT]):
-    """Where objects arrive that a `PageReader` reads."""
-
-    max_objects: int
-    """In one request."""
-    max_bytes: int
-    """Of one request for several objects."""
-    leaves: bool
-    """The call leaves reads that hang."""
-
-    def lend(self, call: Call) -> AbstractContextManager[MemoryT]:
-        """Lend memory for the reads of one thread."""
-        ...
-
-    def read(
+    def _request(
         self,
         connection: Connection,
         items: Sequence[ReadResult],
-        memory: MemoryT,
+        buffer: memoryview,
+        addresses: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> list[ReadResult]:
+        """Read objects to their addresses, which must not be used again after a late failure."""
+        names, by_name = [item.name for item in items], bool(items[0].code)
+        began = time.monotonic()
+        # The library reads disks only in requests by name.
+        codes = (connection.read if by_name else connection.read_ranges)(names, addresses, sizes)
+        abandoned = time.monotonic() - began >= library.ABANDON_SECONDS
+        if by_name and abandoned and library.TRANSFER_FAILED in codes:
+            self.buffers.retire(buffer)
+        return [
+            ReadResult(item.read, item.name, code) for item, code in zip(items, codes, strict=True)
+        ]
+
+    def _read_into_pool(
+        self, connection: Connection, items: Sequence[ReadResult], buffer: memoryview
+    ) -> list[ReadResult]:
+        """Read objects into host memory, and their envelopes through a buffer."""
+        envelopes = _cut(buffer, [ENVELOPE_BYTES] * len(items))
+        results = self._request(
+            connection,
+            items,
+            buffer,
+            [
+                [*map(address_of, item.read.buffers), address_of(envelope)]
+                for item, envelope in zip(items, envelopes, strict=True)
+            ],
+            [[*map(len, item.read.buffers), ENVELOPE_BYTES] for item in items],
+        )
+        for result, envelope in zip(results, envelopes, strict=True):
+            if result.code == _size(result):
+                result.read.envelope = bytes(envelope)
+        return results
+
+    def _read_through_buffer(
+        self,
+        connection: Connection,
+        items: Sequence[ReadResult],
+        buffer: memoryview,
         shield: Callable[[], AbstractContextManager[bool]],
     ) -> list[ReadResult]:
-        """Read looked up objects of one store, and deliver them while `shield` is active.
+        """Read objects, and deliver them while `shield` is active.
 
         Returns the results of those that were delivered, or have failed.
         """
-        ...
-
-
-class PoolTarget:
-    """Host memory, straight. A call waits for hung reads (`hung_reads="wait"`).
-
-    Args:
-        max_objects: 1 over TCP, where transfers run one after the other: after one that hangs no
-            other is begun.
-    """
-
-    leaves = False
-
-    def __init__(self, blocks: Blocks, max_objects: int) -> None:
-        self._blocks = blocks
-        self.max_objects = max_objects
-        self.max_bytes = sys.maxsize
-
-    def lend(self, call: Call) -> AbstractContextManager[Block]:
-        return self._blocks.lend()
-
-    def read(
-        self,
-        connection: Connection,
-        items: Sequence[ReadResult],
-        memory: Block,
-        shield: Callable[[], AbstractContextManager[bool]],
-    ) -> list[ReadResult]:
-        return _read_into_pool(connection, items, memory)
-
-
-class BufferTarget:
-    """Bounce buffers, from which objects are copied while the caller waits (rule GET-9).
-
-    A buffer is used again for the thread's next request, so that bytes are verified and copied
-    while they are in the CPU cache. While one thread copies, the transfers of others go on.
-
-    Args:
-        size: of each buffer in bytes; must hold one object.
-    """
-
-    max_objects = CHUNK_OBJECTS
-    leaves = True
-
-    def __init__(self, size: int) -> None:
-        self.max_bytes = min(size, CHUNK_BYTES)
-        self._buffers = Buffers(size, POOL_THREADS + MAX_HUNG)
-
-    def lend(self, call: Call) -> AbstractContextManager[memoryview]:
-        return self._buffers.lend(call)
-
-    def read(
-        self,
-        connection: Connection,
-        items: Sequence[ReadResult],
-        memory: memoryview,
-        shield: Callable[[], AbstractContextManager[bool]],
-    ) -> list[ReadResult]:
-        sizes = [item.read.namespace.object_bytes for item in items]
-        starts = list(accumulate(sizes[:-1], initial=0))
-        wholes = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        for whole in wholes:
-            # The buffer may hold an envelope of an earlier read.
-            whole[-ENVELOPE_BYTES:] = NO_ENVELOPE
-        base = address_of(memory)
-        codes, late = _request(
-            connection, items, [[base + start] for start in starts], [[size] for size in sizes]
+        wholes = _cut(buffer, list(map(_size, items)))
+        results = self._request(
+            connection,
+            items,
+            buffer,
+            [[address_of(whole)] for whole in wholes],
+            [[len(whole)] for whole in wholes],
         )
-        if late:
-            self._buffers.retire(memory)
-        came = list[ReadResult]()
-        arrived = list[tuple[ReadResult, memoryview]]()
-        for item, whole, size, code in zip(items, wholes, sizes, codes, strict=True):
-            result = ReadResult(item.read, item.name, code)
-            if code == size:
-                arrived.append((result, whole))
-            else:
-                came.append(result)
+        came = [result for result in results if result.code != _size(result)]
+        pairs = zip(results, wholes, strict=True)
+        arrived = [(result, whole) for result, whole in pairs if result.code == len(whole)]
         return came + _delivered(shield, arrived)
 
 
-def _request(
-    connection: Connection,
-    items: Sequence[ReadResult],
-    addresses: Sequence[Sequence[int]],
-    sizes: Sequence[Sequence[int]],
-) -> tuple[list[int], bool]:
-    """Read objects of one store to their addresses.
-
-    Returns:
-        Lengths or codes, and whether bytes of failed reads may arrive later.
-    """
-    names, by_name = [item.name for item in items], bool(items[0].code)
-    began = time.monotonic()
-    # The library reads disks only in requests by name.
-    codes = (connection.read if by_name else connection.read_ranges)(names, addresses, sizes)
-    abandoned = time.monotonic() - began >= library.ABANDON_SECONDS
-    return codes, by_name and abandoned and library.TRANSFER_FAILED in codes
-
-
-def _read_into_pool(
-    connection: Connection, items: Sequence[ReadResult], block: Block
-) -> list[ReadResult]:
-    """Read objects into host memory, and their envelopes through a block."""
-    size = len(items) * ENVELOPE_BYTES
-    # An envelope of an earlier read must not count as one that has arrived.
-    block.view[:size] = bytes(size)
-    places = range(0, size, ENVELOPE_BYTES)
-    codes, late = _request(
-        connection,
-        items,
-        [
-            [*map(address_of, item.read.buffers), block.address + place]
-            for item, place in zip(items, places, strict=True)
-        ],
-        [[*map(len, item.read.buffers), ENVELOPE_BYTES] for item in items],
-    )
-    block.unsafe |= late
-    for item, place, code in zip(items, places, codes, strict=True):
-        if code == item.read.namespace.object_bytes:
-            item.read.envelope = bytes(block.view[place : place + ENVELOPE_BYTES])
-    return [ReadResult(item.read, item.name, code) for item, code in zip(items, codes, strict=True)]
+def _cut(buffer: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """Cut memory for objects, or their envelopes, from a buffer."""
+    ends = list(accumulate(sizes))
+    cut = [buffer[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    for memory in cut:
+        # The envelope of an earlier read must not count as one that has arrived.
+        memory[-ENVELOPE_BYTES:] = NO_ENVELOPE
+    return cut
 
 
 def _size(item: ReadResult) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
+from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.stores import MAX_THREADS, Requests, Stores, split
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from hicache_backends.mooncake.client.connection import Connection
-    from hicache_backends.mooncake.memory import Blocks
+    from hicache_backends.posix.buffers import Buffers
     from hicache_storage.objects import Call
     from hicache_storage.objects.thread_pool import ThreadPool
 
@@ -64,13 +65,13 @@ class PageWriter:
         wait_seconds: for room, and for pages that other writers are storing.
         thread_pool: the writer does not close it.
         hold: keeps connection and host memory, for threads whose call may have left.
-        gathers: send small objects in one part, and all objects in chunks. Blocks must have
+        gathers: send small objects in one part, and all objects in chunks. Buffers must have
             `CHUNK_BYTES`.
     """
 
     def __init__(
         self,
-        blocks: Blocks,
+        buffers: Buffers,
         copies: int,
         wait_seconds: float,
         thread_pool: ThreadPool,
@@ -78,7 +79,7 @@ class PageWriter:
         *,
         gathers: bool,
     ) -> None:
-        self._blocks = blocks
+        self._buffers = buffers
         self._wait_seconds = wait_seconds
         self._thread_pool = thread_pool
         self._hold = hold
@@ -209,14 +210,14 @@ class PageWriter:
             running: filled with those whose transfers hang, and are revoked when these end.
         """
 
-        def send(some: list[_Object], block: Block) -> None:
+        def send(some: list[_Object], buffer: memoryview) -> None:
             with requests.token.shield() as active:
                 if not active:
                     return
                 running.update(some)
             done = list[_Object]()
             try:
-                done = self._send_chunk(connection, some, block)
+                done = self._send_chunk(connection, some, buffer)
             finally:
                 with requests.token.shield() as active:
                     if active:
@@ -237,7 +238,7 @@ class PageWriter:
             Stores(),
             call,
             hold=self._hold,
-            lend=self._blocks.lend,
+            lend=partial(self._buffers.lend, call),
             send=send,
             size_of=_size,
         )
@@ -264,11 +265,11 @@ class PageWriter:
         yield from split(gathered, _size, CHUNK_BYTES)
 
     def _send_chunk(
-        self, connection: Connection, items: Sequence[_Object], block: Block
+        self, connection: Connection, items: Sequence[_Object], buffer: memoryview
     ) -> list[_Object]:
         parts, start = list[tuple[list[int], list[int]]](), 0
         for item in items:
-            parts.append(self._parts(item.write, block, start))
+            parts.append(self._parts(item.write, buffer, start))
             start += parts[-1][1][-1]
         done = connection.transfer(
             [item.name for item in items],
@@ -278,18 +279,20 @@ class PageWriter:
         )
         return [item for item, ok in zip(items, done, strict=True) if ok]
 
-    def _parts(self, write: ObjectWrite, block: Block, start: int) -> tuple[list[int], list[int]]:
-        """Return addresses and sizes of an object's parts. Copies small objects into the block."""
+    def _parts(
+        self, write: ObjectWrite, buffer: memoryview, start: int
+    ) -> tuple[list[int], list[int]]:
+        """Return addresses and sizes of an object's parts. Copies small objects into the buffer."""
         if not self._is_gathered(write):
-            block.view[start : start + ENVELOPE_BYTES] = write.envelope
+            buffer[start : start + ENVELOPE_BYTES] = write.envelope
             sizes = [*map(len, write.buffers), ENVELOPE_BYTES]
-            return [*map(address_of, write.buffers), block.address + start], sizes
+            return [*map(address_of, write.buffers), address_of(buffer) + start], sizes
         end = start
         # `write.parts` computes the checksum first, which leaves the components in the CPU cache.
         for part in write.parts:
-            block.view[end : end + len(part)] = part
+            buffer[end : end + len(part)] = part
             end += len(part)
-        return [block.address + start], [end - start]
+        return [address_of(buffer) + start], [end - start]
 
     def _publish(
         self, connection: Connection, items: Sequence[_Object], outcome: WriteOutcome

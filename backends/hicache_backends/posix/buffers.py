@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from hicache_storage.objects import Call
 
@@ -31,10 +31,17 @@ class Buffers:
     Args:
         size: bytes of each; they begin on a page, as O_DIRECT requires.
         limit: buffers at a time.
+        on_new: called with each new buffer, once.
     """
 
-    def __init__(self, size: int, limit: int = MAX_BUFFERS) -> None:
-        self._size = size
+    def __init__(
+        self,
+        size: int,
+        limit: int = MAX_BUFFERS,
+        on_new: Callable[[memoryview], None] = lambda buffer: None,
+    ) -> None:
+        self.size = size
+        self._on_new = on_new
         self._limit = limit
         self._changed = threading.Condition()
         self._spare: list[memoryview] = []
@@ -48,8 +55,10 @@ class Buffers:
         Raises:
             OSError: the deadline has passed, or every buffer is in use by a read that hangs.
         """
-        buffer = self._take(call)
+        buffer, is_new = self._take(call)
         try:
+            if is_new:
+                self._on_new(buffer)
             yield buffer
         finally:
             self._put_back(buffer)
@@ -64,18 +73,17 @@ class Buffers:
         with self._changed:
             return sum(call.expired() for call in self._lent.values())
 
-    def _take(self, call: Call) -> memoryview:
+    def _take(self, call: Call) -> tuple[memoryview, bool]:
         with self._changed:
             while True:
                 if call.expired():
                     raise OSError(errno.ETIMEDOUT, "the deadline has passed")
                 if self._spare or len(self._lent) < self._limit:
-                    buffer = (
-                        self._spare.pop() if self._spare else memoryview(mmap.mmap(-1, self._size))
-                    )
+                    is_new = not self._spare
+                    buffer = memoryview(mmap.mmap(-1, self.size)) if is_new else self._spare.pop()
                     # By identity: a writable memoryview has no hash.
                     self._lent[id(buffer)] = call
-                    return buffer
+                    return buffer, is_new
                 if self.stuck() == self._limit:
                     raise OSError(
                         errno.EBUSY,

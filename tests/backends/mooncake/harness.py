@@ -8,7 +8,10 @@ from pathlib import Path
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.config import MooncakeConfig
 from hicache_backends.mooncake.driver import MooncakeStorage
+from hicache_backends.mooncake.memory import BLOCK_BYTES
 from hicache_backends.mooncake.names import object_name
+from hicache_backends.mooncake.reader import PageReader
+from hicache_backends.posix.buffers import Buffers
 from hicache_storage.layers import StorageOptions
 from hicache_storage.layers.stack import wrap
 from tests.backends.file.harness import COMPONENTS, ScratchPool, chain, content, identity
@@ -27,19 +30,38 @@ __all__ = [
 UNTOUCHED = 0xEE
 
 
+class DirectStorage(MooncakeStorage):
+    """Reads by name and straight to host memory, as over RDMA."""
+
+    def connect(self):
+        super().connect()
+        self._reader = PageReader(
+            Buffers(BLOCK_BYTES), self._thread_pools[0], self.handle, direct=True
+        )
+
+
 class Rig(FileRig):
     """A storage driven by keys and versions instead of slots and buffers.
 
     Args:
+        direct: read as over RDMA.
         deadline: of each call, kept by the SDK's layer; None for the bare driver.
     """
 
     UNTOUCHED = UNTOUCHED
 
     def __init__(
-        self, options, *, pages=64, components=COMPONENTS, who=None, deadline=None, **more
+        self,
+        options,
+        *,
+        pages=64,
+        components=COMPONENTS,
+        who=None,
+        deadline=None,
+        direct=False,
+        **more,
     ):
-        self.driver = storage = MooncakeStorage(
+        self.driver = storage = (DirectStorage if direct else MooncakeStorage)(
             who or identity(), MooncakeConfig(**{**options, **more})
         )
         if deadline is not None:
@@ -65,7 +87,7 @@ class Rig(FileRig):
     @property
     def lent_buffers(self):
         """How many buffers gets have, also those that were left at their deadline."""
-        return self.driver._reader._target._buffers._lent
+        return self.driver._reader.buffers._lent
 
     @property
     def unrevoked(self):

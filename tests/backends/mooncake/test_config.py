@@ -96,16 +96,10 @@ def test_errors_name_the_setting_and_the_fix(environment, options, complaint):
 
 
 def test_how_reads_go():
-    """Over tcp a get can be left; where the memory of a pool is registered, pages come straight
-    into it."""
-    assert buffer() == buffer(hung_reads="bounce_buffer") == 64 << 20
+    """Over tcp through buffers; where the memory of a pool is registered, straight into it."""
+    assert buffer() == 64 << 20
     assert buffer(buffer_size="1mb") == 1 << 20
-    assert buffer(hung_reads="wait") is None
     assert buffer(protocol="RDMA") is None
-    with pytest.raises(
-        ConfigError, match="for protocol 'tcp', and this is 'rdma'; leave it at 'auto'"
-    ):
-        buffer(protocol="rdma", hung_reads="bounce_buffer")
     with pytest.raises(ConfigError, match="'buffer_size' must not be 0"):
         buffer(buffer_size="0")
 

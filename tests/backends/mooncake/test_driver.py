@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hicache_backends.mooncake.client.handle import connections
-from hicache_storage.spec import Durability, HungReads, StorageClosedError, StorageForkedError
+from hicache_storage.spec import Durability, StorageClosedError, StorageForkedError
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
 from tests.support.commands import run_python
 from tests.support.forking import in_child
@@ -49,15 +49,14 @@ BOTH_SIZES = pytest.mark.parametrize(
 
 
 @BOTH_SIZES
-@pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
-def test_pages_come_back(rig, way, components):
-    one = rig(hung_reads=way, components=components)
-    keys = chain(f"back {way}", 12)
+@pytest.mark.parametrize("direct", [False, True])
+def test_pages_come_back(rig, direct, components):
+    one = rig(direct=direct, components=components)
+    keys = chain(f"back {direct}", 12)
     assert one.hits(keys) == 0
     assert one.put(keys) == [True] * 12
     assert one.hits(keys) == 12
     one.expect(keys)
-    assert one.driver.capabilities.hung_reads is HungReads(way)
     assert one.storage.delete(keys[3:5]) == [True, True]
     assert one.storage.delete(keys[3:5]) == [False, False]
     assert one.hits(keys) == 3
@@ -95,7 +94,7 @@ def test_more_pages_than_one_request_takes(rig):
     assert one.put(keys) == [True] * 600
     one.expect(keys)
     # Pages that go through a buffer which holds three of them.
-    small = rig(pages=600, components=(64,), hung_reads="bounce_buffer", buffer_size=3 * 128)
+    small = rig(pages=600, components=(64,), buffer_size=3 * 128)
     small.expect(keys)
     # More than are gathered for one request.
     large = rig(pages=70, components=(250_000,))
@@ -151,11 +150,10 @@ def test_threads_that_write_one_page(rig):
     rigs[0].expect(keys)
 
 
-@pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
-def test_threads_that_read_one_page(rig, way):
+def test_threads_that_read_one_page(rig):
     """The library remembers one lookup of a name in a client, which all of them share."""
-    rigs = [rig(components=(200_000, 100_003), hung_reads=way) for _ in range(4)]
-    keys = chain(f"readers {way}", 8)
+    rigs = [rig(components=(200_000, 100_003)) for _ in range(4)]
+    keys = chain("readers", 8)
     assert rigs[0].put(keys) == [True] * 8
     pages = [content(key, 0, rigs[0].page_bytes) for key in keys]
     told = at_once(4, lambda number: rigs[number].get(keys[number % 2 :]))

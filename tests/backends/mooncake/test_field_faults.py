@@ -11,8 +11,8 @@ from tests.backends.mooncake.harness import UNTOUCHED, StrangersClient, chain, c
 HALF, WHOLE = (512, 512), (1024, 1024)
 
 
-@pytest.fixture(params=["wait", "bounce_buffer"])
-def way(request):
+@pytest.fixture(params=[False, True], ids=["buffered", "direct"])
+def direct(request):
     return request.param
 
 
@@ -51,10 +51,10 @@ def test_pages_of_one_length_and_other_ranks(rig, one, other):
 
 
 @pytest.mark.parametrize("wrong", ["half", "longer", "empty envelope", "other bytes"])
-def test_an_object_that_is_no_page(rig, stranger, way, wrong):
+def test_an_object_that_is_no_page(rig, stranger, direct, wrong):
     """It is counted as damaged once, is gone for everybody, and the next set repairs it."""
-    one, other = rig(hung_reads=way), rig()
-    keys = chain(f"wrong {wrong} {way}", 3)
+    one, other = rig(direct=direct), rig()
+    keys = chain(f"wrong {wrong} {direct}", 3)
     assert one.put(keys) == [True] * 3
     stranger.remove(one.name(keys[1]))
     page = content(keys[1], 0, one.page_bytes)
@@ -99,11 +99,11 @@ def test_clear_is_this_namespaces(rig, cluster, stranger):
     one.expect(keys)
 
 
-def test_half_a_page_is_no_page(rig, stranger, way):
+def test_half_a_page_is_no_page(rig, stranger, direct):
     """Components lie in one object, so that there is no half; neighbours of a missing page are not
     touched."""
-    one = rig(hung_reads=way)
-    keys = chain(f"half {way}", 3)
+    one = rig(direct=direct)
+    keys = chain(f"half {direct}", 3)
     one.put([keys[0], keys[2]])
     found = one.get(keys)
     assert [page is None for page in found] == [False, True, False]
@@ -112,10 +112,10 @@ def test_half_a_page_is_no_page(rig, stranger, way):
     assert stranger.size(one.name(keys[0])) == one.page_bytes + 64
 
 
-def test_one_object_asked_for_twice(rig, way):
+def test_one_object_asked_for_twice(rig, direct):
     """The library fills one destination for a name; both are delivered all the same."""
-    one = rig(hung_reads=way)
-    [key, other] = chain(f"twice {way}", 2)
+    one = rig(direct=direct)
+    [key, other] = chain(f"twice {direct}", 2)
     assert one.put([key, other, key]) == [True] * 3
     wanted = [content(k, 0, one.page_bytes) for k in (key, other, key)]
     assert one.get([key, other, key]) == wanted

@@ -151,6 +151,3 @@ def test_a_page_larger_than_a_buffer(rig):
         one.storage.register_mem_host_pool_v2(ScratchPool(4, (9000,)), "kv")
     assert one.put(["fits"]) == [True]
     one.expect(["fits"])
-    rig(buffer_size=8192, hung_reads="wait").storage.register_mem_host_pool_v2(
-        ScratchPool(4, (9000,)), "kv"
-    )

@@ -161,7 +161,7 @@ def test_a_store_is_killed():
 def two_stores():
     """A cluster, a storage, and its pages by the store that keeps them; the master drops none."""
     with DevCluster(2, 32 << 20, client_ttl_seconds=60, lease_milliseconds=30_000) as cluster:
-        rig = Rig(cluster.options, deadline=10.0, pages=32, hung_reads="bounce_buffer")
+        rig = Rig(cluster.options, deadline=10.0, pages=32)
         keys = chain("two stores", 32)
         assert rig.put(keys) == [True] * 32
         rig.expect(keys)
@@ -338,7 +338,7 @@ def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
             deadline=DEADLINE_SECONDS,
             components=(1 << 20, 64 << 10),
             pages=8,
-            hung_reads="wait",
+            direct=True,
         )
         keys, later = chain("late", 8), chain("later", 1)
         assert rig.put(keys) == [True] * 8
@@ -377,8 +377,8 @@ def test_a_write_that_could_not_be_given_up():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
-def test_four_times_more_pages_than_memory(way):
+@pytest.mark.parametrize("direct", [False, True])
+def test_four_times_more_pages_than_memory(direct):
     """More than half is stored, what is read is right, and a batch that is stored last is there."""
     with DevCluster(1, 16 << 20, lease_milliseconds=50) as cluster:
         rig = Rig(
@@ -386,7 +386,7 @@ def test_four_times_more_pages_than_memory(way):
             components=(32 << 10, 32 << 10),
             pages=16,
             deadline=10.0,
-            hung_reads=way,
+            direct=direct,
         )
 
         def stored_and_read(batch):

@@ -10,15 +10,11 @@ import pytest
 
 from hicache_backends.mooncake import reader, stores
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
+from hicache_backends.mooncake.memory import BLOCK_BYTES, BLOCK_ENVELOPES
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.reader import (
-    BufferTarget,
-    PageReader,
-    PoolTarget,
-    split_reads,
-)
+from hicache_backends.mooncake.reader import PageReader, split_reads
 from hicache_backends.mooncake.stores import Stores
+from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import Call, Namespace, ObjectRead
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import (
@@ -84,21 +80,12 @@ def reads(count):
     ]
 
 
-def blocks():
-    return Blocks(lambda start, size: None)
-
-
 def buffered(size, thread_pool):
-    return PageReader(BufferTarget(size), thread_pool, nullcontext())
+    return PageReader(Buffers(size), thread_pool, nullcontext())
 
 
-def direct(thread_pool, target=None):
-    return PageReader(target or PoolTarget(blocks(), 1), thread_pool, nullcontext())
-
-
-def named(thread_pool, own=None):
-    target = PoolTarget(own or blocks(), BLOCK_ENVELOPES)
-    return PageReader(target, thread_pool, nullcontext(), by_name=True)
+def direct(thread_pool):
+    return PageReader(Buffers(BLOCK_BYTES), thread_pool, nullcontext(), direct=True)
 
 
 @pytest.fixture
@@ -108,11 +95,9 @@ def alone():
     return thread_pool
 
 
-@pytest.fixture(params=["wait", "wait, tcp", "bounce_buffer"])
+@pytest.fixture(params=["direct", "buffered"])
 def ways(request, alone):
-    if request.param == "bounce_buffer":
-        return buffered(1 << 16, alone)
-    return direct(alone) if request.param == "wait, tcp" else named(alone)
+    return direct(alone) if request.param == "direct" else buffered(1 << 16, alone)
 
 
 def test_answers(ways):
@@ -156,22 +141,19 @@ def test_what_a_lookup_answers(alone):
     """What is not there is a miss, what it cannot tell a place of in memory is read by its name,
     and a fault is a fault."""
     found = [0, library.NOT_FOUND, library.NO_REPLICA_IN_MEMORY, -1, 0]
-    for way in (direct(alone), buffered(1 << 16, alone)):
-        some, connection = reads(5), Scripted([LENGTH] * 3, found=found)
-        outcome = way.read(connection, some, Call())
-        assert outcome.arrived == {some[0], some[2], some[4]}
-        assert [name for names in connection.by_lookup for name in names] == names_of(
-            [some[0], some[4]]
-        )
-        assert connection.by_name == [names_of([some[2]])]
-        assert [str(fault) for fault in outcome.faults] == ["an object cannot be read (code -1)"]
-        assert not any(read.damaged for read in (some[1], some[3]))
+    some, connection = reads(5), Scripted([LENGTH] * 3, found=found)
+    outcome = buffered(1 << 16, alone).read(connection, some, Call())
+    assert outcome.arrived == {some[0], some[2], some[4]}
+    assert connection.by_lookup == [names_of([some[0], some[4]])]
+    assert connection.by_name == [names_of([some[2]])]
+    assert [str(fault) for fault in outcome.faults] == ["an object cannot be read (code -1)"]
+    assert not any(read.damaged for read in (some[1], some[3]))
 
 
 @pytest.mark.parametrize(("size", "objects"), [(2 * LENGTH, 16), (1 << 16, 2)])
 def test_chunks(alone, monkeypatch, size, objects):
     """As many objects as a buffer or a chunk holds, or one."""
-    monkeypatch.setattr(BufferTarget, "max_objects", objects)
+    monkeypatch.setattr(reader, "CHUNK_OBJECTS", objects)
     some, connection = reads(5), Scripted([LENGTH] * 5)
     assert buffered(size, alone).read(connection, some, Call()).arrived == set(some)
     assert connection.by_lookup == [names_of(some[:2]), names_of(some[2:4]), names_of(some[4:])]
@@ -197,10 +179,8 @@ def store_of(name):
 
 
 def test_what_is_asked_of_one_request_lies_on_one_store(alone):
-    for way in (direct(alone), buffered(1 << 16, alone)):
-        some, connection = reads(9), Scripted([LENGTH] * 9, places=store_of)
-        assert way.read(connection, some, Call()).arrived == set(some)
-        assert all(len({*map(store_of, names)}) == 1 for names in connection.by_lookup)
+    some, connection = reads(9), Scripted([LENGTH] * 9, places=store_of)
+    assert buffered(1 << 16, alone).read(connection, some, Call()).arrived == set(some)
     assert connection.by_lookup == [names_of(some[::2]), names_of(some[1::2])]
 
 
@@ -210,9 +190,9 @@ def test_what_has_gone_since_its_lookup_is_a_miss(alone):
     gone = names_of(some[1:2])
     connection = Scripted([LENGTH] * 5)
     connection.places = lambda names: {name: "store" for name in names if name not in gone}
-    assert direct(alone).read(connection, some, Call()).arrived == {some[0], some[2]}
+    assert buffered(1 << 16, alone).read(connection, some, Call()).arrived == {some[0], some[2]}
     connection.places = lambda names: {}
-    assert direct(alone).read(connection, some, Call()).arrived == set(some)
+    assert buffered(1 << 16, alone).read(connection, some, Call()).arrived == set(some)
 
 
 class Hanging(Scripted):
@@ -287,16 +267,15 @@ def test_a_store_that_is_left_out_is_tried_again_by_one_request(monkeypatch, imp
 
 @pytest.mark.parametrize("code", sorted(library.LOOK_UP_AGAIN))
 def test_what_has_outlived_its_lookup_is_looked_up_once_more(alone, code):
-    for way in (direct(alone), buffered(1 << 16, alone)):
-        some, connection = reads(3), Scripted([LENGTH, code, LENGTH, LENGTH])
-        assert way.read(connection, some, Call()).arrived == set(some)
-        assert connection.lookups == [names_of(some), names_of(some[1:2])]
+    some, connection = reads(3), Scripted([LENGTH, code, LENGTH, LENGTH], places=str)
+    assert buffered(1 << 16, alone).read(connection, some, Call()).arrived == set(some)
+    assert connection.lookups == [names_of(some), names_of(some[1:2])]
 
 
-@pytest.mark.parametrize(("size", "threads"), [(1 << 16, 4)])
-def test_threads_share_what_is_left(monkeypatch, size, threads):
+def test_threads_share_what_is_left(monkeypatch):
     """Each has memory of its own, and what all have read is answered."""
-    monkeypatch.setattr(BufferTarget, "max_objects", 1)
+    monkeypatch.setattr(reader, "CHUNK_OBJECTS", 1)
+    threads = 4
     together, places = threading.Barrier(threads), set()
 
     class Both(Scripted):
@@ -306,7 +285,7 @@ def test_threads_share_what_is_left(monkeypatch, size, threads):
             return [LENGTH]
 
     thread_pool, some = ThreadPool("hicache-test", threads), reads(3 * threads)
-    assert buffered(size, thread_pool).read(Both([]), some, Call()).arrived == set(some)
+    assert buffered(1 << 16, thread_pool).read(Both([]), some, Call()).arrived == set(some)
     assert len(places) == threads
     thread_pool.close(60)
 
@@ -336,12 +315,8 @@ def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(
     """Only what the library gives up goes on, and only of a read by name; what fails before that
     has ended."""
     monkeypatch.setattr(library, "ABANDON_SECONDS", after)
-    own, target = blocks(), BufferTarget(1 << 16)
     found = [library.NO_REPLICA_IN_MEMORY] if by_name else None
-    for each in (
-        named(alone, own) if by_name else direct(alone, PoolTarget(own, 1)),
-        direct(alone, target),
-    ):
+    for each in (*([direct(alone)] if by_name else []), buffered(1 << 16, alone)):
         places = []
         for answer in (code, LENGTH):
             connection = Addresses([answer], [LENGTH], found=found)

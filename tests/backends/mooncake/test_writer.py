@@ -10,9 +10,9 @@ import pytest
 
 from hicache_backends.mooncake import stores, writer
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.memory import Blocks
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.writer import CHUNK_BYTES, PageWriter
+from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import Call, Namespace, ObjectWrite
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import (
@@ -69,7 +69,7 @@ def no_library(monkeypatch):
 
 def made(thread_pool, gathers=True):
     return PageWriter(
-        Blocks(lambda start, size: None, CHUNK_BYTES),
+        Buffers(CHUNK_BYTES),
         1,
         0.0,
         thread_pool,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client.connection import Connection
+from hicache_backends.mooncake.memory import address_of
 from hicache_storage.spec import InvalidPoolError, StorageForkedError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class ConnectionHandle:
         self._closing = False
         self._released = False
         self._pools: dict[str, _Memory] = {}
-        self._blocks = _Memory([])
+        self._buffers = _Memory([])
         self._retired = list[_Memory]()
         self._former = list[Connection]()
         """Replaced connections, which calls in flight may still use."""
@@ -204,12 +205,12 @@ class ConnectionHandle:
         if closing:
             self._check_open()
 
-    def register_block(self, start: int, size: int) -> None:
+    def register_buffer(self, buffer: memoryview) -> None:
         """Register memory of the storage itself, within a call. Not needed over TCP."""
-        connection = self._connection
-        if connection.settings.protocol != "tcp" and connection.register(start, size):
+        region = (address_of(buffer), len(buffer))
+        if self._connection.settings.protocol != "tcp" and self._connection.register(*region):
             with self._lock:
-                self._blocks.regions.append((start, size))
+                self._buffers.regions.append(region)
 
     def close(self) -> None:
         """Release memory and connection as soon as no call is in flight. Idempotent."""
@@ -232,7 +233,7 @@ class ConnectionHandle:
             # Decided within the lock, so that one thread releases the connection, and once.
             if self._closing and not self._released:
                 self._released = True
-                retired.append(self._blocks)
+                retired.append(self._buffers)
                 former.append(present)
         # Before the release, which may close the client.
         for memory in retired:
