@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from hicache_backends.mooncake.client.connection import max_lookup_seconds
@@ -14,9 +14,8 @@ from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.memory import BLOCK_BYTES, regions_of
 from hicache_backends.mooncake.names import names_of, object_names, prefix_of
 from hicache_backends.mooncake.reachability import check_local_hostname
-from hicache_backends.mooncake.reader import PageReader
+from hicache_backends.mooncake.reader import PageReader, read_verified
 from hicache_backends.mooncake.stores import MAX_HUNG, POOL_THREADS
-from hicache_backends.mooncake.verified_read import read_verified
 from hicache_backends.mooncake.writer import CHUNK_BYTES, MAX_HUNG_SETS, PageWriter
 from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import ObjectRead, ObjectStorage
@@ -270,16 +269,12 @@ def _register(handle: ConnectionHandle, pool: RegisteredPool) -> None:
 
 
 def _names(batches: Sequence[LookupBatch]) -> list[str]:
-    if len(batches) == 1:
-        return object_names(batches[0].namespace, batches[0].keys)
     return list(chain.from_iterable(object_names(batch.namespace, batch.keys) for batch in batches))
 
 
-def _by_batch(batches: Sequence[LookupBatch], answers: list[bool]) -> list[list[bool]]:
-    if len(batches) == 1:
-        return [answers]
+def _by_batch(batches: Sequence[LookupBatch], answers: Sequence[bool]) -> list[list[bool]]:
     every = iter(answers)
-    return [[next(every) for _ in batch.keys] for batch in batches]
+    return [list(islice(every, len(batch.keys))) for batch in batches]
 
 
 def _take(names: set[str], name: str) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+import xxhash
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_LOOKUP_BYTES: Final = 512 << 20
 """Objects looked up together: their leases, 5 s by default, must last until all are read."""
+ATTEMPTS: Final = 4
 CHUNK_OBJECTS: Final = 16
 """Objects in one request. With a store that hangs, each delays its thread for a timeout."""
 CHUNK_BYTES: Final = (1 << 20) + CHUNK_OBJECTS * ENVELOPE_BYTES
@@ -115,18 +117,20 @@ class PageReader:
     ) -> list[ReadResult]:
         """Look objects up, and read those whose stores answer."""
         names = names_of(reads)
-        unknown = nullcontext([library.NO_REPLICA_IN_MEMORY] * len(names))
-        with unknown if self._direct else connection.looked_up(names) as codes:
+        if self._direct:
+            asked = [
+                ReadResult(read, name, library.NO_REPLICA_IN_MEMORY)
+                for read, name in zip(reads, names, strict=True)
+            ]
+            with self.buffers.lend(call) as buffer:
+                return self._read_into_pool(connection, asked, buffer)
+        with connection.looked_up(names) as codes:
             asked = list(map(ReadResult, reads, names, codes))
             results = [one for one in asked if one.code not in (0, library.NO_REPLICA_IN_MEMORY)]
 
             def send(items: list[ReadResult], buffer: memoryview) -> bool | None:
                 with connection.kept([one.name for one in items]):
-                    came = (
-                        self._read_into_pool(connection, items, buffer)
-                        if self._direct
-                        else self._read_through_buffer(connection, items, buffer, shield)
-                    )
+                    came = self._read_through_buffer(connection, items, buffer, shield)
                 results.extend(came)
                 if any(one.code == library.TRANSFER_FAILED for one in came):
                     return True
@@ -140,15 +144,12 @@ class PageReader:
                 lend=partial(self.buffers.lend, call),
                 send=send,
                 size_of=_size,
-                leaves=not self._direct,
             )
             shield = partial(_shield, requests.token, call)
-            # Straight to host memory the library transfers all objects of a request at a time.
-            max_bytes = sys.maxsize if self._direct else min(self.buffers.size, CHUNK_BYTES)
-            max_objects = BLOCK_ENVELOPES if self._direct else CHUNK_OBJECTS
+            max_bytes = min(self.buffers.size, CHUNK_BYTES)
             for store, found in self._by_store(connection, asked).items():
                 if not connection.stores.is_out(store):
-                    some = split(found, _size, max_bytes, max_objects)
+                    some = split(found, _size, max_bytes, CHUNK_OBJECTS)
                     requests.add(UNKNOWN if store == ON_DISK else store, some)
                 elif connection.stores.try_again(store):
                     self._thread_pool.run_in_background(
@@ -343,25 +344,69 @@ def _fault(code: int) -> StorageUnavailableError:
 
 
 def split_reads(
-    reads: Sequence[ObjectRead], max_reads: int, max_bytes: int | None = None
+    reads: Sequence[ObjectRead], max_reads: int, max_bytes: int
 ) -> Iterator[list[ObjectRead]]:
     """Split reads into lists of distinct objects: the library has one destination for a name."""
-    left: Sequence[ObjectRead] = reads
+    left = list(reads)
     while left:
-        some, later, size = list[ObjectRead](), list[ObjectRead](), 0
-        names = set[tuple[str, str]]()
+        first = dict[tuple[str, str], ObjectRead]()
         for read in left:
-            name, length = (read.namespace.name, read.key), read.namespace.object_bytes
-            if name in names:
-                later.append(read)
-                continue
-            if len(some) == max_reads or (
-                max_bytes is not None and some and size + length > max_bytes
-            ):
-                yield some
-                some, names, size = [], set[tuple[str, str]](), 0
-            some.append(read)
-            names.add(name)
-            size += length
-        yield some
-        left = later
+            first.setdefault((read.namespace.name, read.key), read)
+        yield from split(
+            first.values(), lambda read: read.namespace.object_bytes, max_bytes, max_reads
+        )
+        taken = set(first.values())
+        left = [read for read in left if read not in taken]
+
+
+def read_verified(
+    reader: PageReader, connection: Connection, reads: Sequence[ObjectRead], call: Call
+) -> ReadOutcome:
+    """Read and verify pages, again until damage is certain.
+
+    The memory of an object that is removed during a read may hold other objects by then, whose bytes
+    arrive in the page. That is no damage: a page is damaged in the result if the same wrong bytes
+    arrive twice.
+
+    Raises:
+        StorageUnavailableError: the master does not answer.
+    """
+    outcome = reader.read(connection, reads, call)
+    before = dict[ObjectRead, bytes]()
+    doubtful = _not_verified(outcome.arrived, call)
+    for _ in range(ATTEMPTS):
+        # The same wrong bytes twice: such a page stays in the result, as damaged.
+        settled = {read for read, content in doubtful.items() if before.get(read) == content}
+        again = [read for read in doubtful if read not in settled]
+        if not again or call.expired():
+            break
+        for read in again:
+            read.retract()
+            outcome.arrived.discard(read)
+        before = doubtful
+        more = reader.read(connection, again, call)
+        outcome.arrived |= more.arrived
+        outcome.faults += more.faults
+        doubtful = _not_verified(more.arrived, call)
+    else:
+        again = list(doubtful)
+    for read in again:
+        # Neither a hit nor certainly damaged: a miss.
+        read.retract()
+        outcome.arrived.discard(read)
+    return outcome
+
+
+def _not_verified(reads: set[ObjectRead], call: Call) -> dict[ObjectRead, bytes]:
+    """Map the arrived reads that fail verification to digests of their bytes."""
+    # A cancelled call's memory is its caller's again: what is there now says nothing about the
+    # store.
+    with call.shield() as active:
+        return {read: _digest(read) for read in reads if not read.verify()} if active else {}
+
+
+def _digest(read: ObjectRead) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in read.parts:
+        digest.update(part)
+    return digest.digest()

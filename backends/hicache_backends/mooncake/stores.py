@@ -161,7 +161,6 @@ class Requests(Generic[ItemT, MemoryT]):
         send: makes a request for some objects of one store, and returns whether the store has
             failed; None if it does not say.
         size_of: an object, in bytes.
-        leaves: False if the call waits for all requests that have begun.
     """
 
     def __init__(
@@ -174,7 +173,6 @@ class Requests(Generic[ItemT, MemoryT]):
         lend: Callable[[], AbstractContextManager[MemoryT]],
         send: Callable[[list[ItemT], MemoryT], bool | None],
         size_of: Callable[[ItemT], int],
-        leaves: bool = True,
     ) -> None:
         self._thread_pool = thread_pool
         self._stores = stores
@@ -183,7 +181,6 @@ class Requests(Generic[ItemT, MemoryT]):
         self._lend = lend
         self._send = send
         self._size_of = size_of
-        self._leaves = leaves
         self.token = CancellationToken()
         """Cancelled when the call leaves."""
         self.late = False
@@ -204,27 +201,20 @@ class Requests(Generic[ItemT, MemoryT]):
         Raises:
             BaseException: the error of one of the requests.
         """
-        if sum(map(len, self._queues.values())) == 1:
-            # It delays no others, and a thread for it takes longer.
-            [(store, queue)] = self._queues.items()
-            with self._hold, self._lend() as memory:
-                self._make(store, queue[0], memory)
-            return
-        seconds = self._call.remaining()
-        until = math.inf
+        seconds, until = self._call.remaining(), math.inf
         if seconds is not None:
             until = time.monotonic() + seconds - min(MAX_MARGIN_SECONDS, 0.1 * seconds)
+        # A single request delays no others, and a thread for it takes longer.
+        in_threads = sum(map(len, self._queues.values())) > 1
         try:
             with self._changed:
-                begun = self._start_workers()
+                begun = in_threads and self._start_workers()
                 while begun and not self._is_over(until):
                     left = until - time.monotonic()
                     self._changed.wait(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
                     self._leave_out()
                     begun = self._start_workers()
-            if not begun and self._thread_pool.hung:
-                self.late = True
-            elif not begun:
+            if not begun and not (in_threads and self._thread_pool.hung):
                 alone = _Worker()
                 self._workers.add(alone)
                 self._work(alone)
@@ -237,8 +227,7 @@ class Requests(Generic[ItemT, MemoryT]):
                 self.late |= busy or any(self._queues.values())
             for task in [worker.task for worker in workers if worker.task]:
                 if not self._thread_pool.withdraw(task):
-                    # After an interrupt, too: without `leaves` they use the caller's memory.
-                    self._thread_pool.abandon(task) if self._leaves else task.wait()
+                    self._thread_pool.abandon(task)
         if self._error is not None:
             error = self._error
             self._error = None
@@ -260,11 +249,9 @@ class Requests(Generic[ItemT, MemoryT]):
         return bool(self._workers) or not queued
 
     def _is_over(self, until: float) -> bool:
-        busy = any(worker.store is not None for worker in self._workers)
-        if busy and not self._leaves:
-            return False
         if self._error or self._call.expired() or time.monotonic() >= until:
             return True
+        busy = any(worker.store is not None for worker in self._workers)
         return not busy and not any(self._queues.values())
 
     def _leave_out(self) -> None:
@@ -275,7 +262,7 @@ class Requests(Generic[ItemT, MemoryT]):
             self._queues.pop(store, None)
             for worker in [worker for worker in self._workers if worker.store == store]:
                 self.late = True
-                if self._leaves and worker.task:
+                if worker.task:
                     self._workers.discard(worker)
                     self._thread_pool.abandon(worker.task)
 
