@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
@@ -63,10 +63,18 @@ def mha_pools(
     heads: int = 2,
     layers: int = 3,
     pages: int = PAGES,
+    v_head_dim: int = 16,
 ) -> Pools:
     """KV of a model with multi-head attention."""
-    device = MHATokenToKVPool(dtype=dtype, head_num=heads, head_dim=16, **_on_cpu(pages, layers))
-    return Pools(device, _host(MHATokenToKVPoolHost, device, PAGE_SIZE, layout, layers))
+    device = MHATokenToKVPool(
+        dtype=dtype,
+        head_num=heads,
+        head_dim=16,
+        v_head_dim=v_head_dim,
+        **_on_cpu(pages, layers),
+    )
+    kind = get_mha_host_pool_cls(device.get_device_pool_infos()[0].buffer_info)
+    return Pools(device, _host(kind, device, PAGE_SIZE, layout, layers))
 
 
 def mla_pools(layout: str, *, dcp_size: int = 1, dcp_rank: int = 0) -> Pools:
@@ -102,12 +110,14 @@ def _host(kind: type, device: object, page: int, layout: str, layers: int, **mor
     )
 
 
-def mamba_pool(layout: str, *, slot_states: int = 0) -> MambaPoolHost:
+def mamba_pool(
+    layout: str, *, temporal: tuple[int, ...] = (4, 8), slot_states: int = 0
+) -> MambaPoolHost:
     """Checkpoints of Mamba states: one temporal and two conv states, and side states where asked
     for."""
     slots = 12
     info = MambaStateBufferInfo(
-        temporal=torch.zeros(2, slots, 4, 8, dtype=torch.float32),
+        temporal=torch.zeros(2, slots, *temporal, dtype=torch.float32),
         conv=(
             torch.zeros(2, slots, 6, 3, dtype=torch.bfloat16),
             torch.zeros(2, slots, 5, 3, dtype=torch.bfloat16),
