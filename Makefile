@@ -121,10 +121,10 @@ judged:
 soak: $(VENV)/.installed
 	failed=0; for seed in $$(seq 20); do HICACHE_SEED=$$seed $(PYTHON) -m pytest -q tests/conformance/test_mutants.py || failed=1; done; exit $$failed
 
-# 20,000 malformed and random requests to the metadata server; long random programs of the hybrid cache and its controller.
+# 20,000 malformed and random requests to the metadata server; long random programs of the hybrid cache.
 fuzz: $(VENV)/.installed
 	$(PYTHON) -m pytest -m fuzz tests/metadata_server
-	HICACHE_PROGRAMS=50 $(PYTHON) -m pytest -o faulthandler_timeout=0 -n 2 --dist load tests/hybrid/test_programs.py tests/hybrid/radix/test_programs.py
+	HICACHE_PROGRAMS=50 $(PYTHON) -m pytest -o faulthandler_timeout=0 -n 2 --dist load tests/hybrid/radix/test_programs.py
 
 # The 3FS driver's races and its killed server, ten seconds each, and Mooncake's outages; calls end within a second of their deadline.
 # The file driver killed and interrupted at each step of a change.

@@ -1,7 +1,8 @@
-"""Ranks, each a process, run by `test_ranks`: `python rank.py SCENARIOS FOLDER JSON`.
+"""Ranks, each a process, run by `test_ranks`: `python -m tests.hybrid.rank SCENARIOS FOLDER JSON`.
 
-Ranks take the same decisions from `common`, and meet presence, faults and host pressure of their
-own. What a rank was told is written to FOLDER/SCENARIO.RANK.json; the test compares.
+Ranks take the same decisions from `common`, and each has a storage that loses, fails and hangs by
+itself, and host memory that others use. What a rank was told is written to
+FOLDER/SCENARIO.RANK.json; the test compares.
 """
 
 from __future__ import annotations
@@ -12,41 +13,30 @@ import os
 import random
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
 from hicache_storage import create_storage
-from hicache_storage.hybrid import (
-    HybridCacheController,
-    ParallelConfig,
-    PrefetchRules,
-    RankGroupError,
-    StorageConfig,
-    TorchRankGroup,
-)
-from hicache_storage.spec import HiCacheError, PoolTransfer
-from hicache_storage.testing import FaultLayer, FaultOptions, MemoryStorage
-from tests.hybrid.stack import (
-    MAMBA,
-    PAGE,
-    Session,
-    Stack,
-    build,
-    hashes,
-    identity,
-    mamba_config,
-)
+from hicache_storage.hybrid import ParallelConfig, RankGroupError, StorageConfig, TorchRankGroup
+from hicache_storage.hybrid.storage_io.workers import Job
+from hicache_storage.spec import HiCacheError
+from hicache_storage.testing import MemoryStorage
+from tests.hybrid.radix.controller import WorldController
+from tests.hybrid.radix.world import World
+from tests.hybrid.stack import PAGE, Session, Stack, build, hashes, identity, mamba_config, tokens
 from tests.support.waiting import eventually
 
 SECONDS = 200
 """After which a rank that has not ended says what it does, and ends."""
 WORLD_SECONDS = 120
-PAGES = 8
-FAULTS = {"failure": 0.15, "partial": 0.15, "delay": 0.2, "delay_seconds": 0.02, "hang": 0.05}
-CALL_SECONDS = 0.1
+GRID = 2 * PAGE
+TURNS = 4
+"""Checkpoints of a whole conversation."""
+ALL = 10**6
 
 
 class Counted:
@@ -60,35 +50,62 @@ class Counted:
         return self.rank_group.all_reduce_min(values)
 
 
-def presence(seed, rank):
-    """Which pages of KV, and states at which endpoints, a rank's store has."""
-    drawn = random.Random(f"{seed}/{rank}")
-    likely = drawn.choice([0.9, 1.0, 1.0, 1.0])
-    kv = [drawn.random() < likely for _ in range(PAGES)]
-    states = [drawn.random() < 0.8 for _ in range(PAGES)]
-    return kv, states
+class Weather:
+    """What the calls of one rank's storage meet: nothing, or now and then a failure, a loss, or a
+    call that hangs."""
 
+    def __init__(self, seed, objects):
+        self.random, self.objects = random.Random(seed), objects
+        self._changed = threading.Condition()
+        self.bad, self.hanging = False, 0
 
-def pressure(seed, rank):
-    """Host pages and states that others use on a rank."""
-    drawn = random.Random(f"{seed}/{rank}/pressure")
-    return (drawn.randrange(17), drawn.randrange(5)) if drawn.random() < 0.2 else (0, 0)
+    def turn(self, *, bad):
+        with self._changed:
+            self.bad = bad
+            self._changed.notify_all()
+
+    def lose(self, share):
+        for name in sorted(self.objects):
+            if self.random.random() < share:
+                self.objects.pop(name, None)
+
+    def __call__(self, operation):
+        with self._changed:
+            chance = (
+                self.random.random()
+                if self.bad and operation in ("exist", "read", "write")
+                else 1.0
+            )
+            if chance < 0.1:
+                raise OSError("the storage is down")
+            if chance < 0.2:
+                self.lose(0.05)
+            if chance > 0.95 and self.bad:
+                self.hanging += 1
+                assert self._changed.wait_for(lambda: not self.bad, 60)
+                self.hanging -= 1
 
 
 class Rank:
+    """Requests of three conversations; every rank holds bytes of its own for their tokens."""
+
+    stack = None
+
     def __init__(self, settings, rank):
         sizes = {f"{axis}_size": settings.get(axis, 1) for axis in ("tp", "cp", "pp")}
         self.settings = settings
         self.parallel = ParallelConfig.of_rank(rank, **sizes)
         self.rank_group = Counted(TorchRankGroup.of(self.parallel, timeout_seconds=WORLD_SECONDS))
         self.told, self.own = [], {}
-        self.stack = self.make_stack()
-        self.controller = self.stack.controller
+        self.label = f"rank {rank}"
+        self.random = random.Random(self.label)
 
-    def make_stack(self, **changes):
-        return Stack(
-            **{"states": 4, "parallel": self.parallel, "rank_group": self.rank_group, **changes}
-        )
+    def begin(self, grid, states):
+        """Make a cache over a stack."""
+        self.stack = Stack(states=states, parallel=self.parallel, rank_group=self.rank_group)
+        self.controller = self.stack.controller
+        self.world = World(WorldController(self.stack), PAGE, grid, label=self.label)
+        self.cache = self.world.cache
 
     def tell(self, *what):
         """What has to be the same on every rank; printed, so that a rank that hangs is known by the
@@ -98,83 +115,58 @@ class Rank:
 
     def close(self):
         self.tell("collectives", self.rank_group.count)
-        self.stack.close()
-        assert not self.stack.simulator.races
+        if self.stack:
+            self.stack.close()
+            assert not self.stack.simulator.races
 
     # Scenarios
     # ---------------------------------------------------------------------------------------------------
 
-    def chances(self):
-        """Random presence on every rank; faults, host pressure and early ends in some of the
-        rounds."""
-        rules = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
-        impatient = HybridCacheController(
-            self.stack.group,
-            self.stack.transfers,
-            parallel=self.parallel,
-            rank_group=self.rank_group,
-            rules=rules,
-            storage_call_seconds=CALL_SECONDS,
-            stop_seconds=CALL_SECONDS,
-        )
-        for number in range(self.settings["rounds"]):
-            seed = f"{self.settings['seed']}/{number}"
-            common = random.Random(seed)
-            faulty, early = common.random() < 0.6, common.random() < 0.2
-            keys, storage = self.filled(seed, *presence(seed, self.parallel.rank))
-            if faulty:
-                storage = FaultLayer(
-                    storage, FaultOptions(seed=self.parallel.rank * 1000 + number, **FAULTS)
-                )
-            others = self.stack.take(
-                "host",
-                pressure(seed, self.parallel.rank)[0],
-                range(pressure(seed, self.parallel.rank)[1]),
-            )
-            self.controller = impatient if faulty else self.stack.controller
-            self.controller.attach(storage)
-            result = self.fetched(seed, keys, polls=common.randrange(6) if early else None)
-            self.stack.give("host", others)
-            self.tell(
-                "round",
-                number,
-                faulty,
-                early,
-                result.tokens // PAGE,
-            )
-            written = self.written(keys, common)
-            stored = self.stored(keys, result)
-            self.tell("written", written, "stored", stored)
-            if faulty:
-                storage.disable()
-            self.controller.detach()
-            eventually(lambda: self.stack.free() == self.stack.total())
+    def serving(self):
+        """Attention KV and states, which every rank has a share of, and a store of its own."""
+        self.begin(GRID, states=4)
+        self.weather = Weather(self.label, self.world.controller.objects)
+        self.world.controller.before = self.weather
+        self.world.controller.attach()
+        with (
+            mock.patch.object(
+                Job, "overdue", lambda job, seconds: not job.query() and self.weather.hanging > 0
+            ),
+            mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.01),
+        ):
+            common = random.Random(self.settings["seed"])
+            for number in range(self.settings["steps"]):
+                self._step(common, number)
+            self.weather.turn(bad=False)
+            self._end()
 
-    def shards(self):
-        """MLA under CP, in a shared store: each CP shard is written once and hit by every rank."""
-        own = identity(self.parallel, kv_replicated=True)
-        storage = create_storage("file", own, {"path": self.settings["path"]})
-        keys = hashes(PAGES)
-        # Every CP rank holds other bytes under the same keys.
-        labels = [f"{key}/{self.parallel.cp_rank}/{self.parallel.pp_rank}" for key in keys]
+    def sparse(self):
+        """MLA and an indexer, the same bytes on all TP ranks of a CP shard, in one store: every
+        page is a hit on every rank."""
+        self.label = f"cp {self.parallel.cp_rank}"
+        self.begin(None, states=0)
+        storage = create_storage(
+            "file",
+            identity(self.parallel, kv_replicated=True),
+            {"path": self.settings["path"]},
+        )
         self.controller.attach(storage)
-        host = self.stack.take("host", PAGES, ends=(4, 8))
-        self.stack.fill("host", host, labels)
-        self.controller.backups.begin(host, keys)
-        [stored] = eventually(self.controller.backups.completed)
-        self.stack.give("host", host)
-        written = {name: stats.pages_written for name, stats in storage.get_stats().pools.items()}
-        self.tell("stored", stored.stored_pages, stored.complete)
-        result = self.fetched(0, keys, labels=labels)
-        self.tell("restored", result.tokens // PAGE)
-        self.own = written
-        self.controller.detach()
+        lengths = (3, 8, 5)
+        for chain, pages in enumerate(lengths):
+            self._serve(chain, pages)
+        self.world.settle()
+        self.own = {name: stats.pages_written for name, stats in storage.get_stats().pools.items()}
+        for chain, pages in enumerate(lengths):
+            self._forget()
+            self.tell("fetched", self._fetch(chain, pages))
+            self._serve(chain, pages)
+        self._end()
 
     def lost(self):
         """A rank that goes leaves the others with an error, not waiting."""
-        _, storage = self.filled(0, [True] * PAGES, [True] * PAGES)
-        self.controller.attach(storage)
-        operation = self.controller.prefetcher.begin("r", hashes(PAGES))
+        self.begin(GRID, states=4)
+        self.controller.attach(MemoryStorage(identity(self.parallel)))
+        operation = self.controller.prefetcher.begin("r", hashes(8))
         if self.parallel.rank == 0:
             os._exit(0)
         for _ in range(2):
@@ -218,69 +210,103 @@ class Rank:
             self.tell("closed", str(error))
         eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("hicache")])
 
-    # Steps
-    # -------------------------------------------------------------------------------------------------------
+    # One step
+    # ----------------------------------------------------------------------------------------------------
 
-    def filled(self, seed, kv, states):
-        """A store of this rank with some pages of a chain."""
-        keys = hashes(PAGES, seed)
-        storage = MemoryStorage(identity(self.parallel))
-        for name, entry in self.stack.group.entries.items():
-            storage.register_mem_host_pool_v2(entry.host_pool, name)
-        with_states = tuple(end for end, there in enumerate(states, start=1) if there)
-        for end in range(1, PAGES + 1):
-            ends = (1,) if end in with_states else ()
-            host = self.stack.take("host", 1, ends)
-            self.stack.fill("host", host, keys[end - 1 : end])
-            present = [
-                name
-                for name in self.stack.group.entries
-                if (kv[end - 1] if name != MAMBA else bool(ends))
-            ]
-            transfers = [
-                PoolTransfer(name, self.stack.group.slots(host, name), keys=[keys[end - 1]])
-                for name in present
-            ]
-            assert all(all(pages) for pages in storage.batch_set_v2(transfers).values())
-            self.stack.give("host", host)
-        fresh = MemoryStorage(identity(self.parallel), storage.objects)
-        storage.close()
-        return keys, fresh
+    def _step(self, common, number):
+        chain, pages = common.randrange(3), 2 * common.randint(1, TURNS)
+        steps = (
+            [self._serve] * 5
+            + [self._visit_again] * 2
+            + [self._turn] * 3
+            + [self._stop_early, self._squeeze, self._press, self._lose, self._attach_again]
+        )
+        step = common.choice(steps)
+        self.tell(number, step.__name__, chain, pages)
+        step(chain, pages, common)
+        self.cache.poll()
+        self.world.check()
+        self.tell(*astuple(self.cache.usage()))
 
-    def fetched(self, seed, keys, polls=None, labels=None):
-        """Prefetch a chain, to its end or for so many polls; what came is what belongs to the
-        labels, by default the keys."""
-        operation = self.controller.prefetcher.begin("r", hashes(PAGES, seed))
-        if polls is None:
-            eventually(lambda: operation.poll() and operation.done)
-        else:
-            for _ in range(polls):
-                operation.poll()
-        result = self.controller.prefetcher.terminate(operation)
-        assert self.stack.holds("host", result, labels or keys)
-        return result
+    def _serve(self, chain, pages, common=None):
+        """A request that uses what is cached, and computes and inserts the rest."""
+        match = self.cache.match(tokens(pages, chain))
+        self.tell("match", match.length, match.host_length)
+        # The last token is computed, whatever is cached.
+        self.world.visit((*tokens(pages, chain), 0))
 
-    def written(self, keys, common):
-        """Write-backs and loads, told in the same order everywhere."""
-        told = []
-        for node in range(common.randrange(3)):
-            device = self.stack.take("device", common.randint(1, 6), (1,))
-            host = self.controller.write(device, node)
-            told.append(host is not None)
-            self.controller.start_writing()
-            if host is not None:
-                told += eventually(self.controller.completed_writes)
-                self.stack.give("host", host)
-            self.stack.give("device", device)
-        return told
+    def _visit_again(self, chain, pages, common):
+        """All memory was needed for others; what the ranks' stores have in common, and all ranks
+        have room for, comes back."""
+        for end in range(2, pages + 1, 2):
+            self._serve(chain, end)
+            self.world.settle()
+        self._forget()
+        self.weather.lose(0.02)
+        # The weather's random calls would meet this question, too.
+        ends = [] if self.weather.bad else self.world.fetchable(tokens(pages, chain))
+        self.own[len(self.told)] = ends
+        self.tell("fetched", self.weather.bad, len(self.told), self._fetch(chain, pages))
+        self._serve(chain, pages)
 
-    def stored(self, keys, result):
-        """What was fetched is backed up again; a rank whose storage fails decides for all."""
-        number = self.controller.backups.begin(result, keys[: result.tokens // PAGE])
-        self.stack.give("host", result)
-        [told] = eventually(self.controller.backups.completed)
-        assert told.operation_id == number
-        return told.stored_pages, told.complete
+    def _stop_early(self, chain, pages, common):
+        """A prefetch that is ended after some steps, wherever it is then."""
+        self.cache.prefetch_from_storage("early", tokens(pages, chain))
+        for _ in range(common.randrange(4)):
+            self.cache.poll()
+        self.tell("stopped", self.cache.end_prefetch("early"))
+
+    def _squeeze(self, chain, pages, common):
+        for evict in (self.cache.evict, self.cache.evict_host):
+            evicted = evict(common.randrange(40), common.randrange(4))
+            self.tell("evicted", *astuple(evicted))
+
+    def _press(self, chain, pages, common):
+        """Others use memory of this rank's host, until the next time."""
+        self.world.take_host(self.random.randrange(12), self.random.randrange(4))
+
+    def _lose(self, chain, pages, common):
+        self.weather.lose(0.02)
+
+    def _turn(self, chain, pages, common):
+        self.weather.turn(bad=common.random() < 0.6)
+
+    def _attach_again(self, chain, pages, common):
+        self.cache.end_prefetches()
+        self.weather.turn(bad=False)
+        self.controller.detach()
+        self.world.controller.attach()
+        self.cache.storage_changed()
+
+    # Parts of steps
+    # ----------------------------------------------------------------------------------------------
+
+    def _fetch(self, chain, pages):
+        """Tokens that a prefetch brought."""
+        before = self.cache.match(tokens(pages, chain)).length
+        if self.cache.prefetch_from_storage("fetch", tokens(pages, chain)):
+            eventually(lambda: self.cache.poll() or self.cache.check_prefetch("fetch"))
+        return self.cache.match(tokens(pages, chain)).length - before
+
+    def _forget(self):
+        self.world.settle()
+        self.cache.evict(ALL, ALL)
+        self.world.settle()
+        self.cache.evict_host(ALL, ALL)
+
+    def _end(self):
+        """All is given back on every rank."""
+        self._forget()
+        self.world.take_host(0, 0)
+        self.tell("loaded", self.controller.stats().tokens_loaded)
+        self.tell(*astuple(self.cache.usage()))
+        assert self.cache.usage().device_tokens == self.cache.usage().host_tokens == 0
+        eventually(lambda: self.stack.free() == self.stack.total())
+        assert all(
+            pool.available_size() == pool.size
+            for pool in (self.world.kv_slots, self.world.state_slots)
+            if pool
+        )
 
 
 def refused(ask):
@@ -292,8 +318,8 @@ def refused(ask):
     return None
 
 
-def main(kinds):
-    """Run scenarios one after the other, each on a rank of one of these kinds.
+def main():
+    """Run scenarios one after the other.
 
     Ranks are forks of this process, which has imported everything; each writes to a log of its own.
     """
@@ -305,13 +331,13 @@ def main(kinds):
             with (folder / f"{rank}.log").open("w") as log:
                 for stream in (1, 2):
                     os.dup2(log.fileno(), stream)
-            play(kinds, names, rank, world, folder, settings)
+            play(names, rank, world, folder, settings)
             return
     statuses = [os.wait()[1] for _ in range(world)]
     sys.exit(any(statuses))
 
 
-def play(kinds, names, rank, world, folder, settings):
+def play(names, rank, world, folder, settings):
     """Be a rank."""
     # One that hangs says where, in all of its threads.
     faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -324,7 +350,7 @@ def play(kinds, names, rank, world, folder, settings):
     )
     for name in names:
         print("scenario", name, flush=True)
-        place = next(kind for kind in kinds if hasattr(kind, name))(settings, rank)
+        place = Rank(settings, rank)
         getattr(place, name)()
         place.close()
         (folder / f"{name}.{rank}.json").write_text(
@@ -333,6 +359,4 @@ def play(kinds, names, rank, world, folder, settings):
 
 
 if __name__ == "__main__":
-    from tests.hybrid.cache_rank import CacheRank
-
-    main([Rank, CacheRank])
+    main()

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hicache_storage.spec import PoolHitPolicy, PoolPresence, common_hit
-from tests.hybrid.rank import PAGES, SECONDS, presence, pressure
+from tests.hybrid.rank import SECONDS
 from tests.hybrid.stack import PAGE, Session
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = 40
 STEPS = 80
 
 pytestmark = [pytest.mark.slow(seconds=40), pytest.mark.timeout(SECONDS + 90)]
@@ -57,8 +55,8 @@ def _agreed(folder, scenario, ranks):
 
 
 WORLDS = {
-    "tp2-cp2": (["chances", "shards", "serving", "sparse"], {"tp": 2, "cp": 2}),
-    "pp2": (["chances", "serving", "building"], {"pp": 2}),
+    "tp2-cp2": (["serving", "sparse"], {"tp": 2, "cp": 2}),
+    "pp2": (["serving", "building"], {"pp": 2}),
 }
 """Scenarios of each arrangement of ranks; to start processes takes longer than most of them."""
 
@@ -76,7 +74,6 @@ def worlds(tmp_path_factory):
                 scenarios,
                 folder,
                 **shape,
-                rounds=ROUNDS,
                 steps=STEPS,
                 seed="ranks",
                 path=str(folder / "store"),
@@ -86,42 +83,10 @@ def worlds(tmp_path_factory):
     return world
 
 
-def expected(seed, ranks):
-    """The longest prefix that every rank can restore and has room for."""
-    restorable = set(range(1, PAGES + 1))
-    for rank in range(ranks):
-        kv, states = presence(seed, rank)
-        pages, used = pressure(seed, rank)
-        hit = common_hit(
-            kv,
-            [
-                PoolPresence("mamba", states, PoolHitPolicy.TRAILING_PAGES),
-                PoolPresence("indexer", kv),
-            ],
-        )
-        restorable &= {end for end in hit.restorable_prefix_pages if end <= 16 - pages and used < 4}
-    return restorable
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_all_ranks_are_told_the_same(worlds, name):
-    found = worlds(name)["chances"]
-    hits = set()
-    rounds = [what for what in found[0]["told"] if what[0] == "round"]
-    assert len(rounds) == ROUNDS
-    for _, number, faulty, early, pages, *_ in rounds:
-        possible = expected(f"ranks/{number}", len(found))
-        assert pages in possible | {0}
-        if not faulty and not early:
-            assert pages == max(possible, default=0), number
-            hits.add(pages)
-    assert len(hits) > 2
-
-
 @pytest.mark.parametrize("name", WORLDS)
 def test_caches_of_all_ranks_stay_the_same(worlds, name):
-    """What is fetched in good weather is the longest prefix that the stores of all ranks have, and
-    of every byte its owner's."""
+    """What is fetched in good weather is the longest prefix that the stores of all ranks have and
+    their hosts have room for, and of every byte its owner's."""
     found = worlds(name)["serving"]
     fetched = [what[1:] for what in found[0]["told"] if what[0] == "fetched"]
     for bad, number, length in fetched:
@@ -129,7 +94,7 @@ def test_caches_of_all_ranks_stay_the_same(worlds, name):
             common = set.intersection(*(set(one["own"][str(number)]) for one in found))
             assert length == max(common, default=0) * PAGE, number
     assert {bad for bad, *_ in fetched} == {False, True}
-    assert any(length for *_, length in fetched), "nothing was fetched"
+    assert len({length for *_, length in fetched}) > 2
     told = found[0]["told"]
     assert dict(what for what in told if what[0] == "loaded")["loaded"], "nothing was loaded"
 
@@ -145,15 +110,6 @@ def test_replicated_kv_of_every_shard_is_a_hit(worlds):
     ]
     for pool in ("kv", "indexer"):
         assert [one["own"].get(pool, 0) for one in found] == [16, 0, 16, 0]
-
-
-def test_each_shard_of_a_replicated_pool_is_written_once(worlds):
-    """With a writer of global rank 0 alone, the second CP shard is never written and nothing is
-    ever hit."""
-    found = worlds("tp2-cp2")["shards"]
-    assert found[0]["told"][:2] == [["stored", PAGES, True], ["restored", PAGES]]
-    assert [one["own"].get("kv", 0) for one in found] == [PAGES, 0, PAGES, 0]
-    assert [one["own"].get("mamba", 0) for one in found] == [2, 2, 2, 2]
 
 
 def test_a_lost_rank_is_told(tmp_path):

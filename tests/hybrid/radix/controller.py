@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from random import Random
 
@@ -76,11 +77,11 @@ class WorldController:
             | ({MAMBA: Rows(pools[MAMBA])} if MAMBA in pools else {})
             for pools in (stack.device, stack.host)
         )
-        self.objects, self.refuse_backups, self._loses = {}, False, 0.0
-        self._arriving = set()
+        self.objects, self._loses, self._arriving = {}, 0.0, set()
+        self.mood, self._mood_changed = "well", threading.Condition()
 
     @classmethod
-    def of(cls, sizes, page_size, *, states, seed=0, threshold=0):
+    def of(cls, sizes, page_size, *, states, seed=0, threshold=0, **options):
         """Make one with a storage over pools of these sizes."""
         stack = Stack(
             pages=sizes["host_kv"] // page_size,
@@ -89,6 +90,7 @@ class WorldController:
             device=(sizes["device_kv"], sizes["device_states"]),
             seed=seed,
             prefetch=replace(RULES, threshold_tokens=threshold),
+            **options,
         )
         made = cls(stack, seed)
         made.attach()
@@ -113,9 +115,17 @@ class WorldController:
         self.storage.before = self.before
         self.controller.attach(self.storage)
 
+    def be(self, mood):
+        """Let the storage be well, full, fail, or hang until its mood changes."""
+        with self._mood_changed:
+            self.mood = mood
+            self._mood_changed.notify_all()
+
     def before(self, operation):
-        if self.refuse_backups and operation == "write":
-            raise OSError("no space left on device")
+        with self._mood_changed:
+            if self.mood == "fails" or (self.mood == "is full" and operation == "write"):
+                raise OSError("no space left on device")
+            assert self._mood_changed.wait_for(lambda: self.mood != "hangs", 60)
         if operation == "read" and self._loses:
             share, self._loses = self._loses, 0.0
             self.lose(share, while_read=False)

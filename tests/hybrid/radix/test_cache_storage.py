@@ -118,9 +118,9 @@ def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
 
 
 def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):
-    world.controller.refuse_backups = True
+    world.controller.be("is full")
     served(world, LONG)
-    world.controller.refuse_backups = False
+    world.controller.be("well")
     forget(world)
     assert world.cache.prefetch_from_storage("r", LONG)
     eventually(lambda: world.cache.poll() or world.cache.check_prefetch("r"))

@@ -3,12 +3,15 @@ byte is where it belongs."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import CacheInUseError, StalePrefixError
+from hicache_storage.hybrid.storage_io.workers import Job
 from tests.hybrid.programs import PICKS, machine
 from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import SIZES, World
@@ -48,7 +51,19 @@ class Fetches(RuleBasedStateMachine):
     )
     def begin(self, policy, seed, host, states, releases):
         sizes = SIZES | {"host_kv": host, "host_states": states}
-        controller = WorldController.of(sizes, PAGE, states=self.grid is not None, seed=seed)
+        controller = WorldController.of(
+            sizes, PAGE, states=self.grid is not None, seed=seed, stop_seconds=0.02
+        )
+        self.patches = (
+            mock.patch.object(
+                Job,
+                "overdue",
+                lambda job, seconds: not job.query() and controller.mood == "hangs",
+            ),
+            mock.patch("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 4),
+        )
+        for patch in self.patches:
+            patch.start()
         self.world = World(controller, PAGE, self.grid, policy, releases_states=releases)
         self.stale = None
         self.locks = []
@@ -119,11 +134,12 @@ class Fetches(RuleBasedStateMachine):
         be."""
         cache = self.world.cache
         before = cache.match(tokens).length
-        best = self.world.best_fetch(tokens)
+        well = self.world.controller.mood == "well"
+        best = max(self.world.fetchable(tokens), default=0) * PAGE if well else None
         if cache.prefetch_from_storage("fetch", tokens):
             eventually(lambda: cache.poll() or cache.check_prefetch("fetch"))
         assert cache.match(tokens).length >= before
-        if not before and not self.waiting and not self.loses:
+        if well and not before and not self.waiting and not self.loses:
             assert cache.match(tokens).length == best
 
     @rule(share=st.sampled_from([0.1, 0.5, 1.0]), while_read=st.booleans())
@@ -142,6 +158,7 @@ class Fetches(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        self.storage_is("well")
         for lock in self.locks:
             world.cache.unlock(lock)
         for request in list(world.running):
@@ -162,6 +179,15 @@ class Fetches(RuleBasedStateMachine):
         # Copies that a reset has forgotten keep their host slots until they are over.
         eventually(lambda: world.cache.poll() or world.host_is_free())
         world.controller.close()
+        for patch in self.patches:
+            patch.stop()
+
+    def storage_is(self, mood):
+        controller = self.world.controller
+        controller.be(mood)
+        # As long as calls hang that were given up, others fail at once.
+        if mood != "hangs":
+            eventually(lambda: not controller.stats().stuck_calls)
 
 
 class Programs(Fetches):
@@ -264,9 +290,9 @@ class Programs(Fetches):
             self.waiting.remove(request_id)
             assert self.world.cache.check_prefetch(request_id)
 
-    @rule(refuse=st.booleans())
-    def storage_falters(self, refuse):
-        self.world.controller.refuse_backups = refuse
+    @rule(mood=st.sampled_from(["well", "is full", "fails", "hangs"]))
+    def storage_is(self, mood):
+        super().storage_is(mood)
 
     @rule(same=st.booleans())
     def detach_and_attach(self, same):
@@ -276,6 +302,7 @@ class Programs(Fetches):
         controller.detach()
         assert not cache.prefetch_from_storage("nobody", (1, 2, 1, 3))
         cache.poll()
+        self.storage_is("well")
         controller.attach(empty=not same)
         cache.storage_changed()
 

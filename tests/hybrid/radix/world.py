@@ -208,17 +208,15 @@ class World:
         )
         return all(slots.available_size() == pool.size for slots, pool in pools)
 
-    def best_fetch(self, tokens) -> int:
-        """How much of `tokens` a prefetch restores when nothing of it is cached: the longest that
-        fits and can be gone on from."""
-        keys = page_hashes(tokens, self.page)
+    def fetchable(self, tokens) -> list[int]:
+        """Ends in pages of what a prefetch may restore of `tokens` when nothing of it is cached: it
+        fits, and can be gone on from."""
         free = {name: slots.available_size() for name, slots in self.controller.host_slots.items()}
-        fits = [
+        return [
             end
-            for end in self.controller.restorable(keys)
-            if keys and end * self.page <= free[KV] and free.get(MAMBA, 1)
+            for end in self.controller.restorable(page_hashes(tokens, self.page))
+            if end * self.page <= free[KV] and free.get(MAMBA, 1)
         ]
-        return max(fits, default=0) * self.page
 
     def note_uses(self, used=None) -> None:
         """Keep the book of states: which are new, and that the one after a prefix was used."""
