@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from array import array
+import struct
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hicache_storage.spec import InvalidTransferError
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 _NAMESPACE = b"sglang-cache-namespace-v1"
-# C does not fix the size of `unsigned int` and `unsigned long`.
-_WORD = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 
 def page_hashes(
@@ -40,7 +38,12 @@ def page_hashes(
     Raises:
         InvalidTransferError: a token is out of range, or `prior` is not hex.
     """
-    data = _unit_bytes(tokens, bigram=bigram)
+    if bigram:
+        tokens = [token for pair in pairwise(tokens) for token in pair]
+    try:
+        data = struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error as error:
+        raise InvalidTransferError(f"tokens must be ids in [0, 2**32): {error}") from error
     page_bytes = page_size * TOKEN_BYTES * (1 + bigram)
     try:
         digest = bytes.fromhex(prior) if prior is not None else b""
@@ -78,19 +81,3 @@ def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) 
             text = part.encode()
             digest.update(b"\x01" + len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()
-
-
-def _unit_bytes(tokens: Sequence[int], *, bigram: bool) -> bytes:
-    try:
-        words = array(_WORD, tokens)
-    except (OverflowError, TypeError) as error:
-        raise InvalidTransferError(f"tokens must be ids in [0, 2**32): {error}") from error
-    if bigram:
-        pairs = array(_WORD, bytes(max(0, len(words) - 1) * 2 * TOKEN_BYTES))
-        pairs[0::2] = words[:-1]
-        pairs[1::2] = words[1:]
-        words = pairs
-    # SGLang hashes little-endian words; keys must be equal on every machine.
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()

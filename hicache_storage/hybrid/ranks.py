@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 MadeT = TypeVar("MadeT")
 
-MAX_EXACT_NUMBER: Final = 1 << 56
-"""Largest number that is compared as it is; every other value is compared by a larger digest."""
 AXES = ("tp", "cp", "pp", "dp")
 """From the innermost to the outermost: neighbouring ranks differ in `tp_rank`."""
 TIMEOUT_SECONDS = 300.0
@@ -275,7 +273,7 @@ def check_consistent(
         BaseException: `refusal`.
     """
     # A rank that refuses sends zeros: the vector has the same length on every rank.
-    mine = [_number(value) if refusal is None else 0 for value in values.values()]
+    mine = [_digest(value) if refusal is None else 0 for value in values.values()]
     # One reduction gives both bounds: the maximum is the negated minimum of the negated numbers.
     accepted, *lowest = rank_group.all_reduce_min(
         [int(refusal is None), *mine, *(-number for number in mine)]
@@ -286,7 +284,10 @@ def check_consistent(
         raise OtherRankError("another rank refuses its configuration; its own error says why")
     bounds = zip(values.items(), lowest[: len(mine)], lowest[len(mine) :], strict=True)
     wrong = [
-        _difference(name, value, low, -high) for (name, value), low, high in bounds if low != -high
+        # Other values may be long, or secret.
+        f"{name} ({value} here)" if type(value) is int else name
+        for (name, value), low, high in bounds
+        if low != -high
     ]
     if wrong:
         raise ConfigError(f"ranks differ in {', '.join(wrong)}; make it the same on every rank")
@@ -312,20 +313,9 @@ def make_on_all_ranks(rank_group: RankGroup, what: str, make: Callable[[], MadeT
     return made
 
 
-def _number(value: object) -> int:
-    if isinstance(value, int) and abs(value) <= MAX_EXACT_NUMBER:
-        return value
-    digest = hashlib.sha256(repr(value).encode()).digest()
-    # 56 bits of the digest above the exact numbers: the sum and its negation fit into int64, in
-    # which ranks reduce.
-    return MAX_EXACT_NUMBER + 1 + int.from_bytes(digest[:7])
-
-
-def _difference(name: str, value: object, low: int, high: int) -> str:
-    # Digests are not shown: they mean nothing to a reader.
-    if type(value) is int and high <= MAX_EXACT_NUMBER:
-        return f"{name} ({value} here, {low} to {high} in all)"
-    return name
+def _digest(value: object) -> int:
+    # 56 bits: also the negation fits into int64, in which ranks reduce.
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
 
 
 def _placement_error(parallel: ParallelConfig) -> ConfigError | None:

@@ -171,7 +171,7 @@ class Rank:
             os._exit(0)
         for _ in range(2):
             try:
-                eventually(operation.poll)
+                eventually(lambda: self.controller.prefetcher.advance() or operation.ready)
             except RankGroupError:
                 self.tell("lost")
         self.controller.detach()

@@ -125,9 +125,15 @@ def without(lost):
     return call
 
 
+def ready(stack, operation):
+    """Whether the request of a prefetch may go on, after a step of all prefetches."""
+    stack.controller.prefetcher.advance()
+    return operation.ready
+
+
 def finished(stack, operation):
     """The result of a prefetch once it is done."""
-    eventually(lambda: operation.poll() and operation.done)
+    eventually(lambda: ready(stack, operation) and operation.done)
     return stack.controller.prefetcher.terminate(operation)
 
 

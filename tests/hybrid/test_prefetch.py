@@ -13,7 +13,7 @@ from hicache_storage.hybrid import PrefetchRules
 from hicache_storage.hybrid.storage_io.prefetch_jobs import PrefetchBuffers, ReadStep, plan_reads
 from hicache_storage.spec import PoolTransferResult, seconds_since_asked
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, hashes
-from tests.hybrid.storages import Faulty, fetched, finished, of
+from tests.hybrid.storages import Faulty, fetched, finished, of, ready
 from tests.support.waiting import eventually
 
 WAIT = {"threshold_tokens": PAGE, "policy": "wait_complete", "occupancy": 1.0}
@@ -56,7 +56,7 @@ def test_memory_is_taken_after_the_hit_is_known(stack, store, gate):
     storage.before = hang
     operation = stack.controller.prefetcher.begin("r", hashes(8))
     assert hang.entered.wait(60)
-    assert not operation.poll()
+    assert not ready(stack, operation)
     assert stack.free() == stack.total()
     hang.open()
     assert finished(stack, operation).tokens == 8 * PAGE
@@ -133,7 +133,7 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
     stack.controller.attach(storage)
     operation = stack.controller.prefetcher.begin("r", hashes(8))
     storage.before = hang
-    eventually(lambda: operation.poll() is goes_on and hang.hanging)
+    eventually(lambda: ready(stack, operation) is goes_on and hang.hanging)
     assert not operation.done
     if goes_on:
         assert stack.controller.prefetcher.terminate(operation).tokens == 0
@@ -162,7 +162,7 @@ def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
 
     storage.before = one_hangs
     operation = stack.controller.prefetcher.begin("r", hashes(12))
-    eventually(lambda: operation.poll() or hang.hanging)
+    eventually(lambda: ready(stack, operation) or hang.hanging)
     result = stack.controller.prefetcher.terminate(operation)
     assert result.tokens == 7 * PAGE
     assert stack.free()[KV] == 4 * PAGE, "what the call may still write into rests"
@@ -188,7 +188,7 @@ def test_a_second_termination_hands_over_nothing(stack, store):
     result = finished(stack, operation)
     again = stack.controller.prefetcher.terminate(operation)
     assert (result.tokens, again.tokens, again.endpoints) == (4 * PAGE, 0, ())
-    assert operation.poll()
+    assert operation.ready
 
 
 @pytest.mark.parametrize(
@@ -309,12 +309,13 @@ def test_a_hanging_storage_holds_up_nobody(make_stack, store, gate, operation, e
     stack.controller.attach(storage)
     storage.before = hang
     prefetches = [stack.controller.prefetcher.begin("r", hashes(8)) for _ in range(2)]
-    eventually(lambda: prefetches[0].poll() or hang.hanging)
+    eventually(lambda: ready(stack, prefetches[0]) or hang.hanging)
     getattr(stack.controller, end)()
-    assert all(prefetch.poll() for prefetch in prefetches)
+    assert all(prefetch.ready for prefetch in prefetches)
     for prefetch in prefetches:
         assert stack.controller.prefetcher.terminate(prefetch).tokens == 0
-    assert stack.free()[KV] == (8 * PAGE if operation == "read" else 16 * PAGE)
+    free = stack.free()[KV]
+    assert free <= 8 * PAGE if operation == "read" else free == 16 * PAGE
     assert stack.controller.attached is (end == "reset")
     hang.open()
     eventually(lambda: stack.free() == stack.total())

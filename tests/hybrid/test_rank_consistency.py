@@ -18,7 +18,6 @@ from hicache_storage.hybrid import (
     build_hybrid_stack,
 )
 from hicache_storage.hybrid.ranks import (
-    MAX_EXACT_NUMBER,
     check_consistent,
     make_on_all_ranks,
 )
@@ -69,20 +68,15 @@ def on_ranks(work, size=2):
 def test_what_differs_is_named():
     told = [{"a": 1, "b": "x", "c": 3}, {"a": 2, "b": "y", "c": 3}]
     first, second = on_ranks(lambda rank, rank_group: check_consistent(rank_group, told[rank]))
-    assert (
-        str(first) == "ranks differ in a (1 here, 1 to 2 in all), b; make it the same on every rank"
-    )
-    assert (
-        str(second)
-        == "ranks differ in a (2 here, 1 to 2 in all), b; make it the same on every rank"
-    )
+    assert str(first) == "ranks differ in a (1 here), b; make it the same on every rank"
+    assert str(second) == "ranks differ in a (2 here), b; make it the same on every rank"
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        (MAX_EXACT_NUMBER + 1, MAX_EXACT_NUMBER + 2),
-        (-MAX_EXACT_NUMBER - 1, MAX_EXACT_NUMBER + 1),
+        (1, 2**64),
+        (-1, 1),
         (None, 0),
         (True, "True"),
         ([1], (1,)),
@@ -144,12 +138,12 @@ def nothing_is_made():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"device_tokens": 8 * PAGE}, r"device_tokens \((64|32) here, 32 to 64 in all\)"),
-        ({"device_states": 4}, r"device_states \([84] here, 4 to 8 in all\)"),
-        ({"host_tokens": 8 * PAGE}, r"host_tokens \((64|32) here, 32 to 64 in all\)"),
-        ({"host_states": 4}, r"host_states \([84] here, 4 to 8 in all\)"),
-        ({"host_tokens": "64KiB"}, "host_tokens"),
-        ({"checkpoint_interval": 16}, r"checkpoint_grid \((8|16) here, 8 to 16 in all\)"),
+        ({"device_tokens": 8 * PAGE}, r"device_tokens \((64|32) here\)"),
+        ({"device_states": 4}, r"device_states \([84] here\)"),
+        ({"host_tokens": 8 * PAGE}, r"host_tokens \((64|32) here\)"),
+        ({"host_states": 4}, r"host_states \([84] here\)"),
+        ({"host_tokens": "64KiB"}, r"host_tokens( \(64 here\))?"),
+        ({"checkpoint_interval": 16}, r"checkpoint_grid \((8|16) here\)"),
         ({"layout": "layer_first"}, "layout"),
         ({"write_policy": "write_back"}, "write_policy"),
         ({"bigram": True}, "bigram"),

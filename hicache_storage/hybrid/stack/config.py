@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_storage.pools import PoolGeometry
-
-ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
 FALLBACK_LAYOUT = "page_first"
 """Layout of a side pool that does not support the layout of KV."""
@@ -114,12 +110,13 @@ class StackConfig:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
-                raise ConfigError(
-                    f"{name} must be {_kind_names(kind)}, got {getattr(self, name)!r:.80}"
-                )
-        object.__setattr__(
-            self, "write_policy", _choice("write_policy", WritePolicy, self.write_policy)
-        )
+                raise ConfigError(f"{name} must be {kind}, got {getattr(self, name)!r:.80}")
+        try:
+            object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
+        except ValueError as error:
+            raise ConfigError(
+                f"write_policy must be one of {', '.join(WritePolicy)}; got {self.write_policy!r}"
+            ) from error
         for name in ("storage_call_seconds", "attach_seconds", "stop_seconds"):
             # Not `<= 0`, which is false for NaN.
             if not getattr(self, name) > 0:
@@ -230,20 +227,15 @@ class StackConfig:
             )
 
 
-_KINDS: Final[dict[str, tuple[type, ...]]] = {
-    "attention": (AttentionGeometry, MLAGeometry),
-    "mamba": (MambaGeometry, NoneType),
-    "indexer": (IndexerGeometry, NoneType),
-    "parallel": (ParallelConfig,),
-    "prefetch": (PrefetchRules,),
-    "storage": (StorageConfig, NoneType),
+_KINDS: Final = {
+    "attention": AttentionGeometry | MLAGeometry,
+    "mamba": MambaGeometry | None,
+    "indexer": IndexerGeometry | None,
+    "parallel": ParallelConfig,
+    "prefetch": PrefetchRules,
+    "storage": StorageConfig | None,
 }
 """Types of the fields that are configurations themselves."""
-
-
-def _kind_names(kinds: tuple[type, ...]) -> str:
-    """Return the names of types for a message."""
-    return " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
 
 
 def _check_count(name: str, count: int) -> None:
@@ -277,11 +269,3 @@ def _slots_in(name: str, size: int | str, page_size: int, page_bytes: int) -> in
             f"{name} is {size!r}, and a page takes {page_bytes} bytes; give room for one at least"
         )
     return pages * page_size
-
-
-def _choice(name: str, kind: type[ChoiceT], value: str) -> ChoiceT:
-    """Return the member of an enumeration with that value."""
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ConfigError(f"{name} must be one of {', '.join(kind)}; got {value!r}") from error

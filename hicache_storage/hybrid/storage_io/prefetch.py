@@ -55,7 +55,7 @@ class PrefetchOperation:
     Used by the scheduler's thread.
     """
 
-    def __init__(self, owner: Prefetcher, request: PrefetchRequest, tokens: int, job: Job) -> None:
+    def __init__(self, request: PrefetchRequest, tokens: int, job: Job) -> None:
         self.tokens = tokens
         """Tokens asked for."""
         self.request = request
@@ -71,7 +71,6 @@ class PrefetchOperation:
         """Pages that every rank has, once the prefetch is done."""
         self.job: Job | None = job
         self.buffers: PrefetchBuffers | None = None
-        self._owner = owner
 
     @property
     def done(self) -> bool:
@@ -80,20 +79,12 @@ class PrefetchOperation:
 
     @property
     def ready(self) -> bool:
-        """True if the request may go on, as of the last step of this prefetch."""
-        return self.done or not self.waits
-
-    def poll(self) -> bool:
-        """Advance the prefetch; returns whether the request may go on.
+        """True if the request may go on, as of the last `advance`.
 
         It may when the prefetch is done, or the policy does not wait for the rest. Then
-        `Prefetcher.terminate` returns what has arrived. A collective, unless the prefetch is done.
-
-        Raises:
-            RankGroupError: a rank is gone.
+        `Prefetcher.terminate` returns what has arrived.
         """
-        self._owner.advance([self])
-        return self.ready
+        return self.done or not self.waits
 
 
 class Prefetcher:
@@ -149,7 +140,7 @@ class Prefetcher:
             return None
         request = PrefetchRequest(tuple(hashes), tuple(prefix_hashes), request_id)
         job = QueryJob(binding.calls, request)
-        operation = PrefetchOperation(self, request, length, job)
+        operation = PrefetchOperation(request, length, job)
         # Before `submit`: a thread that hangs is given up, so that the job gets one that serves.
         self._link.expire()
         binding.query.submit(job)
@@ -188,13 +179,15 @@ class Prefetcher:
 
     # One step ------------------------------------------------------------------------------------
 
-    def advance(self, operations: Sequence[PrefetchOperation] | None = None) -> None:
-        """Advance prefetches, by default all.
+    def advance(self) -> None:
+        """Advance all prefetches.
 
         One collective for all that are not done, and further ones where phases end.
+
+        Raises:
+            RankGroupError: a rank is gone.
         """
-        chosen = self._live if operations is None else operations
-        unfinished = [operation for operation in chosen if not operation.done]
+        unfinished = [operation for operation in self._live if not operation.done]
         if not unfinished:
             return
         self._link.expire()
