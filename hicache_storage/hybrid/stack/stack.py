@@ -85,6 +85,7 @@ class HybridStack:
         pools: StackPools,
         controller: HybridCacheController,
         cache: HiMambaRadixCache,
+        closing: ExitStack,
     ) -> None:
         self.config = config
         self.controller = controller
@@ -98,7 +99,7 @@ class HybridStack:
         self.compute = pools.compute
         """The stream whose kernels read and write the device pools."""
         self._rank_group = controller.rank_group
-        self._closing = ExitStack()
+        self._closing = closing
 
     @property
     def kv(self) -> DevicePool:
@@ -118,10 +119,6 @@ class HybridStack:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def own(self, closing: ExitStack) -> None:
-        """Take over the resources that `close` releases."""
-        self._closing = closing
 
     def attach(self, storage: HiCacheStorage | StorageConfig) -> None:
         """Use a storage from now on, on every rank or on none; the stack owns it.
@@ -215,8 +212,9 @@ def build_hybrid_stack(
         HiCacheError: as pools, `create_storage` and `HybridCacheController.attach` raise them;
             nothing is open then.
     """
-    # `closing` becomes the stack's own; `failing` holds what only a failed build has to undo.
-    with ExitStack() as closing, ExitStack() as failing:
+    with ExitStack() as failing:
+        # Closes what the stack will own.
+        closing = failing.enter_context(ExitStack())
         # First: a storage of the caller's is closed whatever fails below.
         if storage is not None:
             seconds = config.stop_seconds if isinstance(config, StackConfig) else STOP_SECONDS
@@ -229,14 +227,30 @@ def build_hybrid_stack(
         agreed = _agreed_config(config, storage, rank_group, streams)
         host_slots = _host_slots(agreed, rank_group)
         pools = make_on_all_ranks(
-            rank_group, "pools", lambda: _make_pools(agreed, host_slots, streams, closing)
+            rank_group, "pools", lambda: build_pools(agreed, host_slots, streams, closing)
         )
-        stack = HybridStack(agreed, pools, *_make_caches(agreed, pools, rank_group, closing))
+        controller = HybridCacheController(
+            pools.group,
+            transfers=pools.transfers,
+            parallel=agreed.parallel,
+            rank_group=rank_group,
+            rules=agreed.prefetch,
+            storage_call_seconds=agreed.storage_call_seconds,
+            attach_seconds=agreed.attach_seconds,
+            stop_seconds=agreed.stop_seconds,
+        )
+        closing.callback(controller.close)
+        cache = HiMambaRadixCache(
+            controller,
+            checkpoint_grid=agreed.checkpoint_grid,
+            bigram=agreed.bigram,
+            write_policy=agreed.write_policy,
+        )
+        stack = HybridStack(agreed, pools, controller, cache, closing)
         wanted = agreed.storage if storage is None else storage
         if wanted is not None:
             stack.attach(wanted)
         failing.pop_all()
-        stack.own(closing.pop_all())
     return stack
 
 
@@ -309,51 +323,11 @@ def _host_slots(config: StackConfig, rank_group: RankGroup) -> dict[PoolName, in
     }
 
 
-def _make_pools(
-    config: StackConfig,
-    host_slots: Mapping[PoolName, int],
-    streams: tuple[Device, Stream] | None,
-    closing: ExitStack,
-) -> StackPools:
-    place = torch.device(config.device)
-    # CUDA locks host memory in the context of the current device.
-    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
-        pools = build_pools(config, host_slots, *(streams or _own_streams(config, closing)))
-    # `ExitStack` closes in reverse: first the controller, then running copies are waited for, then
-    # the simulator that runs them is closed.
-    closing.callback(pools.transfers.synchronize)
-    return pools
-
-
-def _own_streams(config: StackConfig, closing: ExitStack) -> tuple[Device, Stream]:
-    place = torch.device(config.device)
+def _own_streams(place: torch.device, closing: ExitStack) -> tuple[Device, Stream]:
     if place.type == "cuda":
         return CudaDevice(place), CudaStream(torch.cuda.current_stream(place))
     simulator = closing.enter_context(StreamSimulator())
     return simulator, simulator.stream("compute")
-
-
-def _make_caches(
-    config: StackConfig, pools: StackPools, rank_group: RankGroup, closing: ExitStack
-) -> tuple[HybridCacheController, HiMambaRadixCache]:
-    controller = HybridCacheController(
-        pools.group,
-        transfers=pools.transfers,
-        parallel=config.parallel,
-        rank_group=rank_group,
-        rules=config.prefetch,
-        storage_call_seconds=config.storage_call_seconds,
-        attach_seconds=config.attach_seconds,
-        stop_seconds=config.stop_seconds,
-    )
-    closing.callback(controller.close)
-    cache = HiMambaRadixCache(
-        controller,
-        checkpoint_grid=config.checkpoint_grid,
-        bigram=config.bigram,
-        write_policy=config.write_policy,
-    )
-    return controller, cache
 
 
 def rank_invariant_values(config: StackConfig, storage: HiCacheStorage | None) -> dict[str, object]:
@@ -382,51 +356,55 @@ def rank_invariant_values(config: StackConfig, storage: HiCacheStorage | None) -
 
 
 def build_pools(
-    config: StackConfig, host_slots: Mapping[PoolName, int], device: Device, compute: Stream
+    config: StackConfig,
+    host_slots: Mapping[PoolName, int],
+    streams: tuple[Device, Stream] | None,
+    closing: ExitStack,
 ) -> StackPools:
     """Allocate all pools, and make the engine that copies between them.
 
     Args:
         host_slots: number of slots of each host pool.
-        device: makes the streams of the copies.
-        compute: the model's stream.
+        streams: the device of the copies' streams, and the model's stream; None to make them.
+        closing: waits for running copies.
 
     Raises:
         InvalidPoolError: there is not enough memory, or the device cannot access it.
     """
+    place = torch.device(config.device)
     device_pools: dict[PoolName, DevicePool] = {}
     host_pools: dict[PoolName, PagedHostPool] = {}
-    pairs: dict[str, PoolPair] = {}
-    for name, geometry in config.pools.items():
-        on_device, _, page_size = config.slots_of(name)
-        device_pools[name] = DevicePool(
-            geometry, size=on_device, page_size=page_size, device=config.device
-        )
-        host_pools[name] = PagedHostPool(
-            geometry,
-            size=host_slots[name],
-            page_size=page_size,
-            layout=config.layout_of(name),
-            pin_memory=config.pin_memory,
-        )
-        pairs[name] = PoolPair(device_pools[name], host_pools[name])
-    transfers = PageTransfers(device, compute, pairs)
+    # CUDA locks host memory in the context of the current device.
+    with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
+        device, compute = streams or _own_streams(place, closing)
+        for name, geometry in config.pools.items():
+            on_device, _, page_size = config.slots_of(name)
+            device_pools[name] = DevicePool(
+                geometry, size=on_device, page_size=page_size, device=config.device
+            )
+            host_pools[name] = PagedHostPool(
+                geometry,
+                size=host_slots[name],
+                page_size=page_size,
+                layout=config.layout_of(name),
+                pin_memory=config.pin_memory,
+            )
+        pairs = {str(name): PoolPair(device_pools[name], host_pools[name]) for name in host_pools}
+        transfers = PageTransfers(device, compute, pairs)
+    # `ExitStack` closes in reverse: first the controller, then running copies are waited for, then
+    # the simulator that runs them is closed.
+    closing.callback(transfers.synchronize)
     group = HostPoolGroup(
-        _make_entry(name, device_pools[name], host_pools[name], transfers) for name in config.pools
+        PoolEntry(
+            name=name,
+            host_pool=host_pool,
+            host_slots=transfers.host_slots[name],
+            # An indexer has one key for each row of KV, so it needs no slots of its own.
+            device_pool=None if name is PoolName.INDEXER else device_pools[name],
+        )
+        for name, host_pool in host_pools.items()
     )
     return StackPools(device_pools, host_pools, compute, transfers, group)
-
-
-def _make_entry(
-    name: PoolName, device_pool: DevicePool, host_pool: PagedHostPool, transfers: PageTransfers
-) -> PoolEntry:
-    # An indexer has one key for each row of KV, so it needs no slots of its own.
-    return PoolEntry(
-        name=name,
-        host_pool=host_pool,
-        host_slots=transfers.host_slots[name],
-        device_pool=None if name is PoolName.INDEXER else device_pool,
-    )
 
 
 def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) -> HiCacheStorage:
@@ -437,7 +415,15 @@ def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) 
         DriverError: as `create_storage` raises it.
     """
     if isinstance(storage, HiCacheStorage):
-        _check_identity(config, storage)
+        wanted = config.identity("any")
+        # The other fields are the operator's; these describe the bytes of the pools.
+        for name in ("page_size", "layout", "kv_replicated"):
+            found, ours = getattr(storage.identity, name), getattr(wanted, name)
+            if found != ours:
+                raise ConfigError(
+                    f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the "
+                    "storage with config.identity()"
+                )
         return storage
     identity = config.identity(
         storage.model,
@@ -445,15 +431,3 @@ def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) 
         **{name: getattr(storage, name) for name in OPERATOR_FIELDS},
     )
     return create_storage(storage.driver, identity, storage.options, options=storage.layers)
-
-
-def _check_identity(config: StackConfig, storage: HiCacheStorage) -> None:
-    wanted = config.identity("any")
-    # The other fields are the operator's; these describe the bytes of the pools.
-    for name in ("page_size", "layout", "kv_replicated"):
-        found, ours = getattr(storage.identity, name), getattr(wanted, name)
-        if found != ours:
-            raise ConfigError(
-                f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the "
-                "storage with config.identity()"
-            )
