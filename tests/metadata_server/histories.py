@@ -62,6 +62,8 @@ class History:
     """Slots whose lease a clear has ended, and until when their writers, whom nobody has asked,
     take it for theirs."""
     generations: dict[int, int] = field(default_factory=dict)
+    pages: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Live pages, the least recently used first: slot, and the key named as prefix."""
 
     def __post_init__(self) -> None:
         self.scope = Scope(self.geometry, QUARANTINE)
@@ -95,12 +97,15 @@ class History:
         valid = [self.scope.leases.slot(lease) == self.held[lease][1] for lease in leases]
         lengths = [chance.randint(1, 9) for _ in leases]
         checksums = [chance.getrandbits(64) for _ in leases]
+        stored = list[tuple[str, int, float]]()
         done = self.scope.commit(leases, lengths, checksums, self.now)
         for lease, was_valid, did in zip(leases, valid, done, strict=True):
-            key, slot, end = self.held.pop(lease)
+            _, _, end = held = self.held.pop(lease)
             assert did == (was_valid and end > self.now)
             if did:
-                assert self.scope.lru.slot(key) == slot
+                stored.append(held)
+        for key, slot, _ in reversed(stored):
+            self.pages[key] = slot, self.scope.table.prefixes[slot]
 
     def abort(self) -> None:
         if self.held:
@@ -112,7 +117,16 @@ class History:
         self.scope.release([self.chance.randrange(self.slots) for _ in range(2)], self.now)
 
     def touch(self) -> None:
-        self.scope.lru.used([self.key() for _ in range(3)])
+        keys = self.some_keys(6)
+        slots = [self.pages[key][0] if key in self.pages else -1 for key in keys]
+        assert list(self.scope.lru.used(keys)) == slots
+        self.use(keys)
+
+    def use(self, keys: list[str]) -> None:
+        """Move the pages that are live to the end, the first key last."""
+        for key in reversed(keys):
+            if key in self.pages:
+                self.pages[key] = self.pages.pop(key)
 
     def pin(self) -> None:
         live = [self.scope.lru.slot(key) for key in self.scope.lru]
@@ -158,17 +172,23 @@ class History:
     def key(self) -> str:
         return f"k{self.chance.randrange(self.keys)}"
 
+    def some_keys(self, most: int) -> list[str]:
+        """Keys that follow each other, as those of a chain, or any."""
+        count, first = self.chance.randint(1, most), self.chance.randrange(self.keys)
+        if self.chance.random() < 0.5:
+            return [f"k{(first + i) % self.keys}" for i in range(count)]
+        return [self.key() for _ in range(count)]
+
     def reserve(self) -> None:
-        keys = [self.key() for _ in range(self.chance.randint(1, 4))]
+        keys = self.some_keys(4)
         prefixes = [self.chance.choice(("", self.key())) for _ in keys]
         for lease in [lease for lease, (_, _, end) in self.held.items() if end <= self.now]:
             if self.chance.random() < 0.5:
                 del self.held[lease]
-        pinned = self.pinned_pages()
+        self.use(keys)
         states, slots, leases = self.scope.reserve(
             keys, prefixes, "me", self.next_lease, self.now, self.now + 3
         )
-        assert pinned <= self.pinned_pages(), "a pinned page was evicted"
         self.next_lease += len(keys)
         columns = zip(keys, states, slots, leases, strict=True)
         for i, (key, state, slot, lease) in enumerate(columns):
@@ -187,8 +207,7 @@ class History:
         assert rested, "a slot is given out that rests"
         written = self.written.pop(slot, 0.0)
         assert written <= self.now, "a slot is given out that its writer may write into"
-        pinned = any(slot in slots and end > self.now for slots, end in self.pins.values())
-        assert not pinned, "a slot is given out that is pinned"
+        assert not self.is_pinned(slot), "a slot is given out that is pinned"
 
     def delete(self) -> None:
         keys, table = list({self.key(): None for _ in range(2)}), self.scope.table
@@ -203,13 +222,17 @@ class History:
         left = [slot >= 0 and not goes for slot, goes in zip(slots, meant, strict=True)]
         assert [self.scope.lru.slot(key) >= 0 for key in keys] == left
 
-    def pinned_pages(self) -> set[tuple[str, int]]:
-        live = [(key, self.scope.lru.slot(key)) for key in self.scope.lru]
-        return {
-            (key, slot)
-            for key, slot in live
-            if any(slot in slots and end > self.now for slots, end in self.pins.values())
-        }
+    def is_pinned(self, slot: int) -> bool:
+        return any(slot in slots and end > self.now for slots, end in self.pins.values())
+
+    def oldest_tail(self) -> str:
+        """The least recently used page that is not pinned and that no other page names."""
+        return next(
+            key
+            for key, (slot, _) in self.pages.items()
+            if not self.is_pinned(slot)
+            and all(prefix != key for other, (_, prefix) in self.pages.items() if other != key)
+        )
 
     def write(self) -> None:
         """Write changes into a log, and perhaps some of its blocks, as a store does."""
@@ -256,13 +279,18 @@ class History:
         found = self.scope.removals.read(cursor, 10**6)
         if step == "crash":
             assert (found.keys, found.lost) in (([], False), ([], True))
+            self.pages = {key: self.pages[key] for key in self.scope.lru}
             return
         assert (Counter(found.keys), found.lost) == (gone, False)
         assert set(found.reasons) <= REASONS.get(step, set())
         assert set(found.times) <= {self.now}
+        for key in found.keys:
+            assert step != "reserve" or key == self.oldest_tail()
+            del self.pages[key]
 
     def see(self) -> None:
         assert problems_of(self.scope) == []
+        assert list(self.scope.lru) == list(self.pages)
         owned = [self.scope.lru.slot(key) for key in self.scope.lru]
         owned += [slot for lease in self.held if (slot := self.scope.leases.slot(lease)) >= 0]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"

@@ -22,11 +22,12 @@ def test_random_histories(chance, slots, keys):
 
 
 @pytest.mark.parametrize("chunk", [4, slot_table.CHUNK])
+@pytest.mark.parametrize(("slots", "keys"), [(8, 14), (24, 40)])
 @pytest.mark.parametrize("seed", range(3))
-def test_long_histories(monkeypatch, seed, chunk):
+def test_long_histories(monkeypatch, seed, slots, keys, chunk):
     """With chunks of the lease log so small, they are cleaned and merged all the time."""
     monkeypatch.setattr(slot_table, "CHUNK", chunk)
-    history = History(random.Random(seed), 8, 14)
+    history = History(random.Random(seed), slots, keys)
     for _ in range(2500):
         history.step()
     history.check_nothing_lost()

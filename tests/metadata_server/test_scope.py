@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from hicache_metadata_server.core.scope import STEP, Scope
-from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED
+from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED, SlotTable
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 from tests.metadata_server.histories import problems_of
 
@@ -28,36 +26,6 @@ def test_a_scope_of_the_largest_size_takes_no_memory():
     assert store(scope, ["a", "b"]) == [0, 1]
     assert len(scope.table) == 2
     assert len(scope.free) == 2**40 - 2
-
-
-def oldest_tail(live, prefixes):
-    """The least recently used page that no other page names: the definition in the documents."""
-    return next(
-        key for key in live if not any(prefixes[other] == key for other in live if other != key)
-    )
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_eviction_takes_the_oldest_tail(seed):
-    """Against the definition itself, page by page, with chains, branches and touches in between."""
-    chance = random.Random(seed)
-    scope, live, prefixes, lease = scope_of(24), [], {}, 1
-    for number in range(400):
-        key = f"k{number}"
-        prefixes[key] = chance.choice(["", *live[-6:], *live[:2]])
-        if len(live) == 24:
-            live.remove(oldest_tail(live, prefixes))
-        store(scope, [key], [prefixes[key]], lease=lease)
-        lease += 1
-        live.append(key)
-        assert set(scope.lru) == set(live), f"after {key}"
-        if chance.random() < 0.5:
-            touched = chance.sample(live, chance.randint(1, min(6, len(live))))
-            scope.lru.used(touched)
-            for one in reversed(touched):
-                live.remove(one)
-                live.append(one)
-    assert problems_of(scope) == []
 
 
 def test_slots_are_given_in_ascending_runs():
@@ -171,6 +139,19 @@ def test_a_commit_can_be_repeated_however_long_ago_it_was():
     again = scope.commit([first, first, first + 1], [5, 5, 5], [6, 7, 6], 1.0)
     assert again == [True, False, False]
     assert len(scope.leases.log) < 20_000, "what was deleted long ago is forgotten"
+
+
+@pytest.mark.parametrize("slots", [range(1, 4), [1, 2, 3], [3, 1, 2], [2, -1, 1], []])
+def test_lengths_are_compared_alike_in_neighbouring_slots_and_in_others(slots):
+    table = SlotTable()
+    table.grow(5)
+    for slot, length in enumerate([7, 7, 7, 8, 7]):
+        table.lengths[slot] = length
+    for length in (7, 8, 9):
+        expected = [slot >= 0 and table.lengths[slot] == length for slot in slots]
+        assert table.have_length(slots, length) == expected
+    table.lengths[3] = 7
+    assert table.have_length(slots, 7) == [slot >= 0 for slot in slots]
 
 
 FAULTS = {
