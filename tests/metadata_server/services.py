@@ -92,27 +92,6 @@ def slot_status(service, slot, scope="0:kv", now=NOW):
     return service.inspect(p.Inspect(scope=scope, slots=[slot]), now).slots[0]
 
 
-class OneServer:
-    """A server alone; started again, it loses what its store does not keep."""
-
-    def __init__(self, address, limits=DEFAULTS, now=NOW):
-        self.address, self.limits, self.now, self.store = address, limits, now, None
-        self.start()
-
-    def start(self):
-        if self.store is not None:
-            self.store.close()
-        self.store = open_store(self.address)
-        self.service = restored(self.store, self.now, self.limits)
-
-    def ask(self, call, *arguments, **options):
-        """Make one of the calls above."""
-        self.service.settle(self.now, 10**6)
-        answer = call(self.service, *arguments, now=self.now, **options)
-        self.store.write(self.service.take_changes())
-        return answer
-
-
 def random_changes(chance, service, scope, now, *, size, batch):
     """Reserve, and perhaps commit, delete and clear."""
     keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
