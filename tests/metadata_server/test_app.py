@@ -49,7 +49,7 @@ async def test_a_request_that_comes_again_is_done_once():
 
 
 async def test_short_requests_are_served_between_long_ones():
-    """Each long one has a turn of the event loop of its own, from its decoding on."""
+    """MD-REQ-7: each long one has a turn of the event loop of its own, from its decoding on."""
     async with running() as caller:
         await caller.initialize("0:kv", slots=SLOTS)
         order = []

@@ -68,6 +68,7 @@ async def dropped(caller, *names):
 
 
 async def test_a_scope_in_use_stays_and_an_empty_one_goes(serving):
+    """MD-OPS-6."""
     async with serving() as caller:
         await caller.initialize("0:kv", "0:other", slots=8)
         assert (await caller.store("0:kv", ["a", "b"])).status == 200

@@ -256,6 +256,7 @@ async def check(store, path, seed, requests, *, tokens):
 @pytest.mark.parametrize("tokens", [False, True], ids=["anybody", "tenants"])
 @pytest.mark.parametrize("store", ["sqlite", pytest.param("redis", marks=pytest.mark.long)])
 async def test_random_requests(tmp_path, store, tokens):
+    """MD-HTTP-1 and MD-REQ-5."""
     await check(store, tmp_path, 1 + tokens, 2000, tokens=tokens)
 
 

@@ -78,6 +78,7 @@ def one(tmp_path):
 
 
 def test_a_scope_that_is_made_anew_gives_no_slot_before_leases_of_an_earlier_server_are_over(one):
+    """MD-QUAR-3."""
     one.initialize(LEASE)
     assert one.counts() == (0, 0, 0, SLOTS)
     answer = one.reserve("a")
@@ -208,6 +209,7 @@ def go_back(directory, before):
 @pytest.mark.parametrize("loss", [lose_nothing, lose_all, go_back])
 @pytest.mark.parametrize("store", ["memory:", "sqlite:///{}/m.db"])
 def test_an_old_lease_is_stale_for_good(tmp_path, monkeypatch, store, loss):
+    """MD-LEASE-6."""
     # A second between two looks at the clock: a restart takes that long.
     seconds = iter(range(10**6))
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (NOW + next(seconds))))

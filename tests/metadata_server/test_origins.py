@@ -46,6 +46,7 @@ OWN = [
 
 
 async def test_every_route_refuses_pages_of_other_sites_and_does_nothing():
+    """MD-AUTH-3."""
     async with running() as caller:
         lease, pin = await prepared(caller, {})
         before = state(caller.service)

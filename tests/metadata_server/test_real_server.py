@@ -22,6 +22,7 @@ LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --le
     "seed", [0, *(pytest.param(one, marks=pytest.mark.long) for one in (1, 2))]
 )
 def test_every_acknowledged_change_survives_kill_9(seed):
+    """MD-DUR-1 and MD-DUR-2."""
     chance = random.Random(seed)
     with served(LASTING) as (place, client):
         scope = V2Scope(client, "0:kv", SLOTS, 4096, chance)
@@ -43,7 +44,7 @@ def test_every_acknowledged_change_survives_kill_9(seed):
 
 @pytest.mark.parametrize("durability", ["process", "machine"])
 def test_what_was_answered_holds_after_kill_9(durability):
-    """And a repeated request gets the same answer; numbers go on, and the instance is another."""
+    """MD-IDEM-2: a repeated request gets the same answer; numbers go on, in another instance."""
     with served(f"{LASTING} --durability {durability}") as (place, client):
         scope = V2Scope(client, "0:kv", 8, 4096, random.Random(1))
         scope.initialize()

@@ -73,6 +73,7 @@ def refused_tokens(asked):
 
 
 async def test_every_route_refuses_and_does_nothing(tmp_path):
+    """MD-AUTH-1 and MD-AUTH-2."""
     seen = set()
 
     async with running(**guarded(tmp_path, "acme", "other", "")) as caller:
