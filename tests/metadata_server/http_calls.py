@@ -7,11 +7,9 @@ import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
-from hicache_metadata_server import dashboard
 from hicache_metadata_server.auth.security import AuditLog, Security
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
@@ -30,13 +28,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-STATIC = Path(dashboard.__path__[0]) / "static"
-PAGE_FILES = {
-    "/" if file.name == "index.html" else f"/page/{file.name}": file for file in STATIC.iterdir()
-}
-"""Files of the status page by their paths in the URL."""
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import mimetypes
 import random
-import threading
-from contextlib import contextmanager
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.limits import DEFAULTS
 from tests.metadata_server.browser import browser
-from tests.metadata_server.http_calls import PAGE_FILES
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
 from tests.support.metadata import V2Scope
@@ -383,49 +376,23 @@ def test_a_server_that_is_killed_and_comes_back(page):
         assert live() == ["2"]
 
 
-ABOUT = p.About(
-    protocol="2",
-    server="another 1.0",
-    instance="i1",
-    durability=p.StoreDurability.NONE,
-    limits=DEFAULTS,
-)
 NO_PAGES = {"free": 8, "leased": 0, "live": 0, "quarantined": 0}
 FOREIGN = {"owner": "http://one:18000", "log_bytes": 2048}
 LISTED = p.Scopes(scopes=[p.ScopeStatus(scope=SCOPE, slots=8, **NO_PAGES, **FOREIGN)])
-
-
-class CannedAnswers(BaseHTTPRequestHandler):
-    """A server that says what a test puts into its mouth, and serves the page."""
-
-    def __init__(self, answers, *args):
-        self.answers = answers
-        super().__init__(*args)
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        status, body, kind = 200, b"", "application/json"
-        if path in PAGE_FILES:
-            file = PAGE_FILES[path]
-            body, kind = file.read_bytes(), mimetypes.guess_type(file.name)[0]
-        else:
-            status, body = self.answers.get(path, NOT_FOUND)
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+ANSWER = """
+window.fetched ??= window.fetch;
+window.fetch = (path, options) => {
+  const answer = arguments[0][path.split("?")[0]];
+  return answer ? Promise.resolve(new Response(answer[1], { status: answer[0] })) : window.fetched(path, options);
+};
+"""
 
 
 def refusal(status, code, message):
-    return status, p.encode(p.Problem(code=code, message=message))
+    return status, p.encode(p.Problem(code=code, message=message)).decode()
 
 
-NOT_FOUND = refusal(404, "unknown_route", "there is no such thing")
-GATEWAY = (502, b"<html>Bad Gateway</html>")
+GATEWAY = (502, "<html>Bad Gateway</html>")
 ELSE = "something else may stand between this page and the server"
 PROBLEMS = [
     (
@@ -448,36 +415,23 @@ PROBLEMS = [
 ]
 
 
-@contextmanager
-def saying(answers):
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(CannedAnswers, answers)) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.mark.long
 def test_problems_in_words_and_back(page):
-    page.expected = ["status of"]
-    ok = b'{"status": "ok"}'
+    """With answers that the page gets in the place of the server's."""
     well = {
-        "/readyz": (200, ok),
-        "/v2": (200, p.encode(ABOUT)),
-        "/v2/scopes": (200, p.encode(LISTED)),
+        "/v2/scopes": (200, p.encode(LISTED).decode()),
+        "/v2/history": refusal(404, "unknown_route", "there is no such thing"),
     }
-    answers = dict(well)
 
     def now(**changes):
-        answers.update(well)
-        answers.update({f"/{path.replace('_', '/')}": answer for path, answer in changes.items()})
+        page.run(
+            ANSWER, well | {f"/{name.replace('_', '/')}": one for name, one in changes.items()}
+        )
         page.ask_now()
 
-    with saying(answers) as url:
-        page.open(url)
+    with served(SERVE) as (place, _):
+        page.open(place.url)
+        now()
         shown = [SCOPE, "", "8", "0", "0", "0", "8", "0%", NONE, "0", "http://one:18000", "2 KiB"]
         page.until(lambda: page.table(TABLE) == [shown])
         assert page.all(f"{TABLE} td.shared")[0].is_displayed()
@@ -499,6 +453,6 @@ def test_problems_in_words_and_back(page):
             ".token [role=alert]",
             "This token is known and does not permit reading: this token permits nothing.",
         )
-        answers.update(well)
+        page.run(ANSWER, well)
         page.enter("#token", f"y{Keys.ENTER}")
         page.until(lambda: page.all(TABLE))
