@@ -60,6 +60,8 @@ class RedisServer:
     reads it. The password is that of the user `default`. A setting of redis.conf that is given
     several times is a list."""
 
+    mode: tuple[str, ...] = ()
+
     def __init__(
         self, directory: Path, *, tls: Secured | None = None, password: str = "", **config: object
     ) -> None:
@@ -108,13 +110,12 @@ class RedisServer:
             for name, values in self.config.items()
             for value in (values if isinstance(values, list) else [values])
         ]
+        # A Sentinel writes what it learns into the same file.
+        file = self.directory / "redis.conf"
+        file.write_text("\n".join(lines))
         with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [binary(), "-", *self._ports], stdin=subprocess.PIPE, stdout=log, stderr=log
-            )
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n".join(lines).encode() + b"\n")
-        self.process.stdin.close()
+            command = [binary(), file, *self._ports, *self.mode]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         self._wait()
 
     def follow(self, primary: RedisServer) -> None:
@@ -181,49 +182,15 @@ class RedisServer:
         eventually(serves, f"{self.directory} does not serve")
 
 
-class Sentinel:
-    """A Sentinel process that watches one primary, under the name `cache`."""
+class Sentinel(RedisServer):
+    """A process that watches one primary, under the name `cache`."""
 
-    def __init__(
-        self, directory: Path, primary: RedisServer, *, quorum: int, down_milliseconds: int = 400
-    ) -> None:
-        directory.mkdir(parents=True)
-        [self.port], self._directory = free_ports(1), directory
-        lines = [
-            f"port {self.port}",
-            "bind 127.0.0.1",
-            f"dir {directory}",
-            f"sentinel monitor cache 127.0.0.1 {primary.port} {quorum}",
-            f"sentinel down-after-milliseconds cache {down_milliseconds}",
-            "sentinel failover-timeout cache 4000",
-        ]
-        # It writes what it learns into the same file.
-        self._file = directory / "sentinel.conf"
-        self._file.write_text("\n".join(lines) + "\n")
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with (self._directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [binary(), str(self._file), "--sentinel"], stdout=log, stderr=log
-            )
-
-    def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, socket_timeout=PATIENCE)
+    mode = ("--sentinel",)
 
     def sees(self, replicas: int, sentinels: int) -> bool:
-        with self.client() as client, suppress(RedisError):
+        with self.client() as client:
             state = client.sentinel_master("cache")
-            return bool(
-                (state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1)
-            )
-        return False
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        return (state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1)
 
 
 class RedisCluster:
@@ -324,15 +291,21 @@ def redis_replicas(
 
 @contextmanager
 def sentinels(
-    directory: Path, primary: RedisServer, *, replicas: int, number: int = 3, **options: Any
+    directory: Path,
+    primary: RedisServer,
+    *,
+    replicas: int,
+    number: int = 3,
+    down_milliseconds: int = 400,
 ) -> Iterator[str]:
     """Sentinels that know of all replicas and of each other; the address of what they watch."""
-    quorum = number // 2 + 1
+    options = [
+        f"monitor cache 127.0.0.1 {primary.port} {number // 2 + 1}",
+        f"down-after-milliseconds cache {down_milliseconds}",
+        "failover-timeout cache 4000",
+    ]
     with ExitStack() as stack:
-        started = [
-            Sentinel(directory / f"sentinel-{each}", primary, quorum=quorum, **options)
-            for each in range(number)
-        ]
+        started = [Sentinel(directory / f"sentinel-{i}", sentinel=options) for i in range(number)]
         for one in started:
             stack.callback(one.stop)
             one.start()
