@@ -189,6 +189,8 @@ class History:
         states, slots, leases = self.scope.reserve(
             keys, prefixes, "me", self.next_lease, self.now, self.now + 3
         )
+        if Reserved.FULL in states:
+            assert self.scope.quarantined or not self.oldest_tail(), "no page was evicted"
         self.next_lease += len(keys)
         columns = zip(keys, states, slots, leases, strict=True)
         for i, (key, state, slot, lease) in enumerate(columns):
@@ -226,13 +228,15 @@ class History:
         return any(slot in slots and end > self.now for slots, end in self.pins.values())
 
     def oldest_tail(self) -> str:
-        """The least recently used page that is not pinned and that no other page names."""
-        return next(
+        """The least recently used page that is not pinned and that no other page names; "" if
+        there is none."""
+        tails = (
             key
             for key, (slot, _) in self.pages.items()
             if not self.is_pinned(slot)
             and all(prefix != key for other, (_, prefix) in self.pages.items() if other != key)
         )
+        return next(tails, "")
 
     def write(self) -> None:
         """Write changes into a log, and perhaps some of its blocks, as a store does."""

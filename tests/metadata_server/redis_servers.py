@@ -114,7 +114,7 @@ class RedisServer:
         file = self.directory / "redis.conf"
         file.write_text("\n".join(lines))
         with (self.directory / "log").open("ab") as log:
-            command = [binary(), file, *self._ports, *self.mode]
+            command = [binary(), str(file), *self._ports, *self.mode]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         self._wait()
 
@@ -190,7 +190,9 @@ class Sentinel(RedisServer):
     def sees(self, replicas: int, sentinels: int) -> bool:
         with self.client() as client:
             state = client.sentinel_master("cache")
-        return (state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1)
+        return bool(
+            (state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1)
+        )
 
 
 class RedisCluster:

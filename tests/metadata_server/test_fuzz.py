@@ -18,8 +18,9 @@ from hicache_metadata_server.auth.files import record_of
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.core.limits import DEFAULTS, Quota, Quotas, TenantUsage
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES, SGLANG_ROUTES
+from hicache_metadata_server.protocol import JSON, MSGPACK
 from hicache_metadata_server.storage.sqlite import SqliteStore
+from tests.metadata_server.every_route import SCOPE, every_route
 from tests.metadata_server.http_calls import running, running_shared
 from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.token_files import EARLIER
@@ -32,15 +33,14 @@ WORDS = ["", "a", "b", "k1", "k2", "k3", "\x00", "\ud7ff", "é" * 300, "x" * 200
 WORDS += ["nope", "0:kv\n", "-1:kv", "NaN"]
 NUMBERS = [0, 1, -1, 2, 7, 8, 2**31, 2**40, 2**40 + 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64]
 NUMBERS += [2**200, 0.5, -0.5, 1e308, 1e-9]
-COLUMNS = ["keys", "prefixes", "leases", "lengths", "checksums", "generations"]
-FIELDS = [*COLUMNS, "scopes", "scope", "slots", "slot_bytes", "geometry", "identity", "pins"]
-FIELDS += ["pin_seconds", "touch", "owner", "lease_seconds", "enabled", "num_pages", "namespace"]
-FIELDS += ["written_keys_to_confirm", "pages_to_release", "extra"]
 RAW = [b"", b"{", b"[" * 5000, b"\xff\xfe", b"null", b'"\\ud800"', b'{"keys":["\\ud800"]}', b"\xc1"]
 RAW += [b'{"keys":["\xed\xa0\x80"]}', b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b"1e999", b"-"]
 RAW += [b'{"keys":[],"keys":7}', b" " * 99]
 
 
+REQUESTS = [one for one in every_route(lease=1, pin=1) if one.path != "/v2/drain"]
+FIELDS = sorted({"extra"}.union(*(one.body or {} for one in REQUESTS)))
+FIELDS += ["keys", "prefixes", "leases", "lengths", "checksums", "generations", "slot_bytes"]
 PIECES = 8
 """Of a run; memory is looked at after each."""
 
@@ -70,61 +70,48 @@ class Fuzzer:
             case _:
                 return [chance.choice(WORDS[1:6])] * chance.randrange(1, 600)
 
-    def part(self, *columns):
-        chance, count = self.chance, self.chance.randrange(4)
-        part = {"scope": chance.choice(SCOPES)}
-        for name in columns:
-            drawn = WORDS[1:6] if name in ("keys", "prefixes") else range(1, 60)
-            part[name] = [chance.choice(drawn) for _ in range(count)]
-        return part
+    def varied(self, value, count):
+        """A field of a right message with other words and numbers, and columns of that length."""
+        chance = self.chance
+        match value:
+            case dict():
+                return {name: self.varied(one, count) for name, one in value.items()}
+            case [[*pair]]:
+                return [[self.varied(one, count) for one in pair] for _ in range(count)]
+            case [dict() as part]:
+                return [self.varied(part, count) for _ in range(chance.randrange(3))]
+            case [one]:
+                return [self.varied(one, count) for _ in range(count)]
+            case str():
+                scoped = value == SCOPE or value in ("kv", "mamba")
+                names = SCOPES if value == SCOPE else ("kv", "kv", "kv", "mamba", "a b")
+                return chance.choice(names if scoped else WORDS[1:6])
+            case 64:
+                return chance.choice((8, 8, 9, 2**40))
+            case int() | float() if not isinstance(value, bool):
+                return chance.randrange(1, 12)
+            case _:
+                return value
 
-    def body(self, path):
+    def body(self, right):
         """A message that is meant for the route, with something about it changed."""
         chance = self.chance
-        columns = {
-            "reserve": ("keys", "prefixes"),
-            "commit": ("leases", "lengths", "checksums"),
-            "abort": ("leases",),
-            "renew": ("leases",),
-        }
-        meant = columns.get(path.rpartition("/")[2], ("keys",))
-        if chance.random() < 0.1:
-            meant = chance.sample(COLUMNS, 2)
-        body = {"scopes": [self.part(*meant) for _ in range(chance.randrange(3))]}
-        scope = chance.choice(SCOPES)
-        if path in ("/v2/clear", "/v2/fsck"):
-            body = {"scopes": chance.choices(SCOPES, k=2)}
-        elif path == "/v2/initialize":
-            slots, geometry = chance.choice((8, 2**40, 9)), chance.choice(("", "x"))
-            body = {"scopes": [{"scope": scope, "slots": slots, "geometry": geometry}]}
-        elif path == "/v2/inspect":
-            body = {"scope": scope, "keys": ["a"], "slots": [chance.randrange(12)]}
-        elif not path.startswith("/v2"):
-            keys = [chance.choice(WORDS[1:6]) for _ in range(chance.randrange(5))]
-            pairs = [[key, chance.choice(("", "a", 3))] for key in keys]
-            body = {
-                "keys": pairs if "reserve" in path else keys,
-                "namespace": chance.choice(("kv", "kv", "kv", "mamba", "a b", "other")),
-                "written_keys_to_confirm": [[key, chance.randrange(-1, 9)] for key in keys],
-                "pages_to_release": [chance.randrange(10)],
-                "num_pages": chance.choice((8, 9, 0, 2**40)),
-            }
+        body = self.varied(right or {}, chance.randrange(4))
         if chance.random() < 0.25:
             body[chance.choice(FIELDS)] = self.value()
-        if chance.random() < 0.1:
+        if body and chance.random() < 0.1:
             body.pop(chance.choice(list(body)))
         return body
 
     def request(self):
         chance = self.chance
-        ranks = ("0", "0", "0", "0", "1", "x", "9" * 30, "٣")
-        path = chance.choice(
-            [
-                *(path for path in ROUTES if path != "/v2/drain"),
-                *(f"/{chance.choice(ranks)}/{name}" for name in SGLANG_ROUTES),
-                *("/", "/nope", "//", "/v2/", "/metrics"),
-            ]
-        )
+        asked = chance.choice(REQUESTS)
+        path = asked.path
+        if chance.random() < 0.1:
+            path = chance.choice(("/", "/nope", "//", "/v2/", "/metrics"))
+        elif not path.startswith("/v2"):
+            rank = chance.choice(("0", "0", "0", "0", "1", "x", "9" * 30, "٣"))
+            path = f"/{rank}{path.removeprefix('/0')}"
         others = ("GET", "PUT", "DELETE", "HEAD", "OPTIONS")
         method = "POST" if chance.random() < 0.9 else chance.choice(others)
         unknown = ["text/plain", "application/json; charset=x", ""]
@@ -134,7 +121,7 @@ class Fuzzer:
             headers["idempotency-key"] = chance.choice(("a", "b", "c" * 200))
         if chance.random() < 0.1:
             return method, path, chance.choice(RAW), content_type, headers
-        message = self.value() if chance.random() < 0.2 else self.body(path)
+        message = self.value() if chance.random() < 0.2 else self.body(asked.body)
         try:
             form = msgspec.msgpack if content_type == MSGPACK else msgspec.json
             encoded = form.encode(message)
