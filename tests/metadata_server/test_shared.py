@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 from redis.exceptions import ClusterDownError
@@ -32,61 +33,51 @@ def cluster(tmp_path_factory):
 # Settings.
 
 
-def test_more_durability_than_redis_keeps_is_refused(tmp_path):
-    with redis_server(tmp_path, appendonly="yes", appendfsync="everysec") as redis:
-        client = redis.client()
-        check_store(redis.url, p.StoreDurability.NONE)
-        with pytest.raises(
-            StoreError,
-            match=r"appendfsync everysec.*keep durability 'none', not 'process'.*`appendfsync no`",
-        ):
-            check_store(redis.url, p.StoreDurability.PROCESS)
-        client.config_set("appendfsync", "no")
-        check_store(redis.url, p.StoreDurability.PROCESS)
-        with pytest.raises(
-            StoreError, match=r"keep durability 'process', not 'machine'.*`appendfsync always`"
-        ):
-            check_store(redis.url, p.StoreDurability.MACHINE)
-        client.config_set("appendfsync", "always")
-        check_store(redis.url, p.StoreDurability.MACHINE)
-        client.config_set("appendonly", "no")
-        with pytest.raises(StoreError, match="appendonly no"):
-            check_store(redis.url, p.StoreDurability.PROCESS)
+NONE, PROCESS, MACHINE = p.StoreDurability
+EVERYSEC, WRITTEN, SYNCED = (
+    {"appendonly": "yes", "appendfsync": how} for how in ("everysec", "no", "always")
+)
 
 
-def test_a_redis_that_evicts_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "durability", "refused"),
+    [
+        (EVERYSEC, NONE, ""),
+        (
+            EVERYSEC,
+            PROCESS,
+            r"appendfsync everysec.*keep durability 'none', not 'process'.*`appendfsync no`",
+        ),
+        (WRITTEN, PROCESS, ""),
+        (WRITTEN, MACHINE, r"keep durability 'process', not 'machine'.*`appendfsync always`"),
+        (SYNCED, MACHINE, ""),
+        (SYNCED | {"appendonly": "no"}, PROCESS, "appendonly no"),
+        ({"maxmemory_policy": "allkeys-lru"}, NONE, r"is allkeys-lru.*set it to noeviction"),
+        # Where settings are not told, the operator is trusted.
+        ({"rename_command": 'CONFIG ""'}, MACHINE, ""),
+        ({"replicaof": "127.0.0.1 1"}, NONE, "this is a replica"),
+    ],
+)
+def test_settings(tmp_path, config, durability, refused):
     with (
-        redis_server(tmp_path, maxmemory_policy="allkeys-lru") as redis,
-        pytest.raises(StoreError, match=r"maxmemory-policy is allkeys-lru.*set it to noeviction"),
+        redis_server(tmp_path, **config) as redis,
+        pytest.raises(StoreError, match=refused) if refused else nullcontext(),
     ):
-        check_store(redis.url, p.StoreDurability.NONE)
-
-
-def test_where_settings_are_not_told_the_operator_is_trusted(tmp_path):
-    with redis_server(tmp_path, rename_command='CONFIG ""') as redis:
-        check_store(redis.url, p.StoreDurability.MACHINE)
-
-
-def test_a_replica_is_refused(redis, tmp_path):
-    with (
-        redis_server(tmp_path, replicaof=f"127.0.0.1 {redis.port}") as replica,
-        pytest.raises(StoreError, match="this is a replica"),
-    ):
-        check_store(replica.url, p.StoreDurability.NONE)
+        check_store(redis.url, durability)
 
 
 def test_a_node_of_a_cluster_is_named_as_one(cluster):
-    check_store(cluster.url, p.StoreDurability.NONE)
+    check_store(cluster.url, NONE)
     with pytest.raises(StoreError, match=r"redis\+cluster://"):
-        check_store(cluster.nodes[0].url, p.StoreDurability.NONE)
+        check_store(cluster.nodes[0].url, NONE)
     with pytest.raises(StoreError, match="keep durability 'none', not 'process'"):
-        check_store(cluster.url, p.StoreDurability.PROCESS)
+        check_store(cluster.url, PROCESS)
 
 
 def test_valkey_and_sockets_are_addresses_too(redis, tmp_path):
-    check_store(redis.url.replace("redis", "valkey"), p.StoreDurability.NONE)
+    check_store(redis.url.replace("redis", "valkey"), NONE)
     with redis_server(tmp_path, unixsocket=tmp_path / "s"):
-        check_store(f"unix://{tmp_path}/s", p.StoreDurability.NONE)
+        check_store(f"unix://{tmp_path}/s", NONE)
 
 
 # Faults.
