@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import time
 
-import msgspec
 import pytest
 
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.asgi import HEALTH
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES
@@ -113,20 +111,6 @@ async def test_scopes_are_limited():
             assert (await caller.post(f"/{i}/initialize", {"num_pages": 5})).status == status
         refused = await caller.initialize("7:kv")
         assert (refused.status, refused.json["field"]) == (413, "scopes")
-
-
-async def test_bodies_come_in_pieces_and_have_a_limit():
-    limits = msgspec.structs.replace(DEFAULTS, body_bytes=70_000)
-    async with running(service=MetadataService(limits)) as caller:
-        await caller.initialize("0:kv")
-        body = msgspec.json.encode(of_keys("0:kv", keys(600)))
-        declared = {"headers": {"content-length": "70001"}}
-        for sent, options, status in (
-            (body, {"pieces": 7}, 200),
-            (b"[" + b" " * 70_000, {"pieces": 7}, 413),
-            (b"", declared, 413),
-        ):
-            assert (await caller.send("POST", "/v2/lookup", sent, **options)).status == status
 
 
 async def test_the_description_is_that_of_the_types():

@@ -132,20 +132,6 @@ def test_head_is_answered_like_get_without_a_body(port, path, length):
             assert int(response.headers["content-length"]) > 0
 
 
-def test_chunks(connection):
-    head = message("/0/exists", b"", Content_Length=None, Transfer_Encoding="chunked")
-    connection.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(KEYS), KEYS))
-    assert json.loads(answers(connection)[0][2]) == {"exists": [False, False]}
-
-
-def test_a_client_that_asks_before_it_sends(connection):
-    whole = message("/0/exists", Expect="100-continue")
-    connection.sendall(whole[: -len(KEYS)])
-    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100")
-    connection.sendall(KEYS)
-    assert answers(connection)[0][0] == 200
-
-
 @pytest.mark.parametrize("said", [{"version": "1.0"}, {"Connection": "close"}])
 def test_the_last_request_of_a_connection(connection, said):
     connection.sendall(message("/0/exists", **said))

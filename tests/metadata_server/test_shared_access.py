@@ -160,19 +160,6 @@ def test_a_certificate_of_another_host_is_refused(tmp_path):
             check_store(server.url, p.StoreDurability.NONE)
 
 
-async def test_a_user_that_may_not_is_told_what(place, url):
-    with place.client() as client:
-        client.execute_command("ACL", "SETUSER", "hicache", "-xadd")
-    try:
-        async with running_shared(url, LIMITS) as caller:
-            reply = await caller.initialize("0:kv")
-            assert reply.status == 503
-            assert "run this command" in reply.json["message"] or "xadd" in reply.json["message"]
-    finally:
-        with place.client() as client:
-            client.execute_command("ACL", "SETUSER", *documented_user().split())
-
-
 def test_a_password_file_that_is_of_no_use(place, url, tmp_path):
     with_password("", tmp_path, "")
     with pytest.raises(StoreError, match=r"redis\.password is empty"):
