@@ -100,23 +100,15 @@ async def test_a_lease_is_as_long_as_the_limits_allow(timed):
 
 
 async def test_renewing(timed):
-    """MD-LEASE-4: from now on, and nothing that has ended."""
+    """MD-LEASE-4: from now on, and nothing that has ended. MD-LEASE-5: nor is that aborted."""
     await timed.initialize(8)
     kept, left = (await timed.lease(["a", "b"])).leases
     timed.wait(LEASE / 2)
     assert await timed.renew([kept], LEASE) == [True]
     timed.wait(LEASE / 2)
     assert await timed.renew([left], LEASE) == [False]
-    assert await timed.commit([left, kept]) == [False, True]
-
-
-async def test_aborting(timed):
-    """MD-LEASE-5."""
-    await timed.initialize(8)
-    keys = keys_of(3)
-    leases = (await timed.lease(keys)).leases
-    assert await timed.abort([*leases, *leases]) == [True] * 3 + [False] * 3
-    assert states(await timed.lease(keys)) == "lll"
+    assert await timed.abort([left, kept, kept]) == [False, True, False]
+    assert states(await timed.lease(["b"])) == "l"
 
 
 async def let_go(peer, how):
@@ -166,10 +158,12 @@ async def test_pinned_slots_stay(timed, way):
     await timed.initialize(6)
     keys = keys_of(6)
     slots = [page.slot for page in await timed.store(keys)]
-    pin = await timed.pin(keys[:2], PIN)
+    pin = await timed.pin(keys[:2], 1e6)
     shorter = await timed.pin(keys[1:3], PIN - 20)
     assert pin.pin
-    assert pin.pin_seconds == PIN
+    assert pin.pin_seconds == PIN, "the limits allow no more"
+    nothing = await timed.pin(["none"])
+    assert (nothing.pin, nothing.pin_seconds) == (0, 0.0)
     await (timed.delete(keys) if way == "deleted" else timed.clear())
     timed.wait(QUARANTINE)
     assert await timed.given(6) == set(slots[3:])
@@ -184,15 +178,6 @@ async def test_pinned_slots_stay(timed, way):
         timed.wait(20)
         timed.work()
     assert await timed.given(6) >= set(slots[:2])
-
-
-async def test_a_pin_is_no_longer_than_the_limits_allow(timed):
-    """MD-PIN-1."""
-    await timed.initialize(6)
-    await timed.store(["a"])
-    assert (await timed.pin(["a"], 1e6)).pin_seconds == PIN
-    nothing = await timed.pin(["none"])
-    assert (nothing.pin, nothing.pin_seconds) == (0, 0.0)
 
 
 async def test_eviction_spares_leased_and_pinned_slots(timed):

@@ -36,12 +36,13 @@ async def unmapped(peer, keys):
 
 
 async def test_a_new_scope_has_all_its_slots_and_again_changes_nothing(peer):
-    """MD-INIT-1."""
+    """MD-INIT-1 and MD-CONF-1."""
     await peer.make(7)
     keys = keys_of(7)
     slots = await peer.reserved(keys)
     assert sorted(slots) == list(range(7))
-    await peer.confirm(keys, slots)
+    for _ in range(2):
+        await peer.confirm(keys, slots)
     # A newer SGLang may send more.
     await peer.sglang("initialize", 204, num_pages=7, unheard_of=True)
     assert await peer.indices(keys) == slots
@@ -54,13 +55,6 @@ async def test_another_size_is_refused(peer):
     for size in (17, 15, 160, 1):
         assert (await peer.sglang("initialize", 409, num_pages=size))["field"] == "num_pages"
     assert await peer.indices(keys_of(5)) == slots
-
-
-async def test_a_bad_size_makes_no_scope(peer):
-    """MD-INIT-3."""
-    for size in (-1, 0, "16", 1.5, None, [16], True):
-        assert (await peer.sglang("initialize", 422, num_pages=size))["field"] == "num_pages"
-        await peer.sglang("exists", 404, keys=["a"])
 
 
 async def test_scopes_do_not_show_in_each_other(peer):
@@ -87,7 +81,9 @@ async def test_the_namespace_is_kv_where_none_is_named(peer):
 
 
 async def test_an_unknown_scope_is_not_found_nor_made(peer):
-    """MD-SCOPE-2."""
+    """MD-SCOPE-2; MD-INIT-3: nor by a bad size."""
+    for size in (-1, 0, "16", 1.5, None, [16], True):
+        assert (await peer.sglang("initialize", 422, num_pages=size))["field"] == "num_pages"
     for operation, body in [*CALLS.items(), *CALLS.items()]:
         await peer.sglang(operation, 404, **body)
 
@@ -134,41 +130,20 @@ async def test_large_batches_are_whole_or_refused(peer):
 # Reservations.
 
 
-async def test_new_keys_get_slots_and_old_ones_keep_theirs(peer):
-    """MD-RES-1."""
-    await peer.make(40)
-    stored, new = keys_of(10), keys_of(10, "n")
+async def test_slots_of_old_keys_and_of_new_ones(peer):
+    """MD-RES-1, and MD-RES-2: as many keys get slots as there are, and the slots serve."""
+    await peer.make(15)
+    stored, new, more = keys_of(5), keys_of(5, "n"), keys_of(9, "m")
     slots = await peer.put(stored)
-    asked = [key for pair in zip(new, stored, strict=True) for key in pair]
-    answer = await peer.reserve(asked)
+    answer = await peer.reserve([key for pair in zip(new, stored, strict=True) for key in pair])
     assert answer[1::2] == [(True, slot) for slot in slots]
-    given = {slot for there, slot in answer[::2] if not there}
-    assert len(given) == 10
-    assert given <= set(range(40)) - set(slots)
-
-
-async def test_a_batch_that_does_not_fit(peer):
-    """MD-RES-2: as many keys get slots as there are, and the slots serve."""
-    await peer.make(5)
-    keys = keys_of(9)
-    answer = await peer.reserve(keys)
-    given = {key: slot for key, (_, slot) in zip(keys, answer, strict=True) if slot >= 0}
-    assert sorted(given.values()) == list(range(5))
-    assert [slot for there, slot in answer if slot < 0 and not there] == [-1] * 4
+    taken = [*slots, *(slot for there, slot in answer[::2] if not there)]
+    answer = await peer.reserve(more)
+    given = {key: slot for key, (_, slot) in zip(more, answer, strict=True) if slot >= 0}
+    assert sorted([*given.values(), *taken]) == list(range(15))
+    assert answer.count((False, -1)) == 4
     await peer.confirm(given, given.values())
-    assert await peer.indices(keys) == [given.get(key) for key in keys]
-
-
-async def test_everything_reserved_and_nothing_confirmed(timed):
-    """MD-RES-3."""
-    await timed.make(6)
-    slots = await timed.reserved(keys_of(6))
-    for _ in range(3):
-        assert await timed.reserve(["x", "y"]) == [(False, -1)] * 2
-    assert await unmapped(timed, [*keys_of(6), "x"])
-    await timed.confirm(released=slots)
-    timed.wait(QUARANTINE)
-    assert sorted(await timed.reserved(keys_of(6, "z"))) == list(range(6))
+    assert await peer.indices(more) == [given.get(key) for key in more]
 
 
 async def test_a_key_has_one_reservation(peer):
@@ -185,10 +160,12 @@ async def test_a_key_has_one_reservation(peer):
 
 
 async def test_an_abandoned_reservation_ends(timed):
-    """MD-RES-6."""
+    """MD-RES-3 and MD-RES-6: a scope that is reserved and never confirmed."""
     await timed.make(4)
     keys = keys_of(4)
     await timed.reserved(keys)
+    assert await unmapped(timed, [*keys, "x"])
+    assert await timed.reserve(["x", "y"]) == [(False, -1)] * 2
     timed.wait(LEASE - 0.1)
     assert await timed.reserve(keys) == [(False, -1)] * 4
     timed.wait(0.1)
@@ -199,14 +176,6 @@ async def test_an_abandoned_reservation_ends(timed):
 
 
 # Confirms and releases.
-
-
-async def test_confirming_twice_is_harmless(peer):
-    """MD-CONF-1."""
-    await peer.make(8)
-    slots = await peer.put(keys_of(4))
-    await peer.confirm(keys_of(4), slots)
-    assert await peer.indices(keys_of(4)) == slots
 
 
 async def test_a_slot_that_was_never_reserved(peer):
