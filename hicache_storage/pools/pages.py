@@ -24,9 +24,9 @@ NAMED_SLOTS: Final = 8
 def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> Numbers:
     """The number of each page in indices of several sides: a row for each side.
 
-    The first and the last slot of each page are looked at: slots of long prefixes are megabytes,
-    and looking at each of them takes longer than all the rest of enqueueing. Indices on the device
-    make the caller wait for its current stream.
+    Where a page size is a power of two, the first and the last slot of each page are looked at:
+    slots of long prefixes are megabytes, and looking at each of them takes longer than all the rest
+    of enqueueing. Indices on the device make the caller wait for its current stream.
 
     Args:
         sides: as many indices each, in whole pages of consecutive slots, and not none.
@@ -39,15 +39,16 @@ def page_numbers(sides: Sequence[torch.Tensor], page_size: int) -> Numbers:
     first = np.array([side[::page_size] for side in slots])
     if page_size == 1:
         return first
-    last = np.array([side[page_size - 1 :: page_size] for side in slots])
-    shift = page_size.bit_length() - 1
-    # A shift takes a third of a division's time, and `count_nonzero` half of that of `any`.
-    numbers = first >> shift if 1 << shift == page_size else first // page_size
-    last -= first
-    if np.count_nonzero(last != page_size - 1) or np.count_nonzero(numbers * page_size != first):
-        for indices in sides:
-            check_pages(indices, page_size)
-    return numbers
+    offsets = page_size - 1
+    if not page_size & offsets:
+        # A power of two: a shift takes a third of a division's time, and one reduction half of a
+        # comparison's.
+        last = np.array([side[offsets::page_size] for side in slots])
+        last -= first
+        is_aligned = not np.bitwise_or.reduce(first, axis=None) & offsets
+        if is_aligned and not np.count_nonzero(last != offsets):
+            return first >> offsets.bit_length()
+    return np.array([check_pages(indices, page_size).numpy() for indices in sides])
 
 
 def check_pages(indices: torch.Tensor, page_size: int) -> torch.Tensor:
