@@ -159,16 +159,16 @@ class Lane:
 
     def before_staging(self) -> None:
         """Let staging wait for what the direction's stream holds."""
-        self.filler.follow(self._stream)
+        self.filler.wait_event(self._stream.record())
 
     def before_refill(self) -> None:
         """Let the next filling wait until the other buffer has been drained."""
         # What drains this buffer is not enqueued yet.
-        self.filler.follow(self._stream)
+        self.filler.wait_event(self._stream.record())
 
     def hand_over(self) -> None:
         """Let draining wait for filling."""
-        self._stream.follow(self.filler)
+        self._stream.wait_event(self.filler.record())
 
     def _addresses(self, side: int, run: Run) -> Numbers:
         """Addresses of pieces: (pages, parts of a layer)."""

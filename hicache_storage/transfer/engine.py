@@ -210,7 +210,7 @@ class PageTransfers:
 
         Nothing tells which of them use the copies' pages (rule ST-1).
         """
-        self.streams[direction].follow(self._compute)
+        self.streams[direction].wait_event(self._compute.record())
 
     def _enqueue(self, direction: str, indices: Mapping[str, Indices]) -> list[Event]:
         """Enqueue all copies; the event behind them, or behind those of each layer of a load."""

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from bisect import bisect_left
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Final, NamedTuple, Self, cast
 
 import torch
 
 from hicache_storage.transfer.plan import geometry
-from hicache_storage.transfer.races import (
-    HOST,
-    Access,
-    Clock,
-    Race,
-    ShadowMemory,
-    byte_runs,
-    join,
-)
 from hicache_storage.transfer.streams import StreamFailedError, own
 
 if TYPE_CHECKING:
@@ -31,10 +24,111 @@ if TYPE_CHECKING:
     Runs = Sequence[tuple[int, int]]
     """Ranges of addresses."""
 
+HOST: Final = 0
+"""The actor that enqueues and waits: calls of several threads are ordered by the caller."""
+Clock = dict[int, int]
+"""A vector clock: the last known step of each actor."""
 QUERY_STEPS: Final = (0, 1, 10, 1000)
 """How many operations run during a query: drawn, so that streams overtake each other."""
 POISON: Final = 0xA5
 """Value of every byte of new scratch memory, which exposes reads of unwritten memory."""
+
+
+# Race detector: conflicting accesses to memory without an order
+# ---------------------------------------------------------------------------------
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Let a clock know what `other` knows, too."""
+    for actor, time in other.items():
+        clock[actor] = max(time, clock.get(actor, 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Access:
+    """One operation, as the detector sees it."""
+
+    what: str
+    """Description given by the code that enqueued it."""
+    where: str
+    """Name of its stream, or `host`."""
+    actor: int
+    clock: Clock
+    """Vector clock of the access, itself included."""
+    writes: bool
+
+    def follows(self, other: Access) -> bool:
+        """Return True if `other` is before it by a stream's order, by events, or by the host."""
+        return self.clock.get(other.actor, 0) >= other.clock[other.actor]
+
+    def __str__(self) -> str:
+        deed = "writes" if self.writes else "reads"
+        return f"{self.what!r} ({self.where}) {deed}"
+
+
+class Race(NamedTuple):
+    """Two operations on the same bytes, at least one of which writes, that nothing orders."""
+
+    first: Access
+    """The one enqueued earlier."""
+    second: Access
+
+    def __str__(self) -> str:
+        return f"{self.second} memory that {self.first}, and nothing orders it behind that"
+
+
+@dataclass(slots=True)
+class _Cell:
+    """The last write of a range of bytes, and the last read by each actor since."""
+
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict[int, Access])
+
+
+class ShadowMemory:
+    """The last accesses to each byte. Not thread-safe.
+
+    All addresses are covered by cells; a cell is split where an access begins or ends within it.
+    """
+
+    def __init__(self) -> None:
+        self._starts = [0]
+        self._cells = [_Cell()]
+
+    def access(self, access: Access, runs: Runs) -> list[Race]:
+        """Note an access to ranges of addresses.
+
+        Returns the races that this makes, one for each other operation.
+        """
+        found = dict[Access, Race]()
+        for run in runs:
+            for cell in self._between(*run):
+                others = list(cell.reads.values()) if access.writes else []
+                for other in (*others, *([cell.write] if cell.write else [])):
+                    if not access.follows(other):
+                        found.setdefault(other, Race(other, access))
+                if access.writes:
+                    # What follows this write follows the accesses before it as well, or their race
+                    # has been found.
+                    cell.write = access
+                    cell.reads.clear()
+                else:
+                    # The last read of an actor stands for its earlier ones.
+                    cell.reads[access.actor] = access
+        return list(found.values())
+
+    def _between(self, start: int, end: int) -> list[_Cell]:
+        for address in (start, end):
+            at = bisect_left(self._starts, address)
+            if at == len(self._starts) or self._starts[at] != address:
+                former = self._cells[at - 1]
+                self._starts.insert(at, address)
+                self._cells.insert(at, _Cell(former.write, dict(former.reads)))
+        return self._cells[bisect_left(self._starts, start) : bisect_left(self._starts, end)]
+
+
+# Streams
+# ---------------------------------------------------------------------------------
 
 
 class SimulatedTable:
@@ -129,8 +223,7 @@ class StreamSimulator:
         reads, writes = list(reads), list(writes)
         self.keep([*reads, *writes])
         with self.lock:
-            self.clock[HOST] += 1
-            self.note(Access(what, "host", HOST, dict(self.clock)), _runs(reads), _runs(writes))
+            self.note(what, "host", HOST, self.clock, _runs(reads), _runs(writes))
 
     def close(self) -> None:
         """Run what is enqueued."""
@@ -140,10 +233,14 @@ class StreamSimulator:
     # For streams and events
     # ---------------------------------------------------------------------------------
 
-    def note(self, access: Access, reads: Runs, writes: Runs) -> None:
-        """Judge an operation that was enqueued just now."""
-        self.races += self._shadow.access(access, reads, writes=False)
-        self.races += self._shadow.access(access, writes, writes=True)
+    def note(
+        self, what: str, where: str, actor: int, clock: Clock, reads: Runs, writes: Runs
+    ) -> None:
+        """Judge an operation of an actor that was enqueued just now."""
+        clock[actor] += 1
+        for runs, is_write in ((reads, False), (writes, True)):
+            access = Access(what, where, actor, dict(clock), is_write)
+            self.races += self._shadow.access(access, runs)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep memory as long as the simulator is."""
@@ -204,9 +301,6 @@ class SimulatedStream:
         with self.simulator.lock:
             join(self.clock, event.clock)
             self.queue.append(event)
-
-    def follow(self, other: Stream) -> None:
-        self.wait_event(own(SimulatedStream, other).record())
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         self.simulator.keep([destination, source])
@@ -274,9 +368,8 @@ class SimulatedStream:
         with simulator.lock:
             self.queue.append(run)
             join(self.clock, simulator.clock)
-            self.clock[self._actor] += 1
-            access = Access(what, f"stream {self.name}", self._actor, dict(self.clock))
-            simulator.note(access, reads, writes)
+            where = f"stream {self.name}"
+            simulator.note(what, where, self._actor, self.clock, reads, writes)
 
 
 class SimulatedEvent(NamedTuple):
@@ -309,3 +402,21 @@ class SimulatedEvent(NamedTuple):
 
 def _runs(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     return [run for tensor in tensors for run in byte_runs(tensor)]
+
+
+def byte_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The ranges of addresses that a tensor's elements fill, adjacent ones joined."""
+    if not tensor.numel():
+        return []
+    size = tensor.element_size()
+    starts, length = [tensor.data_ptr()], size
+    # From the innermost axis outwards: an axis that continues the run makes it longer, any other
+    # repeats it.
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count == 1:
+            continue
+        if stride * size == length:
+            length *= count
+        else:
+            starts = [start + step * stride * size for start in starts for step in range(count)]
+    return [(start, start + length) for start in sorted(starts)]

@@ -73,10 +73,6 @@ class Stream(Protocol):
         """Make later operations wait for an event; does not block."""
         ...
 
-    def follow(self, other: Stream) -> None:
-        """Make later operations wait for everything that another stream holds now."""
-        ...
-
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         """Enqueue a copy between tensors of one shape, both without gaps or on one device."""
         ...

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hicache_storage.transfer import StreamFailedError, StreamSimulator
-from hicache_storage.transfer.races import byte_runs
+from hicache_storage.transfer.simulator import byte_runs
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_what_nothing_orders_is_a_race(simulator, steps, races):
         who, deed, *what = step.split()
         match deed:
             case "after":
-                streams[who].follow(streams[what[0]])
+                streams[who].wait_event(streams[what[0]].record())
             case "waited":
                 streams[who].record().synchronize()
             case "synchronized":

@@ -64,7 +64,6 @@ class CudaStream:
         self.may_capture = may_capture
         self._handle: int = native.cuda_stream
         self._events = deque[torch.cuda.Event]()
-        self._place = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch does not annotate it
 
     def record(self) -> CudaEvent:
         if self.may_capture:
@@ -77,15 +76,6 @@ class CudaStream:
         if self.may_capture:
             self._refuse_capture()
         self.native.wait_event(own(CudaEvent, event).native)
-
-    def follow(self, other: Stream) -> None:
-        other = own(CudaStream, other)
-        for stream in (self, other):
-            if stream.may_capture:
-                stream._refuse_capture()
-        # Recorded anew each time: what waits already goes on waiting for the place of then.
-        other._place.record(other.native)
-        self.native.wait_event(other._place)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         with torch.cuda.stream(self.native):
