@@ -109,8 +109,6 @@ class PartGroup:
     """In each layer."""
     layer_bytes: int
     """Of a page, in one part."""
-    has_blocks: bool
-    """True if a page of all layers of a part is one piece of host memory."""
     out: How
     into: How
 
@@ -156,34 +154,31 @@ def describe(plan: Sequence[PartGroup]) -> str:
     """One line for the log: what the plan is, and why."""
     return "; ".join(
         f"{group.parts} part{'s' * (group.parts > 1)} of {group.layer_num} layers: write-back "
-        f"{group.out}, load {group.into} (pieces of {group.layer_bytes} bytes a layer, "
-        + (f"{group.layer_bytes * group.layer_num} a page" if group.has_blocks else "no whole page")
-        + ")"
+        f"{group.out}, load {group.into} ({group.layer_bytes} bytes a layer of a page)"
         for group in plan
     )
 
 
-def _choose(shape: Geometry, steps: Sequence[int], way: Way | None) -> tuple[bool, How, How]:
-    """Return whether pages of all layers are one piece, and how they go out and come in.
+def _choose(shape: Geometry, steps: Sequence[int], way: Way | None) -> tuple[How, How]:
+    """Return how pages go out and come in.
 
     Args:
         shape: of the host and the device.
         steps: from the host memory of the first layer to that of each.
     """
-    page_bytes = len(steps) * shape.bytes
-    is_block = shape.pitches[0] == page_bytes
-    is_block = is_block and min(steps) == 0 and max(steps) + shape.reach <= page_bytes
     # A page of one layer is one piece on either side.
     is_piece = shape.bytes == shape.width
-    has_runs = is_piece and list(steps) == [layer * shape.bytes for layer in range(len(steps))]
-    out = into = How.KERNEL
     # Short pieces are slow by DMA, and short pages by any way but the kernel.
-    if way != "kernel" and is_piece and shape.bytes >= MIN_DMA_BYTES:
-        out = into = How.DIRECT
-    elif way == "dma":
-        alone = How.DIRECT if is_piece else How.KERNEL
-        out = How.STAGED if is_block else alone
-        into = How.STAGED if is_block and has_runs else alone
-    elif way is None and is_block and page_bytes >= MIN_DMA_BYTES:
-        out = How.STAGED
-    return is_block, out, into
+    if way == "kernel":
+        return How.KERNEL, How.KERNEL
+    if is_piece and shape.bytes >= MIN_DMA_BYTES:
+        return How.DIRECT, How.DIRECT
+    page_bytes = len(steps) * shape.bytes
+    # A page of all layers is one piece of host memory.
+    is_block = shape.pitches[0] == page_bytes and min(steps) == 0
+    is_block = is_block and max(steps) + shape.reach <= page_bytes
+    if way is None:
+        return How.STAGED if is_block and page_bytes >= MIN_DMA_BYTES else How.KERNEL, How.KERNEL
+    alone = How.DIRECT if is_piece else How.KERNEL
+    has_runs = is_piece and list(steps) == [layer * shape.bytes for layer in range(len(steps))]
+    return How.STAGED if is_block else alone, How.STAGED if is_block and has_runs else alone

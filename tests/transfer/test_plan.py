@@ -91,8 +91,8 @@ def test_the_log_says_what_and_why():
     (group,) = plan = planned(pool)
     assert group.layer_bytes * 61 >= MIN_DMA_BYTES > group.layer_bytes
     assert describe(plan) == (
-        "1 part of 61 layers: write-back DMA and a kernel, load rows by a kernel (pieces of 73728 "
-        "bytes a layer, 4497408 a page)"
+        "1 part of 61 layers: write-back DMA and a kernel, load rows by a kernel (73728 bytes a "
+        "layer of a page)"
     )
 
 

@@ -66,15 +66,13 @@ class CudaStream:
         self._events = deque[torch.cuda.Event]()
 
     def record(self) -> CudaEvent:
-        if self.may_capture:
-            self._refuse_capture()
+        self._refuse_capture()
         native = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call] # torch does not annotate it
         native.record(self.native)
         return CudaEvent(native, self._events)
 
     def wait_event(self, event: Event) -> None:
-        if self.may_capture:
-            self._refuse_capture()
+        self._refuse_capture()
         self.native.wait_event(own(CudaEvent, event).native)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
@@ -101,7 +99,7 @@ class CudaStream:
     def _refuse_capture(self) -> None:
         # A copy would become part of the graph, or end its capture: each replay needs events and
         # pages of its own.
-        if is_capturing(self._handle):
+        if self.may_capture and is_capturing(self._handle):
             raise InvalidTransferError(
                 "a CUDA graph is being captured on this stream; call the cache, and "
                 "LayerCounter.wait for the graph's last layer, before the graph is replayed"
@@ -119,17 +117,17 @@ class CudaPageTable:
         self._memory = torch.empty(2 * pages, dtype=torch.int64, device=device)
         # A former owner of this memory may still use it.
         torch.cuda.current_stream(device).synchronize()
-        self._free = [_pinned(2 * pages) for _ in range(PREPARED_UPLOADS)]
-        self.used = deque[tuple[torch.Tensor, CudaEvent]]()
+        # An event that was never recorded counts as reached.
+        free = CudaEvent(torch.cuda.Event(), deque())  # type: ignore[no-untyped-call] # torch does not annotate it
+        self.used = deque((_pinned(2 * pages), free) for _ in range(PREPARED_UPLOADS))
         """Buffers, and the events behind the uploads from them."""
         self.rows = [self._memory.data_ptr()] * 2
         """Addresses of the two rows of the last upload."""
 
     def fill(self, numbers: torch.Tensor) -> torch.Tensor:
         """Put page numbers into a buffer; returns it."""
-        if self.used and self.used[0][1].query():
-            self._free.append(self.used.popleft()[0])
-        buffer = self._free.pop() if self._free else _pinned(self._memory.numel())
+        is_free = self.used and self.used[0][1].query()
+        buffer = self.used.popleft()[0] if is_free else _pinned(self._memory.numel())
         self.rows[1] = self.rows[0] + numbers.nbytes // 2
         ctypes.memmove(buffer.data_ptr(), numbers.data_ptr(), numbers.nbytes)
         return buffer
