@@ -58,8 +58,6 @@ class Sample:
     """The only injectors to try it on; empty for all that it has."""
     every_case: bool = False
     """Whether a mutant is tried further when it has been found."""
-    known_bug: str = ""
-    """The fault of a shipped driver that it repeats, such as D7; empty for one of our own."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -93,7 +91,6 @@ def mutant(
     where: str = "",
     injectors: tuple[str, ...] = (),
     every_case: bool = False,
-    known_bug: str = "",
     **patches: Any,
 ) -> None:
     """Register a driver whose steps are patched.
@@ -118,7 +115,6 @@ def mutant(
         where=tuple((where or cases).split()),
         injectors=injectors,
         every_case=every_case,
-        known_bug=known_bug,
     )
 
 

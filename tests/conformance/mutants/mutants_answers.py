@@ -9,12 +9,7 @@ from functools import partial
 from drivers_memory import OBJECTS, PLAIN
 from mutant import after, mutant
 
-from hicache_storage.spec import (
-    MissReason,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransferResult,
-)
+from hicache_storage.spec import MissReason, PoolHitPolicy, PoolName, PoolTransferResult
 
 plain, objects = partial(mutant, base=PLAIN), partial(mutant, base=OBJECTS)
 
@@ -72,7 +67,6 @@ def without_borrowers(right, store, transfers, *more):
 plain(
     "GET-3 ShortAnswers Reading",
     "keys were answered with",
-    known_bug="D18",
     read=after(lambda done: [ok for ok in done if ok]),
 )
 plain(
@@ -160,7 +154,7 @@ def unknown_for_good(right, store, name, keys):
 
 lookup = partial(plain, where="Existence")
 lookup("EX-1 HitsAreFloats", "kv_hit_pages is", exists=shape(kv_hit_pages=float))
-lookup("EX-1 MinimumOfMaxima", "must be", known_bug="D19", fold=min_of_maxima)
+lookup("EX-1 MinimumOfMaxima", "must be", fold=min_of_maxima)
 lookup(
     "EX-2 LooksUpSixtyFour",
     "must be",
@@ -183,7 +177,6 @@ lookup(
 lookup(
     "EX-5 NoList",
     "restorable_prefix_pages is",
-    known_bug="D19",
     exists=shape(restorable_prefix_pages=lambda listed: listed[-1:]),
 )
 lookup(
@@ -201,7 +194,7 @@ lookup(
 )
 lookup("EX-7 RemembersUnknownPools", "registered", present=unknown_for_good)
 lookup("EX-8 NoKeysRepeatTheLastHit", "kv_hit_pages is 2 for 0 keys", exists=last_hit_for_no_keys)
-lookup("EX-8 FailsWithoutKeys", "no keys", known_bug="D13", fold=no_keys)
+lookup("EX-8 FailsWithoutKeys", "no keys", fold=no_keys)
 
 
 # Presence of each page

@@ -105,13 +105,7 @@ races(
     draft=lambda right, store, path: path.with_suffix(".draft"),
     tidy=always(None),
 )
-races(
-    "SET-4 LosersLeaveDrafts",
-    "made the store grow by",
-    known_bug="D5",
-    publish=if_it_is_new,
-    tidy=always(None),
-)
+races("SET-4 LosersLeaveDrafts", "made the store grow by", publish=if_it_is_new, tidy=always(None))
 
 
 # What others do
@@ -189,7 +183,6 @@ shared = partial(files, where="Sharing")
 shared(
     "SET-1 TrustsItsList",
     "is said to exist, and it had been removed",
-    known_bug="D11",
     there=there_for_good,
     remove=forgotten,
 )
@@ -288,7 +281,7 @@ def closing(right, store):
 
 
 # Whether a reader meets another's bytes or a page half written is up to the moment.
-races("CC-2 LooksUpAndReads", "CC-2: ", known_bug="D2", **by_number(opened))
+races("CC-2 LooksUpAndReads", "CC-2: ", **by_number(opened))
 races(
     "CC-2 ReadsInTwoSteps",
     "CC-2: ",
@@ -359,7 +352,6 @@ killed = partial(files, breaks="FT-5", where="Durability")
 killed(
     "PublishesLateOn",
     "was stored (True) and removed by nobody",
-    known_bug="D3",
     promises=ONE_PROCESS,
     registered=ONE_PROCESS,
     publish=published_late,
@@ -591,12 +583,7 @@ disk(
     connect=collector_last,
     disconnect=collector_ended,
 )
-disk(
-    "FT-6 LeavesDrafts test_failing_sets_leave_nothing",
-    "files behind",
-    known_bug="D11",
-    tidy=always(None),
-)
+disk("FT-6 LeavesDrafts test_failing_sets_leave_nothing", "files behind", tidy=always(None))
 disk(
     "SET-1 NotesPagesTooSoon test_sets_are_interrupted",
     "below the driver: a KeyboardInterrupt after step",
@@ -609,7 +596,6 @@ disk(
 disk(
     "EX-9 PoisonedByTornFiles BitRot",
     "it goes on existing",
-    known_bug="D10",
     there=lambda right, store, namespace, key: store.path(namespace, key).exists(),
     take=torn_is_an_error,
 )
@@ -637,7 +623,6 @@ disk(
 tried(
     "GET-1 ShortReadsAreHits",
     "holds zeros",
-    known_bug="D12",
     init=verifying_nothing,
     fill_draft=envelope_first,
     take=what_there_is,

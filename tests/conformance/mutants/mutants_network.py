@@ -6,13 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-from drivers_network import (
-    ACROSS,
-    NETWORKED,
-    SPREAD_IN_MEMORY,
-    SPREAD_OUT,
-    VOLATILE,
-)
+from drivers_network import ACROSS, NETWORKED, SPREAD_IN_MEMORY, SPREAD_OUT, VOLATILE
 from mutant import always, mutant, right
 
 from hicache_storage.spec import StorageUnavailableError
@@ -58,13 +52,11 @@ told = partial(network, where="test_a_trouble_is_a_miss")
 network(
     "FT-4 NeverReconnects test_the_same_storage_recovers",
     "after the fault was gone",
-    known_bug="D16",
     asked=on_the_first_connection,
 )
 network(
     "FT-3 WaitsForEver test_a_hung_store",
     "has not ended",
-    known_bug="D16",
     promises=CANNOT_HANG,
     registered=CANNOT_HANG,
     seconds=always(None),

@@ -115,27 +115,13 @@ def indices_by_memory(right, store, transfers, *more):
     return right([known(transfer) for transfer in transfers], *more)
 
 
-plain("SET-1 Misses", "page 0 key", known_bug="D11", there=always(False), take=always(False))
+plain("SET-1 Misses", "page 0 key", there=always(False), take=always(False))
 plain("GET-1 EX-2 AlwaysTrue", "was not written", there=always(True), take=always_true)
-plain(
-    "GET-1 SET-7 Raises",
-    "batch_get_v2 raised OSError: the disk is gone",
-    known_bug="D10",
-    read=disk_gone,
-)
-plain("GET-1 SwappedKeys Reading", "holds bytes of key", known_bug="D2", read=swapped)
-plain(
-    "GET-1 CompactsHoles Reading", "was not written at byte 0", known_bug="D7", read=without_holes
-)
-plain(
-    "GET-1 TruncatesPages Reading", "was not written at byte 48", known_bug="D12", take=half_pages
-)
-plain(
-    "GET-1 GET-4 LosesV Reading",
-    "was not written at byte 96",
-    known_bug="D13",
-    take=first_component,
-)
+plain("GET-1 SET-7 Raises", "batch_get_v2 raised OSError: the disk is gone", read=disk_gone)
+plain("GET-1 SwappedKeys Reading", "holds bytes of key", read=swapped)
+plain("GET-1 CompactsHoles Reading", "was not written at byte 0", read=without_holes)
+plain("GET-1 TruncatesPages Reading", "was not written at byte 48", take=half_pages)
+plain("GET-1 GET-4 LosesV Reading", "was not written at byte 96", take=first_component)
 plain("GET-4 StoresK Reading", "holds zeros", put=without_the_last, take=what_there_is)
 plain("GET-1 ReadsSixtyFourPages Reading", "was not written", read=first_pages)
 plain("GET-1 SortsDescendingPages Reading", "holds bytes of key", write=descending_sorted)
@@ -258,13 +244,13 @@ def aligned_down(right, store, request):
     return done
 
 
-plain("GET-2 OverrunsPages Reading", "touched page", known_bug="D18", read=overrun)
+plain("GET-2 OverrunsPages Reading", "touched page", read=overrun)
 plain("GET-2 ReadsThePlainTensor Reading", "touched page", get=of_the_plain_tensor)
 plain("GET-2 ScramblesItsSources Writing", "changed host page", write=scrambled_sources)
 plain("ID-6 EmptiesItsKeys Key", "keys", set=emptied_keys)
 plain("ID-6 KeepsTheCallersKeys Key", "answers False", set=lent_keys, read=settle, there=settle)
 plain("SET-7 KeepsHostPages Writing", "SET-7: page 0 key", put=view_kept, take=copied_late)
-plain("GET-8 FlattensPages HostPool", "was not written", known_bug="D11", register=flattened)
+plain("GET-8 FlattensPages HostPool", "was not written", register=flattened)
 plain("GET-8 AlignsDown HostPool", "GET-8: page", deliver=aligned_down)
 plain(
     "FT-1 RaisesWhatThePoolRaises test_a_pool_that_fails",
@@ -422,20 +408,17 @@ def elsewhere(right, store, pool, key, page):
 plain(
     "ID-1 ID-3 ID-4 LC-4 IgnoresIdentity Identity Clearing",
     "holds bytes written under",
-    known_bug="D8",
     every_case=True,
     **by_pool(lambda store, pool, key: (*case_of(store), str(pool.name), key)),
 )
 plain(
     "ID-1 IgnoresDtype Identity",
     "kv_dtype 'bfloat16' (expected 'float16')",
-    known_bug="D9",
     **ignoring(kv_dtype="any"),
 )
 plain(
     "ID-1 IgnoresGeometry Identity",
     "was set from a pool of another geometry",
-    known_bug="D9",
     take=any_geometry,
     **by_pool(lambda store, pool, key: (store.identity.fingerprint(pool.name), key)),
 )
@@ -452,12 +435,7 @@ plain(
     place=lambda right, store, pool, key: (store.identity.fingerprint(PoolName.KV), key),
 )
 plain("ID-5 IgnoresCase Key", "holds bytes of key", place=named(str.lower))
-plain(
-    "ID-5 PastesKeys Key",
-    "holds bytes of key",
-    known_bug="D11",
-    place=named(lambda key: key.replace("/", "-")),
-)
+plain("ID-5 PastesKeys Key", "holds bytes of key", place=named(lambda key: key.replace("/", "-")))
 plain("ID-5 CutsKeys Key", "holds bytes of key", place=named(lambda key: key[:255]))
 plain("ID-5 WritesByPath Key", "wrote outside the store", base=PLAIN_PATH, put=by_the_key)
 plain("ID-5 StripsKeys Key", "holds bytes of key", place=named(str.strip))
@@ -658,14 +636,11 @@ damage(
     "is damaged",
     read_objects=verifying(lambda batch, index: batch.namespace.pool == PoolName.KV),
 )
-damage(
-    "GET-7 EX-9 HidesDamage", "counted 0 damaged pages", known_bug="D10", read_objects=hidden_damage
-)
+damage("GET-7 EX-9 HidesDamage", "counted 0 damaged pages", read_objects=hidden_damage)
 damage("GET-7 CountsDamageOncePerCall", "damaged pages", read_objects=one_damage_a_call)
 damage(
     "SET-3 KeepsDamage",
     "and a get answers False",
-    known_bug="D10",
     write_objects=put_under,
     discard_objects=always(False),
 )

@@ -58,7 +58,6 @@ counted(
 counted(
     "EvictsByName",
     "was taken for a page of 'b' by its name",
-    known_bug="D11",
     path=by_model,
     counted=of_the_model,
     victims=of_the_model,
@@ -70,7 +69,6 @@ leftovers("CountsDraftsForGood", "pages before, and holds")
 leftovers(
     "LeavesDraftsUncounted",
     "bytes before, and takes",
-    known_bug="D11",
     counted=lambda right, store: [path for path in right() if path.suffix != DRAFT],
 )
 files("OB-1 CountsNoEvictions Eviction", "pages_evicted is 0", count_evictions=always(None))
@@ -94,7 +92,6 @@ order = partial(files, where="Eviction")
 order(
     "EV-3 HeadsFirst",
     "can be used",
-    known_bug="D20",
     touch=lambda right, store, namespace, keys: right(namespace, keys[::-1]),
 )
 order("EV-3 ForgetsPrefixes", "written in several-calls", write_batch=without_prefixes)
@@ -177,13 +174,7 @@ def leased(right, store, namespace, pages):
     return right(namespace, pages)
 
 
-slots(
-    "EV-2 ReusesSlots Eviction",
-    "holds bytes of key",
-    known_bug="D2",
-    keep=unsealed,
-    take_batch=looked_up_before,
-)
+slots("EV-2 ReusesSlots Eviction", "holds bytes of key", keep=unsealed, take_batch=looked_up_before)
 slots(
     "EV-2 RemembersSlots Eviction",
     "holds bytes of key",
@@ -192,8 +183,8 @@ slots(
     take=from_the_noted,
 )
 space = partial(slots, breaks="SET-5", where="Space")
-space("BricksWhenFull", "and none was stored", known_bug="D4", reserve=none_given_back)
-space("LeaksReservations", "takes no page", known_bug="D5", reserve=two_lost)
+space("BricksWhenFull", "and none was stored", reserve=none_given_back)
+space("LeaksReservations", "takes no page", reserve=two_lost)
 space(
     "DeletesForGood",
     "everything was deleted",

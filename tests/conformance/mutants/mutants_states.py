@@ -267,16 +267,10 @@ clears(
     "which has no pools",
     doomed=lambda right, store: right() if store.pools else [*store.pages],
 )
-clears(
-    "ClearsEverything",
-    "another's clear removed it",
-    known_bug="D13",
-    doomed=lambda right, store: [*store.pages],
-)
+clears("ClearsEverything", "another's clear removed it", doomed=lambda right, store: [*store.pages])
 clears(
     "ClearsStrangersFiles",
     "a file of somebody else",
-    known_bug="D11",
     base=PLAIN_PATH,
     open=made,
     wipe=with_strangers,
@@ -405,12 +399,7 @@ life("LC-2 WorksWhenClosed", "after close() raised nothing", check_open=always(N
 plain(
     "LC-2 ClearsWhenClosed test_calls_after_close", "clear after close", clear=instead(Plain.wipe)
 )
-life(
-    "LC-3 InstallsAHandler",
-    "the handler of SIGUSR2",
-    known_bug="D17",
-    open=opening(handling(signal.SIGUSR2)),
-)
+life("LC-3 InstallsAHandler", "the handler of SIGUSR2", open=opening(handling(signal.SIGUSR2)))
 alone(
     "ConfiguresLogging",
     "the root logger's level",
@@ -419,10 +408,9 @@ alone(
 life(
     "LC-3 NeedsTheMainThread",
     "main thread",
-    known_bug="D17",
     open=opening(lambda store: signal.signal(signal.SIGUSR2, signal.SIG_DFL)),
 )
-life("LC-3 Exits", "tried to end the process", known_bug="D15", open=opening(exiting))
+life("LC-3 Exits", "tried to end the process", open=opening(exiting))
 life(
     "LC-5 ForgetsForks",
     "got RuntimeError: bad file descriptor",
@@ -472,12 +460,7 @@ def misses_as_faults(right, store, batches, call):
 
 misuse = partial(plain, breaks="FT-2", where="Misuse")
 misuse("SwallowsMisuse", "raised nothing", get=swallowed)
-misuse(
-    "ForeignErrors",
-    "raised KeyError, which is no HiCacheError",
-    known_bug="D18",
-    set=of_registered_pools,
-)
-misuse("WritesBeforeItChecks", "before it raised", known_bug="D5", set=one_by_one)
+misuse("ForeignErrors", "raised KeyError, which is no HiCacheError", set=of_registered_pools)
+misuse("WritesBeforeItChecks", "before it raised", set=one_by_one)
 plain("GET-6 LogsMisses Reading", "logged WARNING", take=logged_misses)
 objects("GET-6 CountsMissesAsFaults Reading", "counted as faults", read_objects=misses_as_faults)
