@@ -136,16 +136,12 @@ class Site:
 
     def samples(
         self,
-        kind: str,
+        drivers: Sequence[str],
         seed: int,
         directory: Path,
         seconds: float,
-        drivers: Sequence[str] = (),
     ) -> Ran:
-        """Run the suite against the samples of a kind, all or those named.
-
-        A report of each lies below `directory`/report.
-        """
+        """Run the suite against samples; a report of each lies below `directory`/report."""
         directory.mkdir(exist_ok=True)
         options = "-q --tb=no --no-header -p no:cacheprovider --rootdir=. --hicache-profile=smoke"
         return self.pytest(
@@ -154,11 +150,10 @@ class Site:
             f"--hicache-seed={seed}",
             f"--hicache-report={directory}/report",
             *("-c", str(SUITE / "pytest.ini")),
-            *([f"drivers_suite.py::Test{name}" for name in drivers] or ["drivers_suite.py"]),
+            *(f"drivers_suite.py::Test{name}" for name in drivers),
             cwd=MUTANTS,
             plugins="hicache_conformance.plugin,drivers_suite",
             seconds=seconds,
-            HICACHE_SAMPLES=kind,
         )
 
     def _run(

@@ -42,15 +42,15 @@ def reports(site, results, tmp_path_factory):
     directory = tmp_path_factory.mktemp("reports")
     shares = [WRONG[number::PROCESSES] for number in range(PROCESSES)]
 
-    def run(number, kind, drivers):
-        ran = site.samples(kind, SEED, directory / str(number), seconds=900, drivers=drivers)
+    def run(number, drivers):
+        ran = site.samples(drivers, SEED, directory / str(number), seconds=900)
         # Right drivers that promise little, or leave something out, are not blamed and yet no
         # reason for status 0.
-        assert ran.status == (0 if kind == "own" else 1), ran.output[-3000:]
+        assert ran.status == (drivers is not OWN), ran.output[-3000:]
 
-    runs = [("own", OWN), ("right", RIGHT), *(("mutants", share) for share in shares)]
+    runs = [OWN, RIGHT, *shares]
     with ThreadPoolExecutor(len(runs)) as pool:
-        list(pool.map(lambda job: run(job[0], *job[1]), enumerate(runs)))
+        list(pool.map(run, range(len(runs)), runs))
     found = [results(path.parent) for path in directory.glob("*/report/**/results.json")]
     return {report["driver"]["name"]: report for report in found}
 

@@ -7,34 +7,28 @@ import errno
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drivers_files import Files
-from drivers_memory import PATH, Objects, PathConfig, Plain
+from drivers_memory import PATH, Objects, Plain
 from mutant import IN_PROCESS
 
 from hicache_storage.hookspecs import DriverSpec
-from hicache_storage.objects import Call, ObjectStorage
-
-if TYPE_CHECKING:
-    from hicache_storage.objects import ObjectWrite
-    from hicache_storage.objects.requests import PoolRequest
-    from hicache_storage.spec import StorageIdentity
+from hicache_storage.objects import ObjectStorage
 
 
 class Dies(Plain):
-    def read(self, request: PoolRequest) -> list[bool]:
+    def read(self, request):
         os._exit(3)
 
 
 class Poisoned(Plain):
     """Leaves its directory unusable when it is given a page of more than a MiB."""
 
-    def __init__(self, identity: StorageIdentity, config: PathConfig) -> None:
+    def __init__(self, identity, config):
         super().__init__(identity, config)
         self.poison = Path(config.path)
 
-    def write(self, request: PoolRequest) -> list[bool]:
+    def write(self, request):
         if request.pool.namespace.geometry.page_bytes > 1 << 20:
             self.poison.mkdir(parents=True)
         return [False] * len(request.keys) if self.poison.exists() else super().write(request)
@@ -45,7 +39,7 @@ class PoisonedByAFullDisk(Files):
 
     full = False
 
-    def put(self, write: ObjectWrite, call: Call) -> bool:
+    def put(self, write, call):
         poison = self.root.parent / "poison"
         if self.full or poison.exists():
             poison.mkdir(exist_ok=True)
@@ -58,14 +52,14 @@ class PoisonedByAFullDisk(Files):
 
 
 class AbortsInLargeReads(Plain):
-    def read(self, request: PoolRequest) -> list[bool]:
+    def read(self, request):
         if len(request.keys) > 60:
             os.abort()
         return super().read(request)
 
 
 class Hangs(Plain):
-    def read(self, request: PoolRequest) -> list[bool]:
+    def read(self, request):
         threading.Event().wait()
         raise AssertionError
 
@@ -73,13 +67,13 @@ class Hangs(Plain):
 class HangsWithTheLock(Plain):
     """Hangs in a library that keeps the interpreter's lock: no other thread of Python runs."""
 
-    def read(self, request: PoolRequest) -> list[bool]:
+    def read(self, request):
         ctypes.PyDLL(None).sleep(3600)
         raise AssertionError
 
 
 class CannotOpen(Plain):
-    def open(self) -> None:
+    def open(self):
         raise ConnectionRefusedError("no server at 127.0.0.1:1")
 
 

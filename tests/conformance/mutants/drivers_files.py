@@ -10,33 +10,12 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
-from drivers_memory import PATH, SLOT_BYTES, Slots, SlotsConfig
+from drivers_memory import PATH, SLOT_BYTES, Slots
 from mutant import IN_PROCESS, Base
 
 from hicache_storage.objects import ObjectRead, ObjectStorage
-from hicache_storage.spec import (
-    Capabilities,
-    DriverConfig,
-    Durability,
-    HungReads,
-    Sharing,
-    parse_bytes,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from hicache_storage.objects import (
-        Call,
-        LookupBatch,
-        Namespace,
-        ObjectWrite,
-        ReadBatch,
-        WriteBatch,
-    )
-    from hicache_storage.spec import StorageIdentity
+from hicache_storage.spec import DriverConfig, Durability, HungReads, Sharing, parse_bytes
 
 BETWEEN_PROCESSES = replace(
     IN_PROCESS, sharing=Sharing.PROCESSES, durability=Durability.PROCESS, may_hang=False
@@ -53,10 +32,10 @@ class FilesConfig(DriverConfig, frozen=True, kw_only=True):
 class Files(ObjectStorage):
     """Keeps a file for each page, in a directory for each namespace; a page appears by a rename."""
 
-    promises: ClassVar[Capabilities] = BETWEEN_PROCESSES
-    drafts: ClassVar[itertools.count[int]] = itertools.count()
+    promises = BETWEEN_PROCESSES
+    drafts = itertools.count()
 
-    def __init__(self, identity: StorageIdentity, config: FilesConfig) -> None:
+    def __init__(self, identity, config):
         super().__init__(identity, driver_name=type(self).__name__, capabilities=self.promises)
         self.root = Path(config.path)
         self.limit = parse_bytes(config.capacity)
@@ -64,31 +43,31 @@ class Files(ObjectStorage):
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
 
-    def path(self, namespace: Namespace, key: str) -> Path:
+    def path(self, namespace, key):
         name = hashlib.blake2b(key.encode(), digest_size=20).hexdigest() + PAGE
         return self.root / namespace.name / name
 
-    def draft(self, path: Path) -> Path:
+    def draft(self, path):
         # The writer's process stands in the name, so that others can tell when it is nobody's any
         # more.
         return path.with_name(f"{os.getpid()}-{next(self.drafts)}{DRAFT}")
 
-    def there(self, namespace: Namespace, key: str) -> bool:
+    def there(self, namespace, key):
         try:
             return self.path(namespace, key).stat().st_size == namespace.object_bytes
         except FileNotFoundError:
             return False
 
-    def content(self, path: Path) -> bytes | None:
+    def content(self, path):
         try:
             return path.read_bytes()
         except FileNotFoundError:
             return None
 
-    def take(self, read: ObjectRead) -> bool:
+    def take(self, read):
         return read.fill(self.content(self.path(read.namespace, read.key)))
 
-    def put(self, write: ObjectWrite, call: Call) -> bool:
+    def put(self, write, call):
         path = self.path(write.namespace, write.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.draft(path)
@@ -101,22 +80,22 @@ class Files(ObjectStorage):
             self.tidy(draft)
         return True
 
-    def fill_draft(self, draft: Path, write: ObjectWrite) -> None:
+    def fill_draft(self, draft, write):
         draft.write_bytes(write.tobytes())
 
-    def publish(self, draft: Path, path: Path, write: ObjectWrite) -> None:
+    def publish(self, draft, path, write):
         draft.rename(path)
 
-    def tidy(self, draft: Path) -> None:
+    def tidy(self, draft):
         draft.unlink(missing_ok=True)
 
-    def collect(self) -> None:
+    def collect(self):
         """Remove what writers that were killed have left."""
         for draft in self.root.glob(f"*/*{DRAFT}"):
             if not Path("/proc", draft.name.partition("-")[0]).exists():
                 draft.unlink(missing_ok=True)
 
-    def discard(self, read: ObjectRead) -> None:
+    def discard(self, read):
         """Take a damaged page away; one that somebody has repaired meanwhile is put back."""
         path = self.path(read.namespace, read.key)
         taken = self.draft(path)
@@ -130,10 +109,10 @@ class Files(ObjectStorage):
         finally:
             taken.unlink(missing_ok=True)
 
-    def doomed(self, namespace: Namespace) -> Iterator[Path]:
+    def doomed(self, namespace):
         yield from (self.root / namespace.name).glob(f"*{PAGE}")
 
-    def remove(self, path: Path) -> bool:
+    def remove(self, path):
         try:
             path.unlink()
         except FileNotFoundError:
@@ -143,32 +122,32 @@ class Files(ObjectStorage):
     # The driver
     # --------------------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
+    def connect(self):
         self.root.mkdir(parents=True, exist_ok=True)
         self.collect()
 
-    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def objects_exist(self, batches, call):
         return [[self.there(batch.namespace, key) for key in batch.keys] for batch in batches]
 
-    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+    def read_objects(self, batches, call):
         return [[self.take(read) for read in batch.reads] for batch in batches]
 
-    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+    def write_objects(self, batches, call):
         return [[self.put(write, call) for write in batch.writes] for batch in batches]
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+    def discard_objects(self, batches, call):
         for batch in batches:
             for read in batch.reads:
                 self.discard(read)
         return True
 
-    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def delete_objects(self, batches, call):
         return [
             [self.remove(self.path(batch.namespace, key)) for key in batch.keys]
             for batch in batches
         ]
 
-    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+    def clear_namespaces(self, namespaces, call):
         for namespace in namespaces:
             for path in self.doomed(namespace):
                 self.remove(path)
@@ -180,22 +159,22 @@ class BoundedFiles(Files):
     Files' times tell all processes what was used.
     """
 
-    promises: ClassVar[Capabilities] = replace(BETWEEN_PROCESSES, evicts=True)
-    moment: ClassVar[int] = 0
+    promises = replace(BETWEEN_PROCESSES, evicts=True)
+    moment = 0
     """Of the last use by this process; no two have the same, however coarse the clock."""
 
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
 
-    def counted(self) -> list[Path]:
+    def counted(self):
         """The files that count."""
         return [*self.root.glob(f"*/*{PAGE}"), *self.root.glob(f"*/*{DRAFT}")]
 
-    def victims(self) -> list[Path]:
+    def victims(self):
         """What may be evicted, the first victim first."""
         return sorted(self.root.glob(f"*/*{PAGE}"), key=mtime)
 
-    def touch(self, namespace: Namespace, keys: Sequence[str]) -> None:
+    def touch(self, namespace, keys):
         """Note a use, the last key first, so that tails are older than heads."""
         BoundedFiles.moment = max(BoundedFiles.moment, self.now())
         for key in reversed(keys):
@@ -203,12 +182,12 @@ class BoundedFiles(Files):
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self.path(namespace, key), ns=(0, BoundedFiles.moment))
 
-    def now(self) -> int:
+    def now(self):
         """The time by the file system's clock, which all processes share."""
         (self.root / "clock").touch()
         return mtime(self.root / "clock")
 
-    def make_room(self, namespace: Namespace, wanted: int) -> None:
+    def make_room(self, namespace, wanted):
         excess = sum(map(size, self.counted())) + wanted - self.limit
         for path in self.victims():
             if excess <= 0:
@@ -216,17 +195,17 @@ class BoundedFiles(Files):
             excess -= size(path)
             self.count_evictions(namespace, self.remove(path))
 
-    def count_evictions(self, namespace: Namespace, pages: int) -> None:
+    def count_evictions(self, namespace, pages):
         self.recorder.count(namespace.pool, pages_evicted=pages)
 
-    def use_found(self, batch: LookupBatch, found: Sequence[bool], call: Call) -> None:
+    def use_found(self, batch, found, call):
         keys = [key for key, ok in zip(batch.keys, found, strict=True) if ok]
         self.touch(batch.namespace, [*call.prefix_keys, *keys])
 
-    def use_read(self, batch: ReadBatch, call: Call) -> None:
+    def use_read(self, batch, call):
         self.touch(batch.namespace, [*call.prefix_keys, *[read.key for read in batch.reads]])
 
-    def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
+    def write_batch(self, batch, call):
         some = batch.writes[: self.limit // batch.namespace.object_bytes]
         self.make_room(batch.namespace, len(some) * batch.namespace.object_bytes)
         done = [self.put(write, call) for write in some]
@@ -236,19 +215,19 @@ class BoundedFiles(Files):
     # The driver
     # --------------------------------------------------------------------------------------------------
 
-    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def objects_exist(self, batches, call):
         answers = super().objects_exist(batches, call)
         for batch, found in zip(batches, answers, strict=True):
             self.use_found(batch, found, call)
         return answers
 
-    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+    def read_objects(self, batches, call):
         answers = super().read_objects(batches, call)
         for batch in batches:
             self.use_read(batch, call)
         return answers
 
-    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+    def write_objects(self, batches, call):
         # One writer at a time, of any process.
         with (self.root / "lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -256,14 +235,14 @@ class BoundedFiles(Files):
             return [self.write_batch(batch, call) for batch in batches]
 
 
-def mtime(path: Path) -> int:
+def mtime(path):
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
 
 
-def size(path: Path) -> int:
+def size(path):
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -276,19 +255,17 @@ class FileSlots(Slots):
     What a writer was given stays its own until it has written, whatever others do meanwhile.
     """
 
-    promises: ClassVar[Capabilities] = replace(
-        Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER
-    )
+    promises = replace(Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
 
-    def __init__(self, identity: StorageIdentity, config: SlotsConfig) -> None:
+    def __init__(self, identity, config):
         super().__init__(identity, config)
         self.file = Path(config.path).with_suffix(".slots")
 
-    def connect(self) -> None:
+    def connect(self):
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.touch()
 
-    def take(self, read: ObjectRead) -> bool:
+    def take(self, read):
         with self.medium.lock:
             slot = self.find(read.namespace, read.key)
         if slot is None:
@@ -298,7 +275,7 @@ class FileSlots(Slots):
                 os.pread(file.fileno(), read.namespace.object_bytes, slot * SLOT_BYTES)
             )
 
-    def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
+    def write_batch(self, batch, call):
         with self.medium.lock:
             slots = self.reserve(batch.namespace, len(batch.writes))
             self.medium.reserved |= dict.fromkeys(slots, time.monotonic())
@@ -319,7 +296,7 @@ class FileSlots(Slots):
                     self.settle(slot, (write.namespace.name, write.key), ok=ok)
         return done
 
-    def settle(self, slot: int, place: tuple[str, str], *, ok: bool) -> None:
+    def settle(self, slot, place, *, ok):
         """A writer has done with its place: it holds a page now, or nobody's."""
         self.medium.reserved.pop(slot, None)
         if ok:
@@ -328,7 +305,7 @@ class FileSlots(Slots):
         else:
             self.medium.free.append(slot)
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+    def discard_objects(self, batches, call):
         return False
 
 
@@ -346,7 +323,7 @@ BOUNDED_FILES = replace(
 class SteadyFiles(Files):
     """Says that its directory may hang, and reads into buffers of its own."""
 
-    promises: ClassVar[Capabilities] = BUFFERED
+    promises = BUFFERED
 
 
 STEADY_FILES = replace(FILES, driver=SteadyFiles, capabilities=BUFFERED)

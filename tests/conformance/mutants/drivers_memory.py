@@ -5,22 +5,20 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mutant import IN_PROCESS, Base
 
-from hicache_storage.objects import ObjectRemoval, ObjectStorage, ObjectWrite
+from hicache_storage.objects import ObjectRemoval, ObjectStorage
 from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.requests import RegisteredPool, pool_requests
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import (
-    Capabilities,
     DriverConfig,
     Health,
     HiCacheStorage,
     PoolName,
     PoolPresence,
-    PoolTransferResult,
     RemovalReason,
     RemovalScope,
     StorageClosedError,
@@ -32,13 +30,6 @@ from hicache_storage.spec import (
 from hicache_storage.spec.arguments import check_keys
 from hicache_storage.testing import MemoryStorage
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hicache_storage.objects import Call, LookupBatch, ObjectRead, ReadBatch, WriteBatch
-    from hicache_storage.objects.requests import PoolRequest
-    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, StorageIdentity
-
 PATH = {"path": "{tmp}/store"}
 SLOT_BYTES = 8192 + 512
 
@@ -46,7 +37,7 @@ Place = tuple[object, ...]
 PageBuffers = list[memoryview]
 
 
-def fill(page: PageBuffers, content: bytes | None) -> bool:
+def fill(page, content):
     """Copy the bytes of a page, if they are as many as it has."""
     if content is None or len(content) != sum(map(len, page)):
         return False
@@ -75,44 +66,44 @@ class Plain(HiCacheStorage):
     So nothing notices what a fault does to them.
     """
 
-    promises: ClassVar[Capabilities] = IN_PROCESS
-    stores: ClassVar[dict[str, dict[Place, bytes]]] = {}
+    promises = IN_PROCESS
+    stores: ClassVar[dict] = {}
 
-    def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
+    def __init__(self, identity, config):
         self._identity = identity
         self.config = config
         store = f"{type(self).__name__}/{config.store}/{getattr(config, 'path', '')}"
         self.pages = self.stores.setdefault(store, {})
-        self.pools: dict[PoolName, RegisteredPool] = {}
+        self.pools = {}
         self.closed = False
 
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
 
-    def place(self, pool: RegisteredPool, key: str) -> Place:
+    def place(self, pool, key):
         return (pool.namespace.name, key)
 
-    def put(self, pool: RegisteredPool, key: str, page: PageBuffers) -> bool:
+    def put(self, pool, key, page):
         self.pages.setdefault(self.place(pool, key), b"".join(page))
         return True
 
-    def there(self, pool: RegisteredPool, key: str) -> bool:
+    def there(self, pool, key):
         return self.place(pool, key) in self.pages
 
-    def take(self, pool: RegisteredPool, key: str, page: PageBuffers) -> bool:
+    def take(self, pool, key, page):
         return fill(page, self.pages.get(self.place(pool, key)))
 
-    def drop(self, pool: RegisteredPool, key: str) -> bool:
+    def drop(self, pool, key):
         return self.pages.pop(self.place(pool, key), None) is not None
 
-    def read(self, request: PoolRequest) -> list[bool]:
+    def read(self, request):
         try:
             return self.deliver(request)
         except RuntimeError:
             # The engine's pool failed.
             return [False] * len(request.keys)
 
-    def deliver(self, request: PoolRequest) -> list[bool]:
+    def deliver(self, request):
         targets = request.pool.access.targets(request.slots)
         done = [
             self.take(request.pool, key, page)
@@ -121,10 +112,10 @@ class Plain(HiCacheStorage):
         request.pool.access.deliver(request.slots, targets, done)
         return done
 
-    def writes(self, name: PoolName) -> bool:
+    def writes(self, name):
         return self.identity.is_writer(name)
 
-    def write(self, request: PoolRequest) -> list[bool]:
+    def write(self, request):
         if not self.writes(request.pool.name):
             return [self.there(request.pool, key) for key in request.keys]
         try:
@@ -136,22 +127,22 @@ class Plain(HiCacheStorage):
             for key, page in zip(request.keys, sources, strict=True)
         ]
 
-    def present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
+    def present(self, name, keys):
         pool = self.pools.get(name)
         return [pool is not None and self.there(pool, key) for key in keys]
 
-    def fold(self, kv: Sequence[bool], pools: Sequence[PoolPresence]) -> PoolTransferResult:
+    def fold(self, kv, pools):
         return common_hit(kv, pools)
 
-    def doomed(self) -> list[Place]:
+    def doomed(self):
         own = {pool.namespace.name for pool in self.pools.values()}
         return [place for place in list(self.pages) if place[0] in own]
 
-    def wipe(self) -> None:
+    def wipe(self):
         for place in self.doomed():
             self.pages.pop(place, None)
 
-    def check_open(self) -> None:
+    def check_open(self):
         if self.closed:
             raise StorageClosedError("closed")
 
@@ -159,24 +150,19 @@ class Plain(HiCacheStorage):
     # ------------------------------------------------------------------------------------------------
 
     @property
-    def identity(self) -> StorageIdentity:
+    def identity(self):
         return self._identity
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self):
         return self.promises
 
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+    def register_mem_host_pool_v2(self, host_pool, host_pool_name):
         name, access = PoolName(host_pool_name), page_access(host_pool)
         namespace = Namespace(self._identity, name, access.geometry)
         self.pools[name] = RegisteredPool(name, access, namespace)
 
-    def batch_exists_v2(
-        self,
-        keys: Sequence[str],
-        pool_transfers: Sequence[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
+    def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None):
         self.check_open()
         check_keys(keys)
         asked = [
@@ -185,52 +171,48 @@ class Plain(HiCacheStorage):
         ]
         return self.fold(self.present(PoolName.KV, keys), asked)
 
-    def batch_get_v2(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]]:
+    def batch_get_v2(self, transfers, extra_info=None):
         self.check_open()
         requests = pool_requests(transfers, self.pools, distinct_slots=True)
         return {name: self.read(request) for name, request in requests.items()}
 
-    def batch_set_v2(
-        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[PoolName, list[bool]]:
+    def batch_set_v2(self, transfers, extra_info=None):
         self.check_open()
         requests = pool_requests(transfers, self.pools, distinct_slots=False)
         return {name: self.write(request) for name, request in requests.items()}
 
-    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
+    def delete(self, keys, *, pool=PoolName.KV):
         self.check_open()
         if PoolName(pool) not in self.pools:
             raise UnknownPoolError(f"pool {pool!r} is not registered")
         check_keys(keys)
         return [self.drop(self.pools[PoolName(pool)], key) for key in keys]
 
-    def clear(self) -> None:
+    def clear(self):
         self.check_open()
         self.wipe()
 
-    def get_stats(self) -> StorageStats:
+    def get_stats(self):
         return StorageStats(type(self).__name__)
 
-    def health(self) -> Health:
+    def health(self):
         return Health(ok=not self.closed)
 
-    def open(self) -> None:
+    def open(self):
         self.check_open()
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
 class Objects(MemoryStorage):
     """Keeps objects in a dictionary, over `ObjectStorage`."""
 
-    stores: ClassVar[dict[str, dict[str, bytes]]] = {}
-    promises: ClassVar[Capabilities] = IN_PROCESS
-    verifies: ClassVar[bool] = True
+    stores: ClassVar[dict] = {}
+    promises = IN_PROCESS
+    verifies = True
 
-    def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
+    def __init__(self, identity, config):
         super().__init__(
             identity,
             self.stores.setdefault(f"{type(self).__name__}/{config.store}", {}),
@@ -239,7 +221,7 @@ class Objects(MemoryStorage):
             verifies_checksums=self.verifies,
         )
 
-    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+    def clear_namespaces(self, namespaces, call):
         # Other threads set and delete meanwhile.
         for name in list(self.objects):
             if name.startswith(tuple(namespace.name for namespace in namespaces)):
@@ -249,11 +231,11 @@ class Objects(MemoryStorage):
 class Bounded(Plain):
     """Refuses what does not fit, and never evicts."""
 
-    def fits(self, page: PageBuffers) -> bool:
+    def fits(self, page):
         used = sum(map(len, self.pages.values())) + sum(map(len, page))
         return used <= parse_bytes(self.config.capacity)
 
-    def put(self, pool: RegisteredPool, key: str, page: PageBuffers) -> bool:
+    def put(self, pool, key, page):
         return (self.there(pool, key) or self.fits(page)) and super().put(pool, key, page)
 
 
@@ -274,10 +256,10 @@ class Medium:
 class Slots(ObjectStorage):
     """Gives each page a place; that of the least recently used page when there is none left."""
 
-    promises: ClassVar[Capabilities] = replace(IN_PROCESS, evicts=True)
-    media: ClassVar[dict[str, Medium]] = {}
+    promises = replace(IN_PROCESS, evicts=True)
+    media: ClassVar[dict] = {}
 
-    def __init__(self, identity: StorageIdentity, config: SlotsConfig) -> None:
+    def __init__(self, identity, config):
         super().__init__(identity, driver_name=type(self).__name__, capabilities=self.promises)
         count = parse_bytes(config.capacity) // SLOT_BYTES
         self.medium = self.media.setdefault(
@@ -287,7 +269,7 @@ class Slots(ObjectStorage):
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
 
-    def reserve(self, namespace: Namespace, pages: int) -> list[int]:
+    def reserve(self, namespace, pages):
         """Places for as many of the pages as there is room for."""
         medium = self.medium
         while len(medium.free) < pages and medium.index:
@@ -295,33 +277,33 @@ class Slots(ObjectStorage):
             self.recorder.count(namespace.pool, pages_evicted=1)
         return [medium.free.pop() for _ in range(min(pages, len(medium.free)))]
 
-    def find(self, namespace: Namespace, key: str) -> int | None:
+    def find(self, namespace, key):
         return self.medium.index.get((namespace.name, key))
 
-    def take(self, read: ObjectRead) -> bool:
+    def take(self, read):
         with self.medium.lock:
             slot = self.find(read.namespace, read.key)
             return slot is not None and read.fill(self.medium.slots[slot])
 
-    def take_batch(self, batch: ReadBatch) -> list[bool]:
+    def take_batch(self, batch):
         return [self.take(read) for read in batch.reads]
 
-    def keep(self, slot: int, write: ObjectWrite) -> None:
+    def keep(self, slot, write):
         self.medium.slots[slot] = write.tobytes()
         self.medium.index[write.namespace.name, write.key] = slot
 
-    def forget(self, place: tuple[str, str]) -> bool:
+    def forget(self, place):
         slot = self.medium.index.pop(place, None)
         if slot is not None:
             self.medium.free.append(slot)
         return slot is not None
 
-    def use(self, namespace: Namespace, keys: Sequence[str]) -> None:
+    def use(self, namespace, keys):
         for key in reversed(keys):
             if (namespace.name, key) in self.medium.index:
                 self.medium.index.move_to_end((namespace.name, key))
 
-    def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
+    def write_batch(self, batch, call):
         writes = [write for write in batch.writes if write.namespace.object_bytes <= SLOT_BYTES]
         with self.medium.lock:
             for write in writes:
@@ -336,7 +318,7 @@ class Slots(ObjectStorage):
     # The driver
     # --------------------------------------------------------------------------------------------------
 
-    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def objects_exist(self, batches, call):
         with self.medium.lock:
             for batch in batches:
                 self.use(batch.namespace, [*call.prefix_keys, *batch.keys])
@@ -345,24 +327,24 @@ class Slots(ObjectStorage):
                 for batch in batches
             ]
 
-    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+    def read_objects(self, batches, call):
         answers = [self.take_batch(batch) for batch in batches]
         with self.medium.lock:
             for batch in batches:
                 self.use(batch.namespace, [*call.prefix_keys, *[read.key for read in batch.reads]])
         return answers
 
-    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+    def write_objects(self, batches, call):
         return [self.write_batch(batch, call) for batch in batches]
 
-    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def delete_objects(self, batches, call):
         with self.medium.lock:
             return [
                 [self.forget((batch.namespace.name, key)) for key in batch.keys]
                 for batch in batches
             ]
 
-    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+    def clear_namespaces(self, namespaces, call):
         names = {namespace.name for namespace in namespaces}
         with self.medium.lock:
             for place in [place for place in self.medium.index if place[0] in names]:
@@ -372,26 +354,26 @@ class Slots(ObjectStorage):
 class Telling(Slots):
     """Tells all storages of the process what each of them has removed."""
 
-    promises: ClassVar[Capabilities] = replace(Slots.promises, removals=RemovalScope.PROCESS)
+    promises = replace(Slots.promises, removals=RemovalScope.PROCESS)
 
-    def __init__(self, identity: StorageIdentity, config: SlotsConfig) -> None:
+    def __init__(self, identity, config):
         super().__init__(identity, config)
         self.heard = len(self.medium.told)
 
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
 
-    def tell(self, reason: RemovalReason, place: tuple[str, str]) -> None:
+    def tell(self, reason, place):
         self.medium.told.append(ObjectRemoval(*place, reason))
 
-    def remove(self, place: tuple[str, str], reason: RemovalReason) -> bool:
+    def remove(self, place, reason):
         with self.medium.lock:
             removed = self.forget(place)
             if removed:
                 self.tell(reason, place)
             return removed
 
-    def reserve(self, namespace: Namespace, pages: int) -> list[int]:
+    def reserve(self, namespace, pages):
         before = list(self.medium.index)
         slots = super().reserve(namespace, pages)
         for place in before:
@@ -402,20 +384,18 @@ class Telling(Slots):
     # The driver
     # --------------------------------------------------------------------------------------------------
 
-    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def delete_objects(self, batches, call):
         return [
             [self.remove((batch.namespace.name, key), RemovalReason.DELETED) for key in batch.keys]
             for batch in batches
         ]
 
-    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+    def clear_namespaces(self, namespaces, call):
         names = {namespace.name for namespace in namespaces}
         for place in [place for place in list(self.medium.index) if place[0] in names]:
             self.remove(place, RemovalReason.CLEARED)
 
-    def collect_removals(
-        self, namespaces: Sequence[Namespace], call: Call
-    ) -> tuple[list[ObjectRemoval], bool]:
+    def collect_removals(self, namespaces, call):
         start, self.heard = self.heard, len(self.medium.told)
         return self.medium.told[start : self.heard], False
 

@@ -11,28 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import xxhash
 from drivers_files import BUFFERED
-from drivers_server import receive, send
+from drivers_server import message, received
 from mutant import Base
 
 from hicache_storage.objects import Call, ObjectRead, ObjectStorage
 from hicache_storage.spec import (
-    Capabilities,
     DriverConfig,
     Durability,
     StorageTimeoutError,
     StorageUnavailableError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hicache_storage.objects import LookupBatch, Namespace, ObjectWrite, ReadBatch, WriteBatch
-    from hicache_storage.spec import StorageIdentity
 
 ACROSS = replace(BUFFERED, networked=True)
 SPREAD = replace(ACROSS, deletes=False, clears=False)
@@ -54,33 +46,33 @@ class Networked(ObjectStorage):
     Each call is one request on a connection that is kept for the next.
     """
 
-    promises: ClassVar[Capabilities] = ACROSS
+    promises = ACROSS
 
-    def __init__(self, identity: StorageIdentity, config: NetworkedConfig) -> None:
+    def __init__(self, identity, config):
         super().__init__(identity, driver_name=type(self).__name__, capabilities=self.promises)
         self.port = int(config.port)
-        self.idle: list[socket.socket] = []
+        self.idle = []
         self.lock = threading.Lock()
         self.gone = False
 
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
 
-    def fresh(self, call: Call) -> socket.socket:
+    def fresh(self, call):
         return socket.create_connection(("127.0.0.1", self.port), timeout=self.seconds(call))
 
-    def seconds(self, call: Call) -> float | None:
+    def seconds(self, call):
         return call.timeout(30.0)
 
-    def talk(self, connection: socket.socket, call: Call, request: tuple[Any, ...]) -> Any:
+    def talk(self, connection, call, request):
         connection.settimeout(self.seconds(call))
-        send(connection, request)
-        answer = receive(connection)
+        connection.sendall(message(request))
+        answer = received(connection.recv)
         if answer is None:
             raise ConnectionError("the server has closed the connection")
         return answer
 
-    def asked(self, call: Call, *request: Any) -> Any:
+    def asked(self, call, *request):
         """One request; on a new connection where the old one turns out to be dead."""
         kept = self.taken()
         if kept is not None:
@@ -100,11 +92,11 @@ class Networked(ObjectStorage):
             connection.close()
             raise StorageUnavailableError(f"no answer from the server: {error}") from error
 
-    def taken(self) -> socket.socket | None:
+    def taken(self):
         with self.lock:
             return self.idle.pop() if self.idle else None
 
-    def given_back(self, connection: socket.socket, answer: Any) -> Any:
+    def given_back(self, connection, answer):
         with self.lock:
             if not self.gone:
                 self.idle.append(connection)
@@ -115,10 +107,10 @@ class Networked(ObjectStorage):
     # The driver
     # --------------------------------------------------------------------------------------------------
 
-    def connect(self) -> None:
+    def connect(self):
         self.asked(Call(CONNECT_SECONDS), "exists", [])
 
-    def disconnect(self) -> None:
+    def disconnect(self):
         with self.lock:
             self.gone = True
             idle = self.idle
@@ -126,11 +118,11 @@ class Networked(ObjectStorage):
         for connection in idle:
             connection.close()
 
-    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def objects_exist(self, batches, call):
         names = [[name_of(batch.namespace, key) for key in batch.keys] for batch in batches]
         return _split(self.asked(call, "exists", _joined(names)), names)
 
-    def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+    def read_objects(self, batches, call):
         names = [[name_of(batch.namespace, read.key) for read in batch.reads] for batch in batches]
         pages = _split(self.asked(call, "get", _joined(names)), names)
         return [
@@ -138,20 +130,20 @@ class Networked(ObjectStorage):
             for batch, some in zip(batches, pages, strict=True)
         ]
 
-    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+    def write_objects(self, batches, call):
         writes = [
             [(name_of(batch.namespace, write.key), write) for write in batch.writes]
             for batch in batches
         ]
         return _split(self.put(_joined(writes), call), writes)
 
-    def put(self, writes: list[tuple[str, ObjectWrite]], call: Call) -> list[bool]:
+    def put(self, writes, call):
         pages = [(name, write.tobytes()) for name, write in writes]
         if call.expired():
             raise StorageTimeoutError("too late to store anything")
         return self.asked(call, "put", pages, [name for name, write in writes if write.replaces])
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+    def discard_objects(self, batches, call):
         for batch in batches:
             names = [name_of(batch.namespace, read.key) for read in batch.reads]
             pages = self.asked(call, "get", names)
@@ -169,31 +161,31 @@ class Networked(ObjectStorage):
             )
         return True
 
-    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def delete_objects(self, batches, call):
         names = [[name_of(batch.namespace, key) for key in batch.keys] for batch in batches]
         return _split(self.asked(call, "delete", _joined(names)), names)
 
-    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+    def clear_namespaces(self, namespaces, call):
         for namespace in namespaces:
             self.asked(call, "clear", f"{namespace.name}/")
 
 
-def name_of(namespace: Namespace, key: str) -> str:
+def name_of(namespace, key):
     return f"{namespace.name}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
 
-def _joined(parts: Sequence[list[Any]]) -> list[Any]:
+def _joined(parts):
     return [item for part in parts for item in part]
 
 
-def _split(answers: list[Any], shape: Sequence[Sequence[object]]) -> list[list[Any]]:
+def _split(answers, shape):
     if len(answers) != sum(map(len, shape)):
         raise StorageUnavailableError("the server answered for another number of pages")
     told = iter(answers)
     return [[next(told) for _ in some] for some in shape]
 
 
-def _is_whole(read: ObjectRead, page: bytes) -> bool:
+def _is_whole(read, page):
     again = ObjectRead.aside(read.namespace, read.key, verifies_checksum=True)
     return again.fill(page) and again.verify()
 
@@ -209,10 +201,10 @@ class Spread(Networked):
     call asks it again.
     """
 
-    promises: ClassVar[Capabilities] = SPREAD
-    threads: ClassVar[int] = 64
+    promises = SPREAD
+    threads = 64
 
-    def __init__(self, identity: StorageIdentity, config: SpreadConfig) -> None:
+    def __init__(self, identity, config):
         super().__init__(identity, NetworkedConfig(port=0))
         self.members = [
             Networked(identity, NetworkedConfig(port=port)) for port in config.ports.split(",")
@@ -225,14 +217,14 @@ class Spread(Networked):
     # Steps that a fault replaces
     # ---------------------------------------------------------------------------------
 
-    def member_seconds(self, call: Call) -> float | None:
+    def member_seconds(self, call):
         return call.timeout(REQUEST_SECONDS)
 
-    def homes(self, name: str) -> list[int]:
+    def homes(self, name):
         """Servers that may have a page, in the order in which they are asked."""
         return [xxhash.xxh32_intdigest(name.encode()) % len(self.members)]
 
-    def may_ask(self, home: int) -> bool:
+    def may_ask(self, home):
         """Return whether a server is not left out; one that was is asked by one call."""
         now = time.monotonic()
         with self.lock:
@@ -242,10 +234,10 @@ class Spread(Networked):
                 self.left_out[home] = now + REST_SECONDS
             return True
 
-    def note(self, faults: Sequence[Exception], answers: Sequence[Any]) -> None:
+    def note(self, faults, answers):
         self.note_partial_faults(faults, served=any(answers))
 
-    def ask(self, home: int, question: Callable[[Networked], list[Any]]) -> list[Any]:
+    def ask(self, home, question):
         try:
             answers = question(self.members[home])
         except FAULTS:
@@ -256,15 +248,15 @@ class Spread(Networked):
             self.left_out.pop(home, None)
         return answers
 
-    def asked(self, call: Call, *request: Any) -> Any:
+    def asked(self, call, *request):
         """What the servers answer about pages, each asked once; None where none has an answer."""
         operation, items, *rest = request
         names = [item if isinstance(item, str) else item[0] for item in items]
 
-        def question(numbers: list[int], member: Networked) -> list[Any]:
+        def question(numbers, member):
             return member.asked(call, operation, [items[number] for number in numbers], *rest)
 
-        answers: list[Any] = [None] * len(names)
+        answers = [None] * len(names)
         faults = list[Exception]()
         for turn in range(max((len(self.homes(name)) for name in names), default=0)):
             shares = dict[int, list[int]]()
@@ -288,7 +280,7 @@ class Spread(Networked):
     # The driver
     # --------------------------------------------------------------------------------------------------
 
-    def disconnect(self) -> None:
+    def disconnect(self):
         for member in self.members:
             member.disconnect()
         self.pool.shutdown()
@@ -298,7 +290,7 @@ class Spread(Networked):
     clear_namespaces = ObjectStorage.clear_namespaces
 
 
-def _server(port: str, log: str = "") -> tuple[str, ...]:
+def _server(port, log=""):
     server = Path(__file__).with_name("drivers_server.py")
     return (sys.executable, "-P", str(server), f"{{port:{port}}}", *filter(None, [log]))
 

@@ -8,67 +8,58 @@ operation and its arguments; a message that does not fit its checksum ends the c
 
 from __future__ import annotations
 
+import contextlib
 import socketserver
 import struct
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
-
-if TYPE_CHECKING:
-    import socket
 
 HEAD = struct.Struct("<IQ")
 LONGEST = 64 << 20
 
 
-def send(connection: socket.socket, content: object) -> None:
-    """Send one message."""
+def message(content):
+    """The bytes of one message."""
     body = msgspec.msgpack.encode(content)
-    connection.sendall(HEAD.pack(len(body), xxhash.xxh64_intdigest(body)) + body)
+    return HEAD.pack(len(body), xxhash.xxh64_intdigest(body)) + body
 
 
-def receive(connection: socket.socket) -> Any:
-    """Receive one message; None where the other side has closed between two.
+def received(read):
+    """Read one message; None where the other side has closed between two.
 
     Raises:
         ConnectionError: it is damaged, or ends too early.
     """
-    head = _exactly(connection, HEAD.size)
-    if head is None:
+    head = _exactly(read, HEAD.size)
+    if not head:
         return None
-    length, checksum = HEAD.unpack(head)
-    body = _exactly(connection, length) if length <= LONGEST else None
-    if body is None or xxhash.xxh64_intdigest(body) != checksum:
-        raise ConnectionError("a damaged message")
+    length, checksum = HEAD.unpack(head.ljust(HEAD.size))
+    body = _exactly(read, length) if length <= LONGEST else b""
+    if len(body) < length or xxhash.xxh64_intdigest(body) != checksum:
+        raise ConnectionError("a message that is damaged or ends too early")
     return msgspec.msgpack.decode(body)
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = list[bytes]()
-    while count:
-        part = connection.recv(min(count, 1 << 20))
-        if not part:
-            if parts:
-                raise ConnectionError("the other side has closed in the middle of a message")
-            return None
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+def _exactly(read, count):
+    content = bytearray()
+    while part := read(min(count - len(content), 1 << 20)):
+        content += part
+    return content
 
 
 class Pages:
     """All pages by name; what is stored is in the log, if there is one, before anybody is told."""
 
-    def __init__(self, log: Path | None) -> None:
+    def __init__(self, log):
         self._pages = dict[str, bytes]()
         self._lock = threading.Lock()
-        self._log = self._replayed(log).open("ab", buffering=0) if log else None
+        self._log = self._replayed(log) if log else None
 
-    def answer(self, operation: str, *arguments: Any) -> object:
+    def answer(self, operation, *arguments):
         with self._lock:
             match operation, arguments:
                 case "exists", [names]:
@@ -89,51 +80,45 @@ class Pages:
                     ]
         raise ValueError(f"unknown operation {operation!r}")
 
-    def _put(self, name: str, page: bytes, replaces: bool) -> bool:
+    def _put(self, name, page, replaces):
         if replaces or name not in self._pages:
             self._write([name, page])
             self._pages[name] = page
         return True
 
-    def _remove(self, name: str) -> bool:
+    def _remove(self, name):
         if name not in self._pages:
             return False
         self._write([name, None])
         del self._pages[name]
         return True
 
-    def _write(self, record: list[Any]) -> None:
-        if self._log is None:
-            return
-        body = msgspec.msgpack.encode(record)
-        self._log.write(HEAD.pack(len(body), xxhash.xxh64_intdigest(body)) + body)
+    def _write(self, record):
+        if self._log:
+            self._log.write(message(record))
 
-    def _replayed(self, log: Path) -> Path:
+    def _replayed(self, log):
         """Read the log, and cut off what a killed server has left half-written."""
-        content, start = log.read_bytes() if log.exists() else b"", 0
-        while start + HEAD.size <= len(content):
-            length, checksum = HEAD.unpack_from(content, start)
-            body = content[start + HEAD.size : start + HEAD.size + length]
-            if len(body) < length or xxhash.xxh64_intdigest(body) != checksum:
-                break
-            name, page = msgspec.msgpack.decode(body)
-            self._pages[name] = page
-            if page is None:
-                del self._pages[name]
-            start += HEAD.size + length
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_bytes(content[:start])
-        return log
+        log.touch()
+        file, whole = log.open("rb+", buffering=0), 0
+        with contextlib.suppress(ConnectionError):
+            while record := received(file.read):
+                name, self._pages[name] = record
+                if record[1] is None:
+                    del self._pages[name]
+                whole = file.tell()
+        file.truncate(whole)
+        file.seek(whole)
+        return file
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        try:
-            while (request := receive(self.request)) is not None:
-                send(self.request, self.server.pages.answer(*request))
-        except (OSError, TypeError, ValueError, msgspec.DecodeError):
-            # The client finds its connection closed.
-            return
+    def handle(self):
+        # The client finds its connection closed.
+        with contextlib.suppress(OSError, TypeError, ValueError, msgspec.DecodeError):
+            while (request := received(self.request.recv)) is not None:
+                self.request.sendall(message(self.server.pages.answer(*request)))
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -141,7 +126,7 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
 
-def main() -> None:
+def main():
     port, *log = sys.argv[1:]
     with _Server(("127.0.0.1", int(port)), _Handler, bind_and_activate=False) as server:
         server.pages = Pages(Path(*log) if log else None)

@@ -1,17 +1,11 @@
 """The suite against the samples, in one pytest, whose plugin this is too.
 
-Run by `test_mutants.py`, which reads the reports. A class runs of each sample only what it is tried
-with.
-
-The environment variable `HICACHE_SAMPLES` chooses: `all` samples, each with all its cases;
-`mutants`, each with no more of them than it takes to find it; `right` ones; or `own`, the project's
-own drivers.
+Run by `test_mutants.py`, which reads the reports. A class runs of each right sample all cases that
+it is tried with, and of a mutant no more of them than it takes to find it; of the project's own
+driver `memory` all.
 """
 
 from __future__ import annotations
-
-import os
-from typing import TYPE_CHECKING
 
 import pytest
 from drivers_plugin import SAMPLES
@@ -23,28 +17,8 @@ from hicache_conformance.model.pytest_keys import CASE_MARK
 from hicache_conformance.runner.session import FINDINGS
 from hicache_conformance.suite.driver_conformance import catalogue
 
-if TYPE_CHECKING:
-    from mutant import Sample
 
-OWN = ("file", "memory")
-KIND = os.environ.get("HICACHE_SAMPLES", "all")
-
-
-def _chosen() -> dict[str, Sample | None]:
-    match KIND:
-        case "all":
-            return dict(SAMPLES)
-        case "mutants":
-            return {name: sample for name, sample in SAMPLES.items() if sample.breaks}
-        case "right":
-            return {name: sample for name, sample in SAMPLES.items() if not sample.breaks}
-        case "own":
-            return dict.fromkeys(OWN)
-        case other:
-            raise ValueError(f"HICACHE_SAMPLES={other!r}; choose all, mutants, right or own")
-
-
-def _class(name: str, sample: Sample | None) -> type:
+def _class(name, sample):
     """The suite's class for a driver: the classes of its cases, without the others of these."""
     where = sample.where if sample else ()
     named = {case.partition("[")[0] for case in where if case.startswith("test_")}
@@ -60,7 +34,7 @@ def _class(name: str, sample: Sample | None) -> type:
         and (case.name not in named if named else not set(case.rules) & set(sample.breaks))
     }
     # A case that is named may find a fault of a rule that it is not about.
-    hides = bool(named) or KIND == "mutants"
+    hides = sample and (named or sample.breaks)
     return type(
         f"Test{name}",
         (*bases, *([] if DriverTarget in bases else [DriverTarget])),
@@ -68,34 +42,34 @@ def _class(name: str, sample: Sample | None) -> type:
     )
 
 
-for _name, _sample in _chosen().items():
+for _name, _sample in (*SAMPLES.items(), ("memory", None)):
     globals()[f"Test{_name}"] = _class(_name, _sample)
 
 
 # Selection
 # ------------------------------------------------------------------------------------------------
 
-_left: dict[str, set[str]] = {}
+_left = {}
 """Of each mutant that a case has found: the rules, and the message, that none has told yet."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if not _is_wanted(item)]
     if left_out:
         items[:] = [item for item in items if _is_wanted(item)]
         config.hook.pytest_deselected(items=left_out)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     sample = _sample_of(item)
     if sample and not sample.every_case and _left.get(sample.name) == set():
         pytest.skip("untested: the mutant has been found")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
+def pytest_runtest_teardown(item):
     sample = _sample_of(item)
-    if sample is None or not sample.breaks or KIND != "mutants":
+    if sample is None or not sample.breaks:
         return
     mark = item.get_closest_marker(CASE_MARK)
     assert mark is not None
@@ -108,11 +82,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
                 left.discard(sample.message)
 
 
-def _sample_of(item: pytest.Item) -> Sample | None:
+def _sample_of(item):
     return SAMPLES.get(str(getattr(getattr(item, "cls", None), "driver", "")))
 
 
-def _is_wanted(item: pytest.Item) -> bool:
+def _is_wanted(item):
     """Return whether a sample is tried with this case's parameters, and on its injector."""
     sample = _sample_of(item)
     if sample is None:

@@ -11,7 +11,7 @@ from functools import partial
 
 from drivers_memory import OBJECTS
 from drivers_network import ACROSS, NETWORKED, Networked, name_of
-from drivers_server import receive, send
+from drivers_server import message, received
 from mutant import mutant, right
 
 from hicache_storage.objects import Namespace, ObjectWrite, RegisteredPool
@@ -168,22 +168,22 @@ def meanwhile(connection, packets):
 
     def write():
         for packet in packets:
-            send(connection, ("exists", packet))
+            connection.sendall(message(("exists", packet)))
             # The server answers meanwhile: a new turn of the connection, and no wait.
             time.sleep(0.001)
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        return [receive(connection) or () for _ in packets]
+        return [received(connection.recv) or () for _ in packets]
     finally:
         writer.join()
 
 
 def one_by_one(connection, packets):
     for packet in packets:
-        send(connection, ("exists", packet))
-        yield receive(connection) or ()
+        connection.sendall(message(("exists", packet)))
+        yield received(connection.recv) or ()
 
 
 ROUND_TRIPS = "test_one_round_trip[network] test_many_keys"
