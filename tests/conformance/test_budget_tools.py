@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
-from hicache_conformance.cases.budget import forecast
 from hicache_conformance.harness.driver_calls import CallSteps
 from hicache_conformance.harness.memory_peak import transient_bytes
 
@@ -50,30 +47,3 @@ def test_the_steps_of_a_set_do_not_grow_with_what_lies_beside_it(tmp_path):
         store.batch_set_v2()
         counts.append(steps.count)
     assert 0 < counts[0] == counts[1]
-
-
-@pytest.mark.parametrize(
-    ("taken", "exponent", "seconds"),
-    [
-        *(
-            (
-                {size: (size / 1000) ** growth for size in (1000, 2000, 4000, 8000, 16000)},
-                max(1.0, growth),
-                16**growth * (250_000 / 16_000) ** max(1.0, growth),
-            )
-            for growth in (0.5, 1.0, 1.5, 2.0)
-        ),
-        # Of the last two calls alone the forecast would be 917 s; the driver is linear.
-        ({8000: 1.3, 16000: 2.6, 32000: 5.2, 64000: 10.4}, 1.0, 40.6),
-        # Times that do not grow with the number of keys are the machine's.
-        ({2000: 0.004, 4000: 0.19, 8000: 0.11, 16000: 0.4}, 1.0, None),
-    ],
-)
-def test_a_large_call_is_forecast_from_the_growth_of_smaller_ones(taken, exponent, seconds):
-    seconds_for_all, fitted = forecast(taken)
-    assert fitted == pytest.approx(exponent)
-    assert seconds is None or seconds_for_all == pytest.approx(seconds, rel=0.01)
-
-
-def test_one_call_that_was_disturbed_is_no_growth():
-    assert forecast({8000: 1.3, 16000: 2.6, 32000: 2.6, 64000: 10.4})[0] < 80
