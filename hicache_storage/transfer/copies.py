@@ -120,40 +120,42 @@ class Lane:
     def enqueue(self, run: Run) -> None:
         """Enqueue the copies of some layers."""
         if self._sent:
-            on_host = self._addresses(HOST, run)
+            addresses = self._addresses(HOST, run)
+            on_host: int = addresses.ctypes.data
             if self._is_staged:
-                self._stage(run, on_host.ctypes.data)
+                for start in range(0, self._sent, run.room):
+                    self._stage(run, on_host, range(start, min(start + run.room, self._sent)))
             else:
                 on_device = self._addresses(DEVICE, run)
-                pieces = on_device.ctypes.data, on_host.ctypes.data
-                self._send(self._stream, *pieces, on_host.size, run)
+                to, origin = self._to_from(on_device.ctypes.data, on_host)
+                self._stream.copy_pieces(to, origin, addresses.size, run.piece_bytes, run.what)
         if self._sent < self._count:
             rest = range(self._sent, self._count)
             self._stream.copy_rows(self._rows, run.parts, rest, run.what)
 
-    def _stage(self, run: Run, on_host: int) -> None:
-        fill, drain = self._to_from(self._send_staged, self._move_staged)
-        for start in range(0, self._sent, run.room):
-            pages = range(start, min(start + run.room, self._sent))
-            self._turn ^= 1
-            try:
-                fill(self.filler, on_host, pages, run)
-                # What the next transfer fills follows its `before_staging`.
-                if pages.stop < self._sent or run is not self.runs[-1]:
-                    self.before_refill()
-            finally:
-                # Also behind a copy that was refused half-way: what was enqueued uses the pages.
-                self.hand_over()
-            drain(self._stream, on_host, pages, run)
+    def _stage(self, run: Run, on_host: int, pages: range) -> None:
+        self._turn ^= 1
+        rows, staged = run.buffers[self._turn]
+        parts = self._group.parts
+        to, origin = self._to_from(staged.data_ptr(), on_host + 8 * parts * pages.start)
 
-    def _move_staged(self, stream: Stream, on_host: int, pages: range, run: Run) -> None:
-        # The kernels of a staging buffer know the parts of its run alone.
-        stream.copy_rows(run.buffers[self._turn][0], range(len(run.parts)), pages, run.what)
+        def send(stream: Stream) -> None:
+            stream.copy_pieces(to, origin, parts * len(pages), run.piece_bytes, run.what)
 
-    def _send_staged(self, stream: Stream, on_host: int, pages: range, run: Run) -> None:
-        parts, staged = self._group.parts, run.buffers[self._turn][1]
-        pieces = staged.data_ptr(), on_host + 8 * parts * pages.start
-        self._send(stream, *pieces, parts * len(pages), run)
+        def move(stream: Stream) -> None:
+            # The kernels of a staging buffer know the parts of its run alone.
+            stream.copy_rows(rows, range(len(run.parts)), pages, run.what)
+
+        fill, drain = self._to_from(send, move)
+        try:
+            fill(self.filler)
+            # What the next transfer fills follows its `before_staging`.
+            if pages.stop < self._sent or run is not self.runs[-1]:
+                self.before_refill()
+        finally:
+            # Also behind a copy that was refused half-way: what was enqueued uses the pages.
+            self.hand_over()
+        drain(self._stream)
 
     # Methods of their own, so that tests can leave out one wait alone.
 
@@ -175,11 +177,6 @@ class Lane:
         # Added part by part: rows of two numbers would take half as long again.
         addresses: Numbers = (run.starts[side] + self._offsets[side]).T.copy()
         return addresses
-
-    def _send(self, stream: Stream, on_device: int, on_host: int, count: int, run: Run) -> None:
-        """Send pieces whose addresses lie there on either side."""
-        to, origin = self._to_from(on_device, on_host)
-        stream.copy_pieces(to, origin, count, run.piece_bytes, run.what)
 
     def _to_from(self, on_device: SideT, other: SideT) -> tuple[SideT, SideT]:
         return (other, on_device) if self._direction == OUT else (on_device, other)

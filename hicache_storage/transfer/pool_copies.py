@@ -125,7 +125,7 @@ class PoolCopies:
         # Copies on the other stream may still use the device pages (rule ST-1) or the host pages
         # (rule ST-3).
         self.fences[IN if direction == OUT else OUT].wait(stream, pages)
-        stream.upload(self._tables[direction], torch.from_numpy(pages))
+        stream.upload(self._tables[direction], pages)
         for lane in self.lanes[direction]:
             lane.begin(pages)
 

@@ -19,6 +19,7 @@ from hicache_storage.transfer.streams import StreamFailedError, own
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.streams import Event, Priority, RowSide, Stream
 
     Runs = Sequence[tuple[int, int]]
@@ -307,9 +308,9 @@ class SimulatedStream:
         reads, writes = byte_runs(source), byte_runs(destination)
         self._enqueue(what, lambda: destination.copy_(source), reads, writes)
 
-    def upload(self, table: object, numbers: torch.Tensor) -> None:
+    def upload(self, table: object, numbers: Numbers) -> None:
         table = own(SimulatedTable, table)
-        table.numbers = numbers.clone()
+        table.numbers = torch.tensor(numbers)
         to = table.memory[:, : numbers.shape[1]]
         self.copy(to, table.numbers, "upload of page numbers")
 

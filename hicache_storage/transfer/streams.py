@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicache_storage.pools.pages import Numbers
+
 KindT = TypeVar("KindT")
 Priority = Literal["highest", "lowest"]
 """Which kernels' blocks go first where multiprocessors are short."""
@@ -77,11 +79,11 @@ class Stream(Protocol):
         """Enqueue a copy between tensors of one shape, both without gaps or on one device."""
         ...
 
-    def upload(self, table: object, numbers: torch.Tensor) -> None:
+    def upload(self, table: object, numbers: Numbers) -> None:
         """Enqueue a copy of page numbers to a `Device.page_table`.
 
         Args:
-            numbers: (2, pages), contiguous int64 on the CPU; they may be changed afterwards.
+            numbers: (2, pages); they may be changed afterwards.
         """
         ...
 

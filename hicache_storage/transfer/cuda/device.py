@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -16,6 +15,7 @@ from hicache_storage.transfer.streams import StreamFailedError, own
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.streams import Event, Priority, RowSide, Stream
 
 PREPARED_UPLOADS: Final = 4
@@ -66,20 +66,22 @@ class CudaStream:
         self._events = deque[torch.cuda.Event]()
 
     def record(self) -> CudaEvent:
-        self._refuse_capture()
+        if self.may_capture:
+            self._refuse_capture()
         native = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call] # torch does not annotate it
         native.record(self.native)
         return CudaEvent(native, self._events)
 
     def wait_event(self, event: Event) -> None:
-        self._refuse_capture()
+        if self.may_capture:
+            self._refuse_capture()
         self.native.wait_event(own(CudaEvent, event).native)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         with torch.cuda.stream(self.native):
             destination.copy_(source, non_blocking=True)
 
-    def upload(self, table: object, numbers: torch.Tensor) -> None:
+    def upload(self, table: object, numbers: Numbers) -> None:
         table = own(CudaPageTable, table)
         pinned = table.fill(numbers)
         _check(memcpy(table.rows[0], pinned.data_ptr(), numbers.nbytes, self._handle), "upload")
@@ -99,7 +101,7 @@ class CudaStream:
     def _refuse_capture(self) -> None:
         # A copy would become part of the graph, or end its capture: each replay needs events and
         # pages of its own.
-        if self.may_capture and is_capturing(self._handle):
+        if is_capturing(self._handle):
             raise InvalidTransferError(
                 "a CUDA graph is being captured on this stream; call the cache, and "
                 "LayerCounter.wait for the graph's last layer, before the graph is replayed"
@@ -124,12 +126,12 @@ class CudaPageTable:
         self.rows = [self._memory.data_ptr()] * 2
         """Addresses of the two rows of the last upload."""
 
-    def fill(self, numbers: torch.Tensor) -> torch.Tensor:
+    def fill(self, numbers: Numbers) -> torch.Tensor:
         """Put page numbers into a buffer; returns it."""
         is_free = self.used and self.used[0][1].query()
         buffer = self.used.popleft()[0] if is_free else _pinned(self._memory.numel())
         self.rows[1] = self.rows[0] + numbers.nbytes // 2
-        ctypes.memmove(buffer.data_ptr(), numbers.data_ptr(), numbers.nbytes)
+        buffer.numpy()[: numbers.size] = numbers.ravel()
         return buffer
 
 
