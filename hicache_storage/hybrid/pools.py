@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.pools import PagedHostPool, SlotAllocator
     from hicache_storage.transfer import HostSlots
-    from hicache_storage.transfer.host_slots import Completion
+    from hicache_storage.transfer.streams import Completion
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,15 @@ The protocol, CUDA, and a simulator for machines without a GPU. Needs torch.
 """
 
 from hicache_storage.transfer.cuda.device import CudaDevice, CudaStream
-from hicache_storage.transfer.engine import Acknowledgement, LayerCounter, PageTransfers
+from hicache_storage.transfer.engine import (
+    Acknowledgement,
+    Indices,
+    LayerCounter,
+    PageTransfers,
+    PoolPair,
+)
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.plan import Way
-from hicache_storage.transfer.pool_copies import Indices, PoolPair
 from hicache_storage.transfer.simulator import StreamSimulator
 from hicache_storage.transfer.streams import Device, Event, Stream, StreamFailedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.pools import PagedHostPool, SlotAllocator
     from hicache_storage.pools.pages import Numbers
-    from hicache_storage.transfer.streams import Event, Stream
+    from hicache_storage.transfer.streams import Completion, Event, Stream
 
 KEPT_EVENTS: Final = 256
 """Events that are kept; a page whose copy is older waits for the oldest of them."""
@@ -81,19 +81,6 @@ class PageFences:
         return self._events[max(number - self._count - 1, -len(self._events))]
 
 
-class Completion(Protocol):
-    """Something that ends: an event, or whatever else uses a page."""
-
-    def query(self) -> bool:
-        """Return True if the event has been reached; does not block."""
-        ...
-
-
-class _Use(NamedTuple):
-    pages: torch.Tensor
-    until: Completion
-
-
 class HostSlots:
     """Allocator in front of a host pool's `alloc` and `free`, to be used where copies use the pool.
 
@@ -112,7 +99,8 @@ class HostSlots:
         self._page_size = pool.page_size
         self.fences = fences
         self._lock = threading.Lock()
-        self._uses: list[_Use] = []
+        self._uses: list[tuple[torch.Tensor, Completion]] = []
+        """Pages, and what uses them."""
         self._ask_at = ASK_AT
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
@@ -136,16 +124,14 @@ class HostSlots:
         Raises:
             SlotError: as the pool does; also for a page that was freed and waits for its copy.
         """
-        pages = self._pages(indices)
-        slots = indices.reshape(-1, self._page_size).to("cpu")
+        pages = whole_pages(indices, self._page_size, len(self._users))
         with self._lock:
             # The pool cannot notice it: for the pool a parked page is still in use.
             twice = page_slots(pages[self._parked[pages]], self._page_size)
             if twice.numel():
                 raise SlotError(f"slots given back twice: {named(twice)}")
             busy = self._in_use(pages)
-            if not bool(busy.all()):
-                self._pool.free(slots[~busy].reshape(-1))
+            self._pool.free(page_slots(pages[~busy], self._page_size))
             self._parked[pages[busy]] = True
         return indices.numel()
 
@@ -157,10 +143,10 @@ class HostSlots:
         Raises:
             SlotError: the indices are not whole pages of the pool.
         """
-        pages = self._pages(indices)
+        pages = whole_pages(indices, self._page_size, len(self._users))
         self.keep(pages)
         with self._lock:
-            self._uses.append(_Use(pages, until))
+            self._uses.append((pages, until))
             if len(self._uses) >= self._ask_at:
                 # The next allocation reports a failed stream.
                 with contextlib.suppress(Exception):
@@ -179,12 +165,9 @@ class HostSlots:
             self._release()
             return self._pool.available_size()
 
-    def _pages(self, indices: torch.Tensor) -> torch.Tensor:
-        return whole_pages(indices, self._page_size, len(self._users))
-
     def _count(self, pages: torch.Tensor, change: int) -> None:
         # Not `+= change`, which counts a page once that occurs twice in `pages`.
-        self._users.index_add_(0, pages, pages.new_full((1,), change).expand(pages.numel()))
+        self._users.index_add_(0, pages, torch.full_like(pages, change))
 
     def _in_use(self, pages: torch.Tensor) -> torch.Tensor:
         busy = self._users[pages] > 0
@@ -194,17 +177,15 @@ class HostSlots:
 
     def _release(self) -> None:
         """Forget the uses that are over, and give back what waited for them."""
-
         parked = self._parked.nonzero().view(-1)
         # All are asked before anything changes: a failed stream raises.
-        over = [use.until.query() for use in self._uses]
+        over = [until.query() for _, until in self._uses]
         for fences in self.fences if parked.numel() else ():
             fences.ask()
-        for use, is_over in zip(self._uses, over, strict=True):
+        for (pages, _), is_over in zip(self._uses, over, strict=True):
             if is_over:
-                self._count(use.pages, -1)
+                self._count(pages, -1)
         self._uses = [use for use, is_over in zip(self._uses, over, strict=True) if not is_over]
         idle = parked[~self._in_use(parked)]
-        if idle.numel():
-            self._parked[idle] = False
-            self._pool.free(page_slots(idle, self._page_size))
+        self._parked[idle] = False
+        self._pool.free(page_slots(idle, self._page_size))

@@ -71,19 +71,15 @@ def geometry(to: torch.Tensor, origin: torch.Tensor) -> Geometry:
         )
         if count != 1
     ]
-    # From the shortest steps outwards: an axis that continues a piece makes it longer, one that
-    # continues the axis before makes that longer.
-    axes.sort(key=lambda axis: max(axis[1:]))
-    width, joined = size, list[tuple[int, int, int]]()
-    for count, to_step, origin_step in axes:
-        if not joined and to_step == origin_step == width:
-            width *= count
-        elif joined and (to_step, origin_step) == tuple(
-            joined[-1][0] * step for step in joined[-1][1:]
-        ):
-            joined[-1] = (joined[-1][0] * count, *joined[-1][1:])
+    # From the bytes of an element outwards: an axis that continues the one before makes that longer.
+    pieces = [(size, 1, 1)]
+    for axis in sorted(axes, key=lambda axis: max(axis[1:])):
+        length, *steps = pieces[-1]
+        if [*axis[1:]] == [length * step for step in steps]:
+            pieces[-1] = (length * axis[0], steps[0], steps[1])
         else:
-            joined.append((count, to_step, origin_step))
+            pieces.append(axis)
+    (width, _, _), *joined = pieces
     if len(joined) > _MAX_AXES:
         raise InvalidPoolError(
             f"pages have gaps along {len(joined)} axes, and copies know {_MAX_AXES}: shape "

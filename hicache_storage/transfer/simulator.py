@@ -224,7 +224,7 @@ class StreamSimulator:
         reads, writes = list(reads), list(writes)
         self.keep([*reads, *writes])
         with self.lock:
-            self.note(what, "host", HOST, self.clock, _runs(reads), _runs(writes))
+            self.note(what, "host", HOST, self.clock, byte_runs(*reads), byte_runs(*writes))
 
     def close(self) -> None:
         """Run what is enqueued."""
@@ -325,10 +325,12 @@ class SimulatedStream:
                 written[to] = read[origin]
 
         writes, reads = (
-            _runs(
-                side.views[part][page]
-                for part in parts
-                for page in set(cast("list[int]", numbers.tolist()))
+            byte_runs(
+                *(
+                    side.views[part][page]
+                    for part in parts
+                    for page in set(cast("list[int]", numbers.tolist()))
+                )
             )
             for side, numbers in zip(rows.sides, (to, origin), strict=True)
         )
@@ -401,23 +403,18 @@ class SimulatedEvent(NamedTuple):
             join(simulator.clock, self.clock)
 
 
-def _runs(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    return [run for tensor in tensors for run in byte_runs(tensor)]
-
-
-def byte_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """The ranges of addresses that a tensor's elements fill, adjacent ones joined."""
-    if not tensor.numel():
-        return []
-    size = tensor.element_size()
-    starts, length = [tensor.data_ptr()], size
-    # From the innermost axis outwards: an axis that continues the run makes it longer, any other
-    # repeats it.
-    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if count == 1:
-            continue
-        if stride * size == length:
-            length *= count
-        else:
-            starts = [start + step * stride * size for start in starts for step in range(count)]
-    return [(start, start + length) for start in sorted(starts)]
+def byte_runs(*tensors: torch.Tensor) -> list[tuple[int, int]]:
+    """The ranges of addresses that the elements of tensors fill, adjacent ones of each joined."""
+    runs = list[tuple[int, int]]()
+    for tensor in tensors:
+        size = length = tensor.element_size()
+        starts = [tensor.data_ptr()] if tensor.numel() else []
+        # From the innermost axis outwards: an axis that continues the run makes it longer, any
+        # other repeats it.
+        for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if stride * size == length:
+                length *= count
+            elif count > 1:
+                starts = [start + step * stride * size for start in starts for step in range(count)]
+        runs += [(start, start + length) for start in sorted(starts)]
+    return runs

@@ -40,16 +40,20 @@ class RowSide(NamedTuple):
     """Row of the uploaded page numbers that has this side's; None: 0, 1, 2, ..."""
 
 
-class Event(Protocol):
-    """A place in a stream: behind everything that it held when the event was recorded."""
+class Completion(Protocol):
+    """Something that ends: an event, or whatever else uses a page."""
 
     def query(self) -> bool:
-        """Return True if the event has been reached; does not block.
+        """Return True if it has ended; does not block.
 
         Raises:
-            StreamFailedError: an operation before it failed.
+            StreamFailedError: an operation before an event failed.
         """
         ...
+
+
+class Event(Completion, Protocol):
+    """A place in a stream: behind everything that it held when the event was recorded."""
 
     def synchronize(self) -> None:
         """Block the calling thread until that place has been reached.

@@ -134,5 +134,5 @@ def test_pages_of_a_stream_that_tells_nothing_are_not_handed_out_again(simulated
         with pytest.raises(RuntimeError, match="the bus is gone"):
             copy(rig, OUT, host)
         rig.free(host)
-    rig.engine.synchronize()
+    rig.engine.close()
     assert rig.free_pages() == PAGES - 1

@@ -393,7 +393,7 @@ def build_pools(
         transfers = PageTransfers(device, compute, pairs)
     # `ExitStack` closes in reverse: first the controller, then running copies are waited for, then
     # the simulator that runs them is closed.
-    closing.callback(transfers.synchronize)
+    closing.callback(transfers.close)
     group = HostPoolGroup(
         PoolEntry(
             name=name,

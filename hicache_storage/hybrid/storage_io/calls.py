@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
     from hicache_storage.spec import HiCacheStorage
-    from hicache_storage.transfer.host_slots import Completion
+    from hicache_storage.transfer.streams import Completion
 
 logger = logging.getLogger(__name__)
 

@@ -29,27 +29,16 @@ DEVICE_BLOCKS: Final = 32
 class _Side(ctypes.Structure):
     """`Side` of rows.cu."""
 
-    _fields_ = (
-        ("parts", ctypes.c_uint64),
-        ("pages", ctypes.c_uint64),
-        ("page", ctypes.c_int64),
-        ("outer", ctypes.c_int64),
-        ("inner", ctypes.c_int64),
-    )
+    _fields_ = [(name, ctypes.c_int64) for name in ("parts", "pages", "page", "outer", "inner")]
 
 
 class Move(ctypes.Structure):
     """`Move` of rows.cu."""
 
-    _fields_ = (
-        ("to", _Side),
-        ("origin", _Side),
-        ("parts", ctypes.c_uint32),
-        ("pages", ctypes.c_uint32),
-        ("outer", ctypes.c_uint32),
-        ("inner", ctypes.c_uint32),
-        ("width", ctypes.c_uint32),
-    )
+    _fields_ = [
+        *((name, _Side) for name in ("to", "origin")),
+        *((name, ctypes.c_uint32) for name in ("parts", "pages", "outer", "inner", "width")),
+    ]
 
 
 class CudaRowCopy:
