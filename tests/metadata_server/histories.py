@@ -201,6 +201,10 @@ class History:
                 self.check_given(slot)
                 self.generations[slot] = self.scope.table.generations[slot]
                 self.held[lease] = key, slot, self.now + 3
+        given = {lease: slot for lease, slot in zip(leases, slots, strict=True) if lease}
+        if given:
+            together = self.scope.leases.log.slots(range(min(given), max(given) + 1))
+            assert list(together or ()) == list(given.values()), "found with one search"
 
     def check_given(self, slot: int) -> None:
         """A slot may be given out now."""
