@@ -318,19 +318,6 @@ return found;
 
 
 @pytest.mark.long
-def test_an_empty_server(page):
-    page.expected = ["404"]
-    with served(SERVE) as (place, _):
-        for path, said in (
-            ("", "No scope yet."),
-            ("scope/0:kv", "The server has no such scope."),
-            ("scope/0:kv/key/a", "The server has no such scope."),
-        ):
-            page.open(f"{place.url}/#/{path}")
-            page.shows("p", said)
-
-
-@pytest.mark.long
 def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
     file = write_tokens(tmp_path / "tokens.json", operator="admin all", reader="read look")
     page.expected = ["401"]
@@ -416,8 +403,9 @@ PROBLEMS = [
 
 
 @pytest.mark.long
-def test_problems_in_words_and_back(page):
+def test_an_empty_server_and_problems_in_words(page):
     """With answers that the page gets in the place of the server's."""
+    page.expected = ["404"]
     well = {
         "/v2/scopes": (200, p.encode(LISTED).decode()),
         "/v2/history": refusal(404, "unknown_route", "there is no such thing"),
@@ -430,7 +418,13 @@ def test_problems_in_words_and_back(page):
         page.ask_now()
 
     with served(SERVE) as (place, _):
-        page.open(place.url)
+        for path, said in (
+            ("scope/0:kv", "The server has no such scope."),
+            ("scope/0:kv/key/a", "The server has no such scope."),
+            ("", "No scope yet."),
+        ):
+            page.open(f"{place.url}/#/{path}")
+            page.shows("p", said)
         now()
         shown = [SCOPE, "", "8", "0", "0", "0", "8", "0%", NONE, "0", "http://one:18000", "2 KiB"]
         page.until(lambda: page.table(TABLE) == [shown])
