@@ -8,22 +8,21 @@ import random
 import statistics
 import tracemalloc
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, pairwise
 
 import msgspec
 import pytest
 
-from hicache_metadata_server.auth.access import RateLimiter, Tokens
-from hicache_metadata_server.auth.files import record_of
-from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.access import RateLimiter
 from hicache_metadata_server.core.limits import DEFAULTS, Quota, Quotas, TenantUsage
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.protocol import JSON, MSGPACK
 from hicache_metadata_server.storage.sqlite import SqliteStore
+from tests.metadata_server import test_refusals
 from tests.metadata_server.every_route import SCOPE, every_route
 from tests.metadata_server.http_calls import running, running_shared
 from tests.metadata_server.redis_servers import redis_server
-from tests.metadata_server.token_files import EARLIER
 
 pytestmark = pytest.mark.slow(seconds=25)
 
@@ -133,24 +132,19 @@ class Fuzzer:
         return method, path, encoded, content_type, headers
 
 
-def guarded(service):
+def guarded(path, service):
     """Tokens of two tenants and of none, and quotas that are reached; the clock of the rates goes
     on with each request."""
-    tokens, ticks = Tokens(), count()
-    names = [(right, tenant) for right in ("read", "write", "admin") for tenant in TENANTS]
-    records = [
-        record_of(f"{right}-{tenant}", right, name=f"{right}-{tenant}", tenant=tenant)
-        for right, tenant in names
-    ]
-    tokens.replace_records([*records, record_of("late", "admin", name="late", expires=EARLIER)])
-    security = Security(service, tokens)
+    security, ticks = test_refusals.guarded(path, *TENANTS, service=service)["security"], count()
     quota = Quota(scopes=3, slots=100, requests_per_second=1.0, burst=40.0)
     service.quotas = Quotas({"acme": quota}, default=Quota(bytes=10**6))
     security.rates = RateLimiter(service, clock=lambda: next(ticks) / 2)
     return security
 
 
-TOKENS = "write-acme admin-acme read-acme write-other admin-other write- admin- admin- late wrong"
+TOKENS = (
+    "write-acme admin-acme read-acme write-other admin-other write- admin- admin- late-admin- wrong"
+)
 TOKENS = [*TOKENS.split(), ""]
 OPERATOR = {"authorization": "Bearer admin-"}
 TENANTS = ("", "acme", "other")
@@ -169,10 +163,10 @@ def opened(kind, path, *, tokens):
     if kind == "sqlite":
         store = SqliteStore(str(path / "m.db"))
         service = MetadataService(LIMITS, durability=store.durability, max_scopes=12)
-        yield running(store, service, security=guarded(service) if tokens else None)
+        yield running(store, service, security=guarded(path, service) if tokens else None)
         return
     with redis_server(path) as redis:
-        guard = guarded if tokens else None
+        guard = partial(guarded, path) if tokens else None
         # Longer than a busy machine keeps it from its heartbeats.
         yield running_shared(redis.url, LIMITS, max_scopes=12, guard=guard, lease_seconds=60.0)
 
