@@ -149,6 +149,10 @@ def of_keys(scope, keys):
     return {"scopes": [{"scope": scope, "keys": keys}]}
 
 
+async def serves(caller, scope):
+    return (await caller.post("/v2/lookup", of_keys(scope, []))).status == 200
+
+
 async def is_status(caller, path, status):
     return await caller.status_of(path) == status
 

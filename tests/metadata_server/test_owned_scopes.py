@@ -10,7 +10,7 @@ import structlog
 
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import scope_owner
-from tests.metadata_server.http_calls import eventually, of_keys, running_shared
+from tests.metadata_server.http_calls import eventually, of_keys, running_shared, serves
 
 LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
 
@@ -31,10 +31,6 @@ async def live_at(caller, scope, keys):
     """Pages that are found once this server owns the scope."""
     await eventually(lambda: serves(caller, scope))
     return await caller.live(scope, keys)
-
-
-async def serves(caller, scope):
-    return (await caller.post("/v2/lookup", of_keys(scope, []))).status == 200
 
 
 async def drained(caller):

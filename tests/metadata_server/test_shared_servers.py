@@ -57,35 +57,6 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
         check_kept(scopes[1], writers)
 
 
-def test_scopes_are_even_again_after_a_drain_and_no_client_sees_it(tmp_path):
-    """With one scope in use all the time, the others go back to the server that had drained."""
-    with ExitStack() as stack:
-        redis = stack.enter_context(redis_server(tmp_path, appendonly="yes", appendfsync="no"))
-        command = f"{SERVE} --store {redis.url}"
-        places = [stack.enter_context(Served(command=command)) for _ in range(2)]
-        wires = [stack.enter_context(closing(HttpClient(place.url))) for place in places]
-        scopes = [
-            V2Scope(V2Client(wires[0]), f"{rank}:kv", SLOTS, 4096, random.Random(1))
-            for rank in range(4)
-        ]
-        for scope in scopes:
-            scope.initialize()
-        busy = scopes[0]
-        answers = []
-
-        def owners():
-            body = {"scopes": [{"scope": busy.name, "keys": ["a"]}]}
-            answers.append(wires[0].post("/v2/lookup", body).status)
-            return [one["owner"] for one in json.loads(wires[0].get("/v2/scopes").body)["scopes"]]
-
-        assert wires[1].post("/v2/drain", {"enabled": True}).status == 200
-        eventually(lambda: set(owners()) == {places[0].url})
-        assert wires[1].post("/v2/drain", {"enabled": False}).status == 200
-        eventually(lambda: sorted(map(owners().count, (place.url for place in places))) == [2, 2])
-        assert owners()[0] == places[0].url
-        assert set(answers) == {200}
-
-
 def test_status_lists_the_servers(tmp_path):
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(tmp_path, appendonly="yes", appendfsync="no"))

@@ -13,9 +13,9 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from tests.metadata_server.http_calls import (
     SlowStore,
     eventually,
-    of_keys,
     running,
     running_shared,
+    serves,
 )
 from tests.metadata_server.protocol.peer import QUARANTINE, Peer, keys_of, peer_on
 from tests.metadata_server.redis_servers import redis_server
@@ -200,13 +200,9 @@ async def test_a_cursor_of_another_owner_is_lost(tmp_path):
                 await Peer(one).delete(["a"])
                 assert await listener.removed() == [("a", REASON.DELETED)]
             del peers["http://one"]
-            await eventually(lambda: serves(two))
+            await eventually(lambda: serves(two, "0:kv"))
             await Peer(two).delete(["b"])
             assert await listener.removed(lost=True) == [("b", REASON.DELETED)]
-
-
-async def serves(caller):
-    return (await caller.post("/v2/lookup", of_keys("0:kv", []))).status == 200
 
 
 async def test_a_cursor_of_a_scope_that_was_dropped_is_lost(timed):
