@@ -16,17 +16,15 @@ RESERVE, CONFIRM, RELEASE = (
     "written_keys_to_confirm",
     "pages_to_release",
 )
+KEYED = ("exists", "get_page_indices", "delete_keys", RESERVE)
 COMPATIBLE = [
-    ("exists", {}, "keys"),
+    # A text is no list of characters.
     *[
-        ("exists", {"keys": value}, "keys")
-        for value in (None, 7, {"a": 1}, [7], ["a", None], [["a", ""]], [""])
+        (operation, body, "keys")
+        for operation in KEYED
+        for body in ({}, {"keys": [{}]}, {"keys": "abc"}, {"keys": ""}, {"keys": None})
     ],
-    ("get_page_indices", {}, "keys"),
-    ("get_page_indices", {"keys": [1.5]}, "keys"),
-    ("delete_keys", {}, "keys"),
-    ("delete_keys", {"keys": [{}]}, "keys"),
-    (RESERVE, {}, "keys"),
+    *[("exists", {"keys": value}, "keys") for value in ([7], ["a", None], [["a", ""]], [""])],
     *[
         (RESERVE, {"keys": value}, "keys")
         for value in (["ab"], [["a"]], [["a", "", "b"]], [[1, ""]], [["", ""]], [["a", None]])
@@ -42,12 +40,6 @@ COMPATIBLE = [
     ("clear", {"namespace": "a b"}, "namespace"),
     ("exists", {"keys": [], "namespace": ["kv"]}, "namespace"),
     ("initialize", {}, "num_pages"),
-    # A text is no list of characters.
-    *[
-        (operation, {"keys": text}, "keys")
-        for operation in ("exists", "get_page_indices", "delete_keys", RESERVE)
-        for text in ("abc", "")
-    ],
 ]
 S = "0:kv"
 NATIVE = [
