@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import traceback
+from pathlib import Path
 from unittest import mock
 from urllib.parse import quote
 
@@ -23,22 +24,58 @@ from hicache_metadata_server.shared.connection import check_store
 from hicache_metadata_server.storage.store import redacted
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import eventually, running_shared
-from tests.metadata_server.redis_servers import redis_cluster, redis_server
-from tests.metadata_server.redis_users import (
-    LOGIN,
-    PASSWORD,
-    denied,
-    documented_user,
-    guarded,
-    permitted,
-    secured,
-    used,
-    with_password,
-)
+from tests.metadata_server.redis_servers import Secured, redis_cluster, redis_server
 from tests.support.commands import run_metadata
 
 LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
 ONLY_CLUSTERS = {"cluster|slots", "command"}
+PAGE = Path(__file__).parents[2] / "docs/metadata-server.md"
+ADMIN = "admin-of-redis-9f2c51"
+PASSWORD = "server-of-redis-77aa01"
+LOGIN = "hicache@"
+
+
+def documented_user():
+    """The line of the page, for redis.conf, without its first word."""
+    [line] = re.findall(r"^user (hicache .*)$", PAGE.read_text(), re.MULTILINE)
+    assert ">PASSWORD" in line
+    return line.replace(">PASSWORD", f">{PASSWORD}")
+
+
+def permitted():
+    """The commands that it may use, by their names in `INFO commandstats`."""
+    return {word.removeprefix("+") for word in documented_user().split() if word.startswith("+")}
+
+
+def secured(directory):
+    """Files for Redis and for its clients."""
+    authority = Authority(directory)
+    certificate, key = authority.sign("redis")
+    return Secured(authority.file, certificate, key)
+
+
+def guarded(directory):
+    """Settings of a Redis with TLS, a password and the documented user."""
+    return {"tls": secured(directory), "password": ADMIN, "user": documented_user()}
+
+
+def with_password(url, directory, password=PASSWORD):
+    """An address with the password in a file."""
+    file = directory / "redis.password"
+    file.write_text(f"{password}\n")
+    return f"{url}{'&' if '?' in url else '?'}password_file={file}"
+
+
+def denied(server):
+    """Operations that the user was denied."""
+    with server.client() as client:
+        return [(entry["username"], entry["reason"], entry["object"]) for entry in client.acl_log()]
+
+
+def used(server):
+    """Commands that were called since the statistics began, by whomever."""
+    with server.client() as client:
+        return {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
 
 
 @pytest.fixture(scope="module")
