@@ -47,11 +47,11 @@ class Engine:
     def fill(self, chunk: int, seed: int) -> bytes:
         """Give a chunk the bytes of a seed; return them without the pad."""
         content = np.random.default_rng(seed).bytes(USED)
-        self.rows.put(chunk, content)
+        self.rows.part(USED, chunk)[:] = content
         return content
 
     def bytes_of(self, chunk: int) -> bytes:
-        return self.rows.content(chunk, USED)
+        return bytes(self.rows.part(USED, chunk))
 
     def submit(self, keys, chunks, *, load: bool, request: ReqContext | None = None) -> int:
         self._jobs += 1

@@ -17,20 +17,23 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 import msgspec
 
 from hicache_conformance.harness.page_patterns import spent
-from hicache_conformance.harness.pools import GuardedPool, spread
-from hicache_conformance.interfaces.interface import interface_profile
+from hicache_conformance.harness.pools import GuardedPool, slots_of, spread
+from hicache_conformance.interfaces.interface import Setup, interface_profile
 from hicache_conformance.interfaces.registration import capabilities
 from hicache_conformance.model.violation import NotPromised
 from hicache_storage.spec import (
     Capabilities,
     ConfigError,
+    DriverConfig,
     DriverUnavailableError,
     Health,
     HiCacheStorage,
     HostPool,
+    PageGeometry,
     PoolName,
     PoolTransfer,
     StorageClosedError,
+    StorageIdentity,
     StorageStats,
     UnknownPoolError,
 )
@@ -42,8 +45,6 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_conformance.harness.corruption import ObjectCorruption
-    from hicache_conformance.interfaces.interface import Setup
-    from hicache_storage.spec import DriverConfig, PageGeometry, StorageIdentity
 
 
 IDLE_MARK: Final = b"\xc5IDLE..\xc5"
@@ -270,10 +271,6 @@ class ForeignStorage(HiCacheStorage):
     # For all
     # ----------------------------------------------------------------------------------------------
 
-    def geometry(self, pool: str) -> PageGeometry:
-        """Return the geometry of a registered pool."""
-        return self._pools[pool].geometry
-
     @property
     def identity(self) -> StorageIdentity:
         """Identity of the pages that are read and written."""
@@ -283,23 +280,6 @@ class ForeignStorage(HiCacheStorage):
     def capabilities(self) -> Capabilities:
         """Capabilities by the driver's setup."""
         return capabilities(self._setup, clears=self._setup.clears, evicts=self._capped)
-
-    @property
-    def driver(self) -> Any:
-        """The driver itself; None before it is constructed and after `close()`."""
-        return self._driver
-
-    def companion(self, identity: StorageIdentity | None = None) -> Self:
-        """Another engine with the same options, closed with this one.
-
-        Some stores keep pages no longer than their writer.
-
-        Args:
-            identity: its own; equal to this one's if not given.
-        """
-        companion = type(self)(identity or self._identity, self._config)
-        self._companions.append(companion)
-        return companion
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         """Make memory of the engine's for it."""
@@ -345,6 +325,17 @@ class ForeignStorage(HiCacheStorage):
         """Note a pool; one that comes after the others reaches the driver at once."""
         self._pools[name] = pool
 
+    def _stored_by_another(
+        self, identity: StorageIdentity, pools: Mapping[str, GuardedPool], pool: str, key: str
+    ) -> bool:
+        """Let another engine store the first page of a pool of its own; whether it was stored."""
+        # Closed with this one: some stores keep pages no longer than their writer.
+        self._companions.append(engine := type(self)(identity, self._config))
+        for name, memory in pools.items():
+            engine.register_mem_host_pool_v2(memory, name)
+        transfer = PoolTransfer(PoolName(pool), slots_of([0], pools[pool].page_size), keys=[key])
+        return engine.batch_set_v2([transfer]) == {PoolName(pool): [True]}
+
     def _check_open(self) -> None:
         if self._closed:
             raise StorageClosedError("the storage is closed")
@@ -376,6 +367,19 @@ class ForeignStorage(HiCacheStorage):
                 )
                 shares.append((index, PoolTransfer(transfer.name, indices, keys=list(keys))))
         return shares
+
+
+def element_type(geometry: PageGeometry, identity: StorageIdentity) -> str:
+    """Name of the type of a page's elements; that of the identity where a case left it open."""
+    return geometry.dtype if geometry.dtype != "uint8" else identity.kv_dtype
+
+
+def torch_type(name: str) -> torch.dtype:
+    """The type of elements of a name; bytes for what PyTorch does not have, or cases cannot fill."""
+    import torch
+
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else torch.uint8
 
 
 def rounds(items: Iterable[tuple[int, KeyT]]) -> list[dict[KeyT, int]]:

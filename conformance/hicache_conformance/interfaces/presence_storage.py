@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from hicache_conformance.harness.corruption import ObjectCorruption, corrupt_page
-from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.interfaces.foreign_storage import (
-    EngineMemory,
     ForeignStorage,
     Mirror,
     joined,
@@ -24,28 +23,40 @@ from hicache_conformance.interfaces.foreign_storage import (
     rounds,
 )
 from hicache_conformance.model.violation import NotPromised
-from hicache_storage.spec import PoolName, PoolTransfer
+from hicache_storage.spec import (
+    DriverConfig,
+    HiCacheStorageExtraInfo,
+    HostPool,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageIdentity,
+)
 from hicache_storage.spec.policies import PoolPresence, common_hit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from hicache_storage.spec import (
-        DriverConfig,
-        HiCacheStorageExtraInfo,
-        HostPool,
-        PageGeometry,
-        PoolTransferResult,
-        StorageIdentity,
-    )
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
-class PageMemory(EngineMemory, Protocol):
-    """Memory of the engine that has the pages of a pool."""
+class PageMemory:
+    """Memory of the engine that has the pages of a pool.
 
-    def place(self, page: int) -> Any:
-        """What a job of the engine names a page's memory by."""
-        ...
+    Args:
+        places: what a job of the engine names the memory of each page by.
+        view: the bytes of a page at a place.
+    """
+
+    def __init__(self, places: Sequence[Any], view: Callable[[Any], memoryview]) -> None:
+        self.places = places
+        self._view = view
+
+    def content(self, page: int) -> bytes:
+        """The bytes of a page."""
+        return bytes(self._view(self.places[page]))
+
+    def put(self, page: int, content: bytes) -> None:
+        """Replace the bytes of a page."""
+        self._view(self.places[page])[:] = content
 
 
 class PresenceEngine(Protocol):
@@ -136,8 +147,7 @@ class PresenceStorage(ForeignStorage):
             found,
             [
                 PoolPresence.of(
-                    transfer,
-                    self.batch_present(keys, pool=transfer.name, extra_info=extra_info),
+                    transfer, self.batch_present(keys, pool=transfer.name, extra_info=extra_info)
                 )
                 for transfer in pool_transfers or ()
             ],
@@ -211,7 +221,6 @@ class PresenceStorage(ForeignStorage):
 
     def _planted(self, identity: StorageIdentity, pool: str, key: str) -> bytes:
         """Store a page through an engine of its own; its bytes, empty if it was not stored."""
-        engine = self.companion(identity)
         pools = {
             name: GuardedPool(
                 pages=1,
@@ -224,16 +233,12 @@ class PresenceStorage(ForeignStorage):
             # All of them, because drivers are told of all.
             for name, each in self._pools.items()
         }
-        for name, memory in pools.items():
-            engine.register_mem_host_pool_v2(memory, name)
         # Of nobody else, so that a file that has them has this page.
         content = hashlib.shake_256(repr((identity, pool, key)).encode()).digest(
             pools[pool].page_bytes
         )
         pools[pool].write(0, content)
-        transfer = PoolTransfer(PoolName(pool), slots_of([0], pools[pool].page_size), keys=[key])
-        stored = engine.batch_set_v2([transfer]) == {PoolName(pool): [True]}
-        return content if stored else b""
+        return content if self._stored_by_another(identity, pools, pool, key) else b""
 
     def _move(
         self,
@@ -276,7 +281,7 @@ class PresenceStorage(ForeignStorage):
     def _transfer(self, pages: Sequence[Page], before: int, *, writes: bool) -> list[bool]:
         engine: PresenceEngine = self._attached()
         keys = [self._key(page.pool, page.key) for page in pages]
-        places = [self._memories[page.pool].place(page.number) for page in pages]
+        places = [self._memories[page.pool].places[page.number] for page in pages]
         if not writes:
             return engine.load(keys, places, before)
         if self.one_rank_stores and not self._identity.is_writer(PoolName.KV):
@@ -291,11 +296,6 @@ class PresenceStorage(ForeignStorage):
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
     """The pages of a sequence that come before those of a call."""
     return len((extra_info.prefix_keys if extra_info else None) or ())
-
-
-def element_type(geometry: PageGeometry, identity: StorageIdentity) -> str:
-    """Name of the type of a page's elements; that of the identity where a case left it open."""
-    return geometry.dtype if geometry.dtype != "uint8" else identity.kv_dtype
 
 
 def _paths(value: object) -> Iterator[Path]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from hicache_conformance.interfaces.interface import interface_profile
+from hicache_conformance.interfaces.interface import Setup, interface_profile
 from hicache_conformance.model.settings import Settings
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP, DriverSpec, hookimpl
 from hicache_storage.spec import Capabilities, DriverConfig
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from hicache_conformance.interfaces.interface import Setup
 
 NAME: Final = "hicache-conformance-run"
 KEY_BYTES: Final = 64

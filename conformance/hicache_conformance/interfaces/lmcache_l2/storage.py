@@ -10,38 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 
+from hicache_conformance.interfaces.foreign_storage import element_type, torch_type
 from hicache_conformance.interfaces.lmcache_l2.engine import Arena, Controllers, layout_of
-from hicache_conformance.interfaces.presence_storage import PresenceStorage, element_type
+from hicache_conformance.interfaces.presence_storage import PageMemory, PresenceStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lmcache.v1.distributed.api import MemoryLayoutDesc
     from lmcache.v1.memory_management import MemoryObj
 
     from hicache_storage.spec import DriverConfig, StorageIdentity
-
-
-class _Objects:
-    """The objects that a pool's pages have."""
-
-    def __init__(self, objects: Sequence[MemoryObj]) -> None:
-        self._objects = objects
-
-    def place(self, page: int) -> MemoryObj:
-        """The object of a page."""
-        return self._objects[page]
-
-    def content(self, page: int) -> bytes:
-        """The bytes of a page."""
-        return _bytes_of(self._objects[page]).tobytes()
-
-    def put(self, page: int, content: bytes) -> None:
-        """Replace the bytes of a page."""
-        _bytes_of(self._objects[page])[:] = np.frombuffer(content, np.uint8)
 
 
 class AdapterStorage(PresenceStorage):
@@ -61,16 +39,18 @@ class AdapterStorage(PresenceStorage):
         worker = (identity.pp_rank * tp_size + tp_rank) * identity.cp_size + identity.cp_rank
         self._kv_rank = ObjectKey.ComputeKVRank(workers, worker, workers, worker)
 
-    def _start(self) -> tuple[Controllers, dict[str, _Objects]]:
+    def _start(self) -> tuple[Controllers, dict[str, PageMemory]]:
         layouts: dict[int, MemoryLayoutDesc] = {}
         counts = dict[int, int]()
         for name, pool in self._pools.items():
             geometry, group = pool.geometry, self._groups[name]
-            dtype = _torch_type(element_type(geometry, self._identity))
+            dtype = torch_type(element_type(geometry, self._identity))
             layouts[group] = layout_of(geometry.page_bytes, geometry.page_size, dtype)
             counts[group] = geometry.size // geometry.page_size
         arena = Arena(layouts, counts)
-        memories = {name: _Objects(arena.objects[self._groups[name]]) for name in self._pools}
+        memories = {
+            name: PageMemory(arena.objects[self._groups[name]], _bytes_of) for name in self._pools
+        }
         return Controllers(self._entry(), arena, layouts), memories
 
     def _plugin(self, module: str, name: str) -> dict[str, Any]:
@@ -91,11 +71,6 @@ class AdapterStorage(PresenceStorage):
         )
 
 
-def _bytes_of(item: MemoryObj) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _bytes_of(item: MemoryObj) -> memoryview:
     # Not the view itself: Python writes into views of its own formats only.
-    return np.frombuffer(item.byte_array, np.uint8)
-
-
-def _torch_type(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else torch.uint8
+    return np.frombuffer(item.byte_array, np.uint8).data

@@ -18,13 +18,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.interfaces.foreign_storage import load_class
-from hicache_storage.spec import DriverUnavailableError
+from hicache_storage.spec import DriverUnavailableError, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
     from hicache_conformance.interfaces.interface import Setup
-    from hicache_storage.spec import StorageIdentity
 
 INTERFACE_MODULE: Final = "sglang.srt.mem_cache.hicache_storage"
 FACTORY_MODULE: Final = "sglang.srt.mem_cache.storage.backend_factory"

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.harness.pools import slots_of
+from hicache_conformance.interfaces.foreign_storage import element_type, torch_type
 from hicache_conformance.interfaces.sglang.engine import has_sglang
 from hicache_conformance.model.violation import NotPromised
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 KINDS: Final = {"kv": "mha", "swa": "mha", "draft": "mha", "mamba": "mamba", "indexer": "mla"}
 """What SGLang keeps in a pool of that name; KV that is replicated over TP is `mla`."""
-_UNTOLD_DTYPE: Final = "uint8"
-"""Of a pool that a case has left at its default: then the identity tells what the elements are."""
 
 
 class EnginePages:
@@ -125,7 +124,7 @@ def engine_pool(name: str, geometry: PageGeometry, identity: StorageIdentity, la
     kind = "mla" if name == "kv" and identity.kv_replicated else KINDS.get(name, "")
     if not kind:
         raise NotPromised(f"SGLang has no pool named {name!r}")
-    dtype = _dtype(geometry.dtype if geometry.dtype != _UNTOLD_DTYPE else identity.kv_dtype)
+    dtype = torch_type(element_type(geometry, identity))
     pages = geometry.size // geometry.page_size
     if not has_sglang():
         return PlainPool(
@@ -140,14 +139,6 @@ def engine_pool(name: str, geometry: PageGeometry, identity: StorageIdentity, la
             pages, geometry.page_bytes, layout if layout.startswith("page_first") else "page_first"
         )
     return _attention(kind, pages, geometry, dtype, layout)
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    # One-byte floats are kept as plain bytes, in the pools too.
-    return dtype if isinstance(dtype, torch.dtype) else torch.uint8
 
 
 def _attention(

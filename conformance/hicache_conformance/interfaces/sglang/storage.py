@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 
 from hicache_conformance.harness.corruption import ObjectCorruption
-from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.interfaces.foreign_storage import (
     ForeignStorage,
     Mirror,
@@ -44,21 +44,19 @@ from hicache_conformance.interfaces.sglang.pools import EnginePages
 from hicache_conformance.model.violation import NotPromised, check
 from hicache_storage.spec import (
     Capabilities,
+    DriverConfig,
+    HiCacheStorageExtraInfo,
+    HostPool,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
+    StorageIdentity,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_storage.spec import (
-        DriverConfig,
-        HiCacheStorageExtraInfo,
-        HostPool,
-        StorageIdentity,
-    )
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +112,7 @@ class EngineStorage(ForeignStorage):
         if damage not in FACTORS:
             return False
         more, less = FACTORS[damage]
-        geometry = self.geometry(pool)
+        geometry = self._pools[pool].geometry
         other = GuardedPool(
             pages=4,
             page_size=geometry.page_size,
@@ -122,10 +120,7 @@ class EngineStorage(ForeignStorage):
             exact=True,
         )
         other.write(0, b"\x5a" * other.page_bytes)
-        rank = self.companion()
-        rank.register_mem_host_pool_v2(other, pool)
-        transfer = PoolTransfer(PoolName(pool), slots_of([0], other.page_size), keys=[key])
-        return rank.batch_set_v2([transfer])[PoolName(pool)] == [True]
+        return self._stored_by_another(self._identity, {pool: other}, pool, key)
 
     def clear(self) -> None:
         """Clear as the engine does, when nothing else runs."""
@@ -318,10 +313,7 @@ class EngineStorage(ForeignStorage):
         hit = 0
         for start in range(0, len(keys), BATCH_PAGES):
             batch = keys[start : start + BATCH_PAGES]
-            found = self._caught(
-                "batch_exists",
-                partial(_batch_exists, driver, batch, extra_info),
-            )
+            found = self._caught("batch_exists", partial(_batch_exists, driver, batch, extra_info))
             if found is None:
                 return 0
             # Batch by batch until one is not there in full, as the engine's prefetch does.

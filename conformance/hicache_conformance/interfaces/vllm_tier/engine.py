@@ -13,6 +13,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingKVEventsConfig,
+    OffloadKey,
     ReqContext,
     ScheduleEndContext,
 )
@@ -28,14 +29,17 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from hicache_conformance.interfaces.engine_thread import START_SECONDS, EngineThread
 from hicache_conformance.model.violation import Violation
+from hicache_storage.spec import StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from vllm.v1.kv_offload.base import OffloadKey
 
 AnswerT = TypeVar("AnswerT")
 
+IDENTITY: Final = StorageIdentity(
+    model="model", kv_dtype="bfloat16", page_size=16, layout="page_first"
+)
 ROW_ALIGNMENT: Final = 4096
 """vLLM pads the rows of its CPU tier to whole pages of memory."""
 TURN_SECONDS: Final = 0.0003
@@ -75,13 +79,7 @@ def offloading_config(
     *,
     worker_bytes: int,
     layers: Sequence[tuple[int, Sequence[str]]] = ((0, ("layers.0",)),),
-    model: str = "model",
-    dtype: str = "bfloat16",
-    tokens_per_block: int = 16,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    pcp_size: int = 1,
-    replicated: bool = False,
+    identity: StorageIdentity = IDENTITY,
     layout: str = "LBHNC",
     kv_events: bool = False,
 ) -> OffloadingConfig:
@@ -90,15 +88,14 @@ def offloading_config(
     Args:
         worker_bytes: bytes of a block in one worker.
         layers: number of each KV cache group, and names of its layers.
-        model, dtype, tokens_per_block, layout: of the KV cache.
-        tp_size, pp_size, pcp_size: workers of each kind.
-        replicated: every worker holds the same, as with latent attention.
+        identity: model, element type, tokens of a block, and workers of each kind.
+        layout: of the KV cache.
         kv_events: vLLM publishes KV cache events.
     """
     return OffloadingConfig(
         groups=tuple(
             OffloadingGroupConfig(
-                tokens_per_block=tokens_per_block, layer_names=tuple(names), group_id=group
+                tokens_per_block=identity.page_size, layer_names=tuple(names), group_id=group
             )
             for group, names in layers
         ),
@@ -106,22 +103,24 @@ def offloading_config(
         enable_kv_cache_events=kv_events,
         extra_config={},
         engine_id="engine",
-        model=OffloadingModelConfig(name=model, dtype=dtype),
-        cache=OffloadingCacheConfig(tokens_per_hash=tokens_per_block, blocks_per_chunk=1),
+        model=OffloadingModelConfig(name=identity.model, dtype=identity.kv_dtype),
+        cache=OffloadingCacheConfig(tokens_per_hash=identity.page_size, blocks_per_chunk=1),
         parallel=OffloadingParallelConfig(
             rank=0,
-            world_size=tp_size * pp_size * pcp_size,
-            tp_size=tp_size,
-            pp_size=pp_size,
-            pcp_size=pcp_size,
+            world_size=identity.tp_size * identity.pp_size * identity.cp_size,
+            tp_size=identity.tp_size,
+            pp_size=identity.pp_size,
+            pcp_size=identity.cp_size,
             dcp_size=1,
             data_parallel_index=0,
             data_parallel_size=1,
             data_parallel_rank_local=None,
             # As vLLM 0.32 and 0.33 answer for one group of full attention.
-            is_parallelism_agnostic=len(layers) == 1 and pcp_size == 1 and not replicated,
+            is_parallelism_agnostic=(
+                len(layers) == 1 and identity.cp_size == 1 and not identity.kv_replicated
+            ),
         ),
-        replicated_layout=replicated,
+        replicated_layout=identity.kv_replicated,
         kv_cache_layout=layout,
     )
 
@@ -137,14 +136,9 @@ class Rows:
         self.array = np.frombuffer(self.memory, np.int8).reshape(chunks, row)
         self.view: memoryview = self.array.data
 
-    def content(self, chunk: int, length: int) -> bytes:
-        """The first bytes of a row."""
-        return self.array[chunk, :length].tobytes()
-
-    def put(self, chunk: int, content: bytes) -> None:
-        """Replace a row; its pad is zeros."""
-        self.array[chunk] = 0
-        self.array[chunk, : len(content)] = np.frombuffer(content, np.int8)
+    def part(self, length: int, chunk: int) -> memoryview:
+        """The first bytes of a row, to be read and written."""
+        return self.array[chunk, :length].view(np.uint8).data
 
     def release(self) -> None:
         """Let go of the memory; fails where the tier has kept some of it."""

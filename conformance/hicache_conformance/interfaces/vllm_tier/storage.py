@@ -7,11 +7,14 @@ groups. What vLLM would load it looks up first, and it stores without asking.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
-from hicache_conformance.interfaces.presence_storage import PresenceStorage, element_type
+from hicache_conformance.interfaces.foreign_storage import element_type
+from hicache_conformance.interfaces.presence_storage import PageMemory, PresenceStorage
 from hicache_conformance.interfaces.vllm_tier.engine import (
     Rows,
     Scheduler,
@@ -20,33 +23,10 @@ from hicache_conformance.interfaces.vllm_tier.engine import (
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadKey
-
     from hicache_storage.spec import StorageIdentity
 
 LAYERS: Final = 4
 """Of a model whose identity names no range."""
-
-
-class _GroupRows:
-    """The rows that a pool's pages have."""
-
-    def __init__(self, rows: Rows, first: int, page_bytes: int) -> None:
-        self._rows = rows
-        self._first = first
-        self._page_bytes = page_bytes
-
-    def place(self, page: int) -> int:
-        """The row of a page."""
-        return self._first + page
-
-    def content(self, page: int) -> bytes:
-        """The bytes of a page."""
-        return self._rows.content(self._first + page, self._page_bytes)
-
-    def put(self, page: int, content: bytes) -> None:
-        """Replace the bytes of a page."""
-        self._rows.put(self._first + page, content)
 
 
 class TierStorage(PresenceStorage):
@@ -57,7 +37,7 @@ class TierStorage(PresenceStorage):
     # There is one tier for all ranks of a replica.
     one_rank_stores = False
 
-    def _start(self) -> tuple[Scheduler, dict[str, _GroupRows]]:
+    def _start(self) -> tuple[Scheduler, dict[str, PageMemory]]:
         identity = self._identity
         geometry = next(self._pools[name] for name in self._groups if name in self._pools).geometry
         workers = (
@@ -67,13 +47,7 @@ class TierStorage(PresenceStorage):
         config = offloading_config(
             worker_bytes=-(-longest // workers),
             layers=[(self._group(name), _layers(identity, name)) for name in self._groups],
-            model=identity.model,
-            dtype=element_type(geometry, identity),
-            tokens_per_block=identity.page_size,
-            tp_size=identity.tp_size,
-            pp_size=identity.pp_size,
-            pcp_size=identity.cp_size,
-            replicated=identity.kv_replicated,
+            identity=replace(identity, kv_dtype=element_type(geometry, identity)),
             layout="LBHNC" if _is_usual(geometry.layout, identity) else "BLHNC",
         )
         pages = {
@@ -82,9 +56,10 @@ class TierStorage(PresenceStorage):
         }
         # One row length for all groups, as vLLM 0.32 has it.
         rows = Rows(sum(pages.values()), config.worker_kv_bytes_per_block * workers)
-        memories, first = dict[str, _GroupRows](), 0
+        memories, first = dict[str, PageMemory](), 0
         for name, pool in self._pools.items():
-            memories[name] = _GroupRows(rows, first, pool.geometry.page_bytes)
+            view = partial(rows.part, pool.geometry.page_bytes)
+            memories[name] = PageMemory(range(first, first + pages[name]), view)
             first += pages[name]
         return Scheduler(self._entry(), rows, TierSpec(config=config)), memories
 
