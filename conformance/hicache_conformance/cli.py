@@ -15,23 +15,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.outcomes import Outcome, RunRecord
 from hicache_conformance.model.profiles import PROFILES, parse_profile
 from hicache_conformance.model.rules import Level, parse_levels, rules
 from hicache_conformance.model.settings import Settings, parse_page_bytes
 from hicache_conformance.model.verdict import judge
-from hicache_conformance.report.terminal import (
-    BROKEN,
-    NOT_CONFORMANT,
-    conclude,
-    now_running,
-)
+from hicache_conformance.report.terminal import BROKEN, NOT_CONFORMANT, conclude, now_running
 from hicache_storage.tools.options import parse_pairs, redacted
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_conformance.model.outcomes import RunRecord
 
 ENGINES: Final = {
     "sglang": ("sglang", "sglang-file"),
@@ -40,10 +34,7 @@ ENGINES: Final = {
 }
 """Interface, and driver of its own on files, of each engine that `adopt` writes a test for."""
 
-app = typer.Typer(
-    help="Judge drivers by the contract.",
-    no_args_is_help=True,
-)
+app = typer.Typer(help="Judge drivers by the contract.", no_args_is_help=True)
 
 Config = Annotated[
     list[str] | None,

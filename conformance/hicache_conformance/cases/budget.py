@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Final, cast
 
 from hicache_conformance.harness.driver_calls import counted, require_steps
 from hicache_conformance.harness.memory_peak import transient_bytes
-from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PageGroup, all_pages, trailing
+from hicache_conformance.harness.pools import GuardedPool, PoolMemory
+from hicache_conformance.harness.storage_under_test import (
+    PageGroup,
+    StorageUnderTest,
+    all_pages,
+    trailing,
+)
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, NotPromised, check
-from hicache_storage.spec import PoolName, PoolTransfer
+from hicache_storage.spec import PoolName, PoolTransfer, PoolTransferResult
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -23,10 +28,7 @@ if TYPE_CHECKING:
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.fixtures.target import DriverTarget
-    from hicache_conformance.harness.pools import PoolMemory
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
-    from hicache_storage.spec import PoolTransferResult
 
 BATCH: Final = 128
 """Pages of a call, as SGLang batches them."""

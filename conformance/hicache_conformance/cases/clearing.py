@@ -17,7 +17,7 @@ from hicache_conformance.fixtures.fault_calls import (
 )
 from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.pools import kv_and_state
-from hicache_conformance.harness.storage_under_test import check_each
+from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
 from hicache_conformance.injectors.named_faults import UNAVAILABLE
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
@@ -28,7 +28,6 @@ from hicache_storage.spec import PoolName, StorageTimeoutError, StorageUnavailab
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 
 LATE_SECONDS: Final = 0.1

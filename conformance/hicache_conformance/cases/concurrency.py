@@ -10,7 +10,7 @@ from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import check
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.history.workload import Client
 
 THREADS: Final = 8

@@ -23,8 +23,8 @@ from hicache_conformance.harness.corruption import (
 )
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.page_patterns import Page, short
-from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PageGroup, check_each
+from hicache_conformance.harness.pools import GuardedPool, PoolMemory
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
 from hicache_conformance.injectors.servers import ServerInjector
@@ -36,8 +36,6 @@ from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 
 ALL_DAMAGES = pytest.mark.parametrize(

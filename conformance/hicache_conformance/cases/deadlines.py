@@ -379,11 +379,7 @@ def _until_closed(ask: Callable[[], object]) -> None:
 
 
 def _ask_in_time(
-    sut: StorageUnderTest,
-    keys: list[str],
-    new: list[str],
-    plan: FaultPlan,
-    within: float = IN_TIME,
+    sut: StorageUnderTest, keys: list[str], new: list[str], plan: FaultPlan, within: float = IN_TIME
 ) -> Pending[list[bytes | None]]:
     """Look up, set and read pages while nothing answers; the get, which may wait."""
     for name, ask in (

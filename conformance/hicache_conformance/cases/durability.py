@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.fixtures.context import NO_LAYERS
+from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, capacity_of, pool
 from hicache_conformance.fixtures.target import CAPACITY
@@ -25,7 +25,6 @@ from hicache_storage.spec import PoolName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.fixtures.context import CaseContext
 
 SURVIVING: Final = ("durability>=process",)
 WITNESSED: Final = (*SURVIVING, "sharing>=processes")

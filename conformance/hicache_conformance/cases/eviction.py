@@ -23,13 +23,13 @@ from hicache_conformance.fixtures.small_store import (
 from hicache_conformance.harness.concurrency import eventually, together
 from hicache_conformance.harness.oracle import drawn
 from hicache_conformance.harness.pools import PoolShape
-from hicache_conformance.harness.storage_under_test import check_each
+from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
 from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, check
-from hicache_conformance.processes.worker import KillSchedule
+from hicache_conformance.processes.worker import KillSchedule, WorkerProcess
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from random import Random
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
-    from hicache_conformance.processes.worker import WorkerProcess
 
 SETTLE_SECONDS: Final = 2.0
 """How long an eviction that goes on in the background may take to show in the counters."""

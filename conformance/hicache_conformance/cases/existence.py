@@ -6,9 +6,9 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_conformance.fixtures.context import NO_LAYERS
+from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.harness.oracle import PoolQuery, check_exists
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool, PoolMemory
 from hicache_conformance.harness.storage_under_test import (
     PageGroup,
     StorageUnderTest,
@@ -19,15 +19,12 @@ from hicache_conformance.harness.storage_under_test import (
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import check
-from hicache_storage.spec import PoolHitPolicy, PoolName
+from hicache_storage.spec import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.interfaces.interface import InterfaceProfile
-    from hicache_storage.spec import PoolTransfer, PoolTransferResult
 
 SIDE, OTHER = "mamba", "indexer"
 _STORED_AT_ONCE = 32
@@ -284,10 +281,7 @@ def _kv_and_side() -> dict[str, PoolMemory]:
 
 
 def _check_presence(
-    sut: StorageUnderTest,
-    keys: Sequence[str],
-    stored: Sequence[str],
-    pool: str = PoolName.KV,
+    sut: StorageUnderTest, keys: Sequence[str], stored: Sequence[str], pool: str = PoolName.KV
 ) -> None:
     wanted = [key in stored for key in keys]
     found = sut.present(keys, pool)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from hicache_conformance.fixtures.context import NO_LAYERS
+from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.fixtures.fault_calls import (
     UNGUARDED,
     call_bounded,
@@ -44,7 +44,6 @@ from hicache_storage.spec import HiCacheError, is_refusal
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 

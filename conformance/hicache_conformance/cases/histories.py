@@ -17,19 +17,22 @@ from hicache_conformance.fixtures.process_group import STORE_ATTEMPTS, STORE_PAU
 from hicache_conformance.harness.oracle import PoolQuery, check_exists
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
+from hicache_conformance.harness.storage_under_test import (
+    StorageUnderTest,
+    all_pages,
+    block_groups,
+    trailing,
+)
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level, declares
 from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.plugins import registry
-from hicache_storage.spec import PoolName
+from hicache_storage.spec import PoolName, PoolTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
-    from hicache_storage.spec import PoolTransfer
 
 KEYS = 6
 PLACES = st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=10)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from hicache_conformance.harness.pools import GuardedPool, kv_and_state
-from hicache_conformance.harness.storage_under_test import PageGroup, check_each
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import check
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 
 # Every range given and nothing replicated, so that each field decides by itself. TP rank 0, because

@@ -19,7 +19,7 @@ from hicache_conformance.harness.concurrency import eventually, together
 from hicache_conformance.harness.import_probe import probe
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.process_state import OpenResources, left_open, unchanged_globals
-from hicache_conformance.harness.storage_under_test import PageGroup, check_raises
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_raises
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.plugins import registry
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 CHILD_SECONDS: Final = 20.0
 """A child that has not answered after this long hangs; it has some milliseconds of work."""

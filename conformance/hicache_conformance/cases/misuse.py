@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import pytest
 
 from hicache_conformance.harness.page_patterns import canary
-from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.harness.storage_under_test import PageGroup, block_groups, check_raises
+from hicache_conformance.harness.pools import GuardedPool, PoolMemory, slots_of
+from hicache_conformance.harness.storage_under_test import (
+    PageGroup,
+    StorageUnderTest,
+    block_groups,
+    check_raises,
+)
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import check
 from hicache_storage.layers import StorageOptions
@@ -30,8 +35,6 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 PAGES: Final = (5, 2, 9)
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from hicache_conformance.fixtures.context import NO_LAYERS
+from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.fixtures.fault_calls import (
     PATIENCE_SECONDS,
     UNGUARDED,
@@ -20,14 +20,10 @@ from hicache_conformance.fixtures.fault_calls import (
     under_fault,
     wait_until_serving,
 )
-from hicache_conformance.fixtures.small_store import (
-    BATCH,
-    capacity_of,
-    open_long_pages,
-)
+from hicache_conformance.fixtures.small_store import BATCH, capacity_of, open_long_pages
 from hicache_conformance.harness.concurrency import Pending
 from hicache_conformance.harness.driver_calls import CallSteps
-from hicache_conformance.harness.storage_under_test import check_each
+from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
@@ -38,8 +34,6 @@ from hicache_storage.plugins import registry
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 
 MUTATING: Final = {

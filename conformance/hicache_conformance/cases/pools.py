@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from hicache_conformance.harness.page_patterns import spent
-from hicache_conformance.harness.pools import EngineHostPool, GuardedPool, LentMemory, slots_of
+from hicache_conformance.harness.pools import (
+    EngineHostPool,
+    GuardedPool,
+    LentMemory,
+    PoolMemory,
+    slots_of,
+)
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
@@ -21,7 +27,7 @@ from hicache_storage.pools import (
     MLAGeometry,
     PagedHostPool,
 )
-from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer
+from hicache_storage.spec import HiCacheError, HostPool, PoolName, PoolTransfer, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +35,6 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
-    from hicache_storage.spec import HostPool, StorageIdentity
 
 
 class PoolCases:

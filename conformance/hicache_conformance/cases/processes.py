@@ -10,19 +10,17 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, PoolShape
 from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.checker import AnomalyKind
-from hicache_conformance.history.events import Call
+from hicache_conformance.history.events import Call, Event
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import check
-from hicache_conformance.processes.worker import KillSchedule
+from hicache_conformance.processes.worker import KillSchedule, WorkerProcess
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.history.events import Event
-    from hicache_conformance.processes.worker import WorkerProcess
 
 ALSO_SHARED: Final = [Level.CORE, Level.SHARED]
 BETWEEN_PROCESSES: Final = ("sharing>=processes",)

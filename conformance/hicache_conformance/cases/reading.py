@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.fixtures.context import NO_LAYERS
+from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.harness.log_records import records_above_debug
-from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.pools import GuardedPool, PoolMemory, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import check
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
 
 ORDERS: Final[Mapping[str, Callable[[int], int]]] = {
     "ascending": lambda page: page,

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.fixtures.context import NO_LAYERS
+from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.fixtures.fault_calls import (
     call_bounded,
     serving_storage,
@@ -15,12 +15,7 @@ from hicache_conformance.fixtures.fault_calls import (
     wait_until_serving,
 )
 from hicache_conformance.fixtures.process_group import ProcessGroup
-from hicache_conformance.fixtures.small_store import (
-    BATCH,
-    COMPONENTS,
-    capacity_of,
-    open_capped,
-)
+from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, capacity_of, open_capped
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, PoolShape, kv_and_state
@@ -36,7 +31,6 @@ from hicache_storage.spec import PoolName, Removal, RemovalReason, Removals
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
     from hicache_conformance.injectors.injector import FaultInjector
 

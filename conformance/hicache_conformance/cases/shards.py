@@ -12,20 +12,22 @@ from hicache_conformance.cases.budget import BATCH, check_calls
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.driver_calls import STEPS, counted, require_steps
 from hicache_conformance.harness.page_patterns import Page, short
-from hicache_conformance.harness.pools import GuardedPool, HeadsPool
-from hicache_conformance.harness.storage_under_test import PageGroup, all_pages, trailing
+from hicache_conformance.harness.pools import GuardedPool, HeadsPool, PoolMemory
+from hicache_conformance.harness.storage_under_test import (
+    PageGroup,
+    StorageUnderTest,
+    all_pages,
+    trailing,
+)
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation, check, checked
-from hicache_storage.spec import PoolName
+from hicache_storage.spec import PoolName, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
-    from hicache_storage.spec import StorageIdentity
 
 HEADS: Final = 8
 """KV heads of the model, and shards of its store."""

@@ -22,20 +22,18 @@ from hicache_conformance.fixtures.small_store import (
 )
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, check
 from hicache_storage.layers import innermost
-from hicache_storage.objects import ObjectStorage, WriteBatch
+from hicache_storage.objects import Call, ObjectStorage, WriteBatch
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
-    from hicache_storage.objects import Call
 
 PAGES: Final = 12
 MAX_BYTES: Final = 256 << 20

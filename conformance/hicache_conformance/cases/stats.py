@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hicache_conformance.harness.driver_calls import has_steps
-from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.harness.pools import GuardedPool, PoolMemory
+from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import check
@@ -16,8 +16,6 @@ from hicache_storage.spec.stats import OPERATIONS
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.harness.pools import PoolMemory
-    from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 
 class StatsCases:

@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from hicache_conformance.harness.store_files import find_all
 from hicache_storage.layers import innermost
-from hicache_storage.objects import Call, LookupBatch, ObjectStorage, ObjectWrite, WriteBatch
-from hicache_storage.spec import PoolName
+from hicache_storage.objects import (
+    Call,
+    LookupBatch,
+    Namespace,
+    ObjectStorage,
+    ObjectWrite,
+    WriteBatch,
+)
+from hicache_storage.spec import HiCacheStorage, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from random import Random
-
-    from hicache_storage.objects import Namespace
-    from hicache_storage.spec import HiCacheStorage
 
 
 class ObjectCorruption(StrEnum):

@@ -16,10 +16,7 @@ MAX_CAUSES: Final = 20
 """Distinct exceptions that are kept of one case."""
 MAX_LINES: Final = 20
 """Log lines that are kept of one case, the last ones."""
-_LOGGERS: Final = (
-    "hicache_storage.objects",
-    "hicache_conformance.interfaces",
-)
+_LOGGERS: Final = ("hicache_storage.objects", "hicache_conformance.interfaces")
 """Loggers of the modules that answer exceptions as misses; they report each at debug level."""
 
 

@@ -7,12 +7,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.model.violation import check, checked
-from hicache_storage.spec import PoolHitPolicy, PoolName
+from hicache_storage.spec import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.spec import PoolTransfer, PoolTransferResult
 
 _MAX_DRAWN: Final = 64
 

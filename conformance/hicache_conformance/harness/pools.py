@@ -209,11 +209,7 @@ class HeadsPool(GuardedPool):
         )
         components = [rows * heads * width for _ in range(layers) for width in widths]
         super().__init__(
-            pages=pages,
-            page_size=self._PAGE_SIZE,
-            components=components,
-            exact=True,
-            layout=layout,
+            pages=pages, page_size=self._PAGE_SIZE, components=components, exact=True, layout=layout
         )
         self.geometry = replace(self.geometry, head_num=heads, head_rows=(rows,) * len(components))
         self.head_bytes = self.page_bytes // heads

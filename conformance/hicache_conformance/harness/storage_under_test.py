@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from hicache_conformance.harness.page_patterns import (
     Page,
+    PagePatterns,
     canary,
     differing_fields,
     short,
     spent,
 )
-from hicache_conformance.harness.pools import slots_of
+from hicache_conformance.harness.pools import PoolMemory, slots_of
 from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.spec import (
     HiCacheStorage,
+    HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolStats,
     PoolTransfer,
     PoolTransferResult,
+    StorageIdentity,
     StorageUnavailableError,
 )
 
@@ -35,9 +38,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_conformance.harness.page_patterns import PagePatterns
-    from hicache_conformance.harness.pools import PoolMemory
-    from hicache_storage.spec import HiCacheStorageExtraInfo, StorageIdentity
 
 AnswerT = TypeVar("AnswerT")
 ErrorT = TypeVar("ErrorT", bound=Exception)

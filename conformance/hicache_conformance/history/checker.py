@@ -30,7 +30,7 @@ are one order for all pages. So an answer costs as many steps as a history has b
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -43,8 +43,6 @@ from hicache_conformance.history.events import Call, Event
 from hicache_conformance.model.violation import Violation, checked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from hicache_storage.spec import StorageIdentity
 
 

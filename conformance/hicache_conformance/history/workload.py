@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hicache_conformance.harness.page_patterns import Page
+from hicache_conformance.harness.page_patterns import Page, PagePatterns
 from hicache_conformance.history.events import Begun, Call, Ended
 from hicache_storage.spec import PoolName
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import itertools
     from collections.abc import Callable
 
-    from hicache_conformance.harness.page_patterns import PagePatterns
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 

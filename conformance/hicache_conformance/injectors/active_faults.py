@@ -7,12 +7,11 @@ import os
 import threading
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.fault_plan import Fault, FaultKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hicache_conformance.model.fault_plan import Fault
 
 MAX_HANG_SECONDS: Final = 60.0
 """A hang ends after this long even without `heal`, so that no process is stuck for good where the

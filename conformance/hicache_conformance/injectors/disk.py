@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
 from hicache_conformance.injectors.injector import PATIENCE_SECONDS, ProcessInjector, obey
-from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.violation import Inconclusive
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from multiprocessing.connection import Connection
-
-    from hicache_conformance.model.fault_plan import Fault, FaultPlan
 
 
 def missing_for_disk() -> str:

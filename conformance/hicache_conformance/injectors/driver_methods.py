@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from hicache_conformance.harness.corruption import Forgery
 from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
 from hicache_conformance.injectors.injector import FaultInjector
-from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_storage.layers import innermost
-from hicache_storage.objects import ObjectStorage, ReadBatch, WriteBatch
+from hicache_storage.objects import Call, ObjectStorage, ObjectWrite, ReadBatch, WriteBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_conformance.model.fault_plan import Fault, FaultPlan
-    from hicache_storage.objects import Call, ObjectWrite
     from hicache_storage.spec import HiCacheStorage
 
 if TYPE_CHECKING:

@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.servers import ServerInjector, Servers
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
-from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicache_conformance.model.fault_plan import FaultPlan
 
-OUTAGES: Final = {
-    "killed": FaultKind.KILL,
-    "stopped": FaultKind.HANG,
-    "cut-off": FaultKind.REFUSE,
-}
+OUTAGES: Final = {"killed": FaultKind.KILL, "stopped": FaultKind.HANG, "cut-off": FaultKind.REFUSE}
 """What a store can come to; it is cut off by a proxy, where an option has its port."""
 
 

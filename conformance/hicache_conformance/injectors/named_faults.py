@@ -42,10 +42,7 @@ NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
         "corrupt-requests": (_at(FaultKind.BIT_FLIP, "request", place=0.7),),
         "corrupt-replies": (_at(FaultKind.BIT_FLIP, "reply", place=0.7),),
     },
-    "services": {
-        "killed": (_at(FaultKind.KILL),),
-        "restored": (_at(FaultKind.STALE),),
-    },
+    "services": {"killed": (_at(FaultKind.KILL),), "restored": (_at(FaultKind.STALE),)},
     "objects": {
         "io-error": (_error("EIO"),),
         "failing-reads": (_error("EIO", "read"),),
@@ -88,10 +85,7 @@ _UNNAMED: Final[dict[str, tuple[Fault, ...]]] = {
         _at(FaultKind.LOST_DESCRIPTOR, "read", "write", "sync"),
     ),
     "network": (_at(FaultKind.HANG, "reply"), _at(FaultKind.APPLIED, "reply")),
-    "objects": (
-        *map(_error, ("ECONNRESET", "ETIMEDOUT")),
-        _at(FaultKind.APPLIED, "write"),
-    ),
+    "objects": (*map(_error, ("ECONNRESET", "ETIMEDOUT")), _at(FaultKind.APPLIED, "write")),
 }
 MENU: Final[dict[str, tuple[Fault, ...]]] = {
     injector: (

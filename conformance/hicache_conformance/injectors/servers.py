@@ -20,14 +20,13 @@ from hicache_conformance.harness.process_state import processes, read_stat
 from hicache_conformance.harness.store_files import copy_file
 from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.injector import FaultInjector
-from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
 from hicache_conformance.model.settings import filled, port_names
 from hicache_conformance.model.violation import Inconclusive, NotPromised
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from hicache_conformance.model.fault_plan import FaultPlan
 
 START_SECONDS: Final = 180.0
 """How long a server may take until it accepts connections."""

@@ -19,13 +19,12 @@ from hicache_conformance.injectors.active_faults import (
     flipped,
 )
 from hicache_conformance.injectors.injector import ProcessInjector
-from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from multiprocessing.connection import Connection
 
-    from hicache_conformance.model.fault_plan import FaultPlan
 
 CHUNK_BYTES: Final = 1 << 16
 SILENT_SECONDS: Final = 2.0

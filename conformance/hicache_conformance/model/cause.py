@@ -162,8 +162,7 @@ def _threads_in_driver() -> Iterator[tuple[int, list[FrameType]]]:
             continue
         frames = [frame for frame, _ in traceback.walk_stack(top)]
         called = next(
-            (index for index, frame in enumerate(frames) if _module(frame).startswith(_CALLERS)),
-            0,
+            (index for index, frame in enumerate(frames) if _module(frame).startswith(_CALLERS)), 0
         )
         # Threads that wait for work have no frame of the driver above the caller's.
         if any(map(_is_foreign, frames[:called])):

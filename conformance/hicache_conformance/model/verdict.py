@@ -119,9 +119,7 @@ class Judgement:
 
 
 def judge(
-    record: RunRecord,
-    selected: Collection[Level],
-    catalogue: Mapping[str, Case],
+    record: RunRecord, selected: Collection[Level], catalogue: Mapping[str, Case]
 ) -> Judgement:
     """Judge what a run has written down.
 

@@ -28,9 +28,9 @@ from unittest import mock
 
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.driver_calls import CallSteps
-from hicache_conformance.harness.log_records import cause_log
+from hicache_conformance.harness.log_records import CauseLog, cause_log
 from hicache_conformance.harness.page_patterns import PagePatterns
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool, PoolShape
 from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
 from hicache_conformance.history.workload import Client, Workload
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from hicache_conformance.harness.log_records import CauseLog
-    from hicache_conformance.harness.pools import PoolShape
     from hicache_storage.layers import StorageOptions
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hicache_conformance.harness.driver_files import driver_files, modules_of
-from hicache_conformance.model.outcomes import Header
+from hicache_conformance.model.outcomes import Header, Replay
 from hicache_conformance.model.rules import all_needs, spec_version, undeclared
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP
 from hicache_storage.plugins import registry
@@ -20,7 +20,6 @@ from hicache_storage.spec import Capabilities
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.model.outcomes import Replay
     from hicache_conformance.model.settings import Settings
 
 SUITE = "hicache-storage"

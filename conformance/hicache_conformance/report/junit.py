@@ -9,11 +9,10 @@ import re
 from typing import TYPE_CHECKING, Final
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from hicache_conformance.model.outcomes import CaseOutcome, Outcome
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome
 from hicache_conformance.model.rules import Level
 
 if TYPE_CHECKING:
-    from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.verdict import Judgement, RuleResult
 
 _TAGS: Final = {

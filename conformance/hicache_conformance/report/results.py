@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hicache_conformance.model.outcomes import PREFLIGHT, Outcome
+from hicache_conformance.model.outcomes import PREFLIGHT, CaseOutcome, Header, Outcome
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.settings import mentions_tmp, port_names
-from hicache_conformance.model.verdict import Verdict
+from hicache_conformance.model.verdict import Judgement, RuleResult, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.model.outcomes import CaseOutcome, Header
-    from hicache_conformance.model.verdict import Judgement, RuleResult
 
 SCHEMA: Final = 1
 """Raised when a field changes its meaning or goes; new fields do not raise it."""

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Final
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.model.outcomes import Outcome
-from hicache_conformance.model.verdict import DID_NOT_RUN, STOPPED_AT, Verdict, judge
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, RunRecord
+from hicache_conformance.model.verdict import (
+    DID_NOT_RUN,
+    STOPPED_AT,
+    Judgement,
+    RuleResult,
+    Verdict,
+    judge,
+)
 from hicache_conformance.report.results import reproduction
 
 if TYPE_CHECKING:
@@ -17,9 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from hicache_conformance.model.outcomes import CaseOutcome, RunRecord
     from hicache_conformance.model.settings import Settings
-    from hicache_conformance.model.verdict import Judgement, RuleResult
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
 TRACEBACK_LINES: Final = 6
@@ -52,12 +57,7 @@ def exit_status(judgement: Judgement, record: RunRecord) -> int:
     return BROKEN if suite_broke else NOT_CONFORMANT
 
 
-def conclude(
-    console: Console,
-    record: RunRecord,
-    settings: Settings,
-    report: Path | None,
-) -> int:
+def conclude(console: Console, record: RunRecord, settings: Settings, report: Path | None) -> int:
     """Judge a run, show and report the verdict, and return the command's exit status."""
     if record.broken or record.header is None:
         log = record.log[-LOG_LIMIT:]

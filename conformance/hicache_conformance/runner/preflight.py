@@ -16,17 +16,19 @@ from hicache_conformance.fixtures.environment import DriverSetup, environment_of
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.interface import describe_interface
 from hicache_conformance.model.case import cases_of
-from hicache_conformance.model.outcomes import PREFLIGHT, CaseOutcome, Outcome, Replay
+from hicache_conformance.model.outcomes import PREFLIGHT, CaseOutcome, Header, Outcome, Replay
 from hicache_conformance.model.pytest_keys import MESSAGE, STARTING_SECONDS
 from hicache_conformance.model.rules import all_needs, undeclared
-from hicache_conformance.model.settings import port_names, unique_name
+from hicache_conformance.model.settings import Settings, port_names, unique_name
 from hicache_conformance.model.violation import Inconclusive, NotPromised
 from hicache_conformance.report.header import blank_header
 from hicache_storage.plugins import create_storage, driver_class, registry
 from hicache_storage.spec import (
+    Capabilities,
     DriverContractError,
     DriverError,
     HiCacheError,
+    HiCacheStorage,
     PoolName,
     PoolTransfer,
 )
@@ -38,9 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from hicache_conformance.fixtures.target import DriverTarget
-    from hicache_conformance.model.outcomes import Header
-    from hicache_conformance.model.settings import Settings
-    from hicache_storage.spec import Capabilities, HiCacheStorage
 
 OPEN_SECONDS: Final = 25.0
 """Limit for opening an empty store, and for a call of one page on it: below the default deadline of

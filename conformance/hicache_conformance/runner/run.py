@@ -36,13 +36,12 @@ from hicache_conformance.model.outcomes import (
     ended_case,
 )
 from hicache_conformance.model.pytest_keys import FULL_STATUS, MESSAGE
-from hicache_conformance.model.settings import PAGE_VARIABLE
+from hicache_conformance.model.settings import PAGE_VARIABLE, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from types import FrameType
 
-    from hicache_conformance.model.settings import Settings
 
 MAX_HANGS: Final = 3
 """In how many cases in a row a driver may hang before the run is ended."""

@@ -26,13 +26,14 @@ from hicache_conformance.model.outcomes import (
     DETAIL_LIMIT,
     CaseOutcome,
     EndedCase,
+    Header,
     Outcome,
     Replay,
     RunRecord,
     ended_case,
 )
 from hicache_conformance.model.pytest_keys import CASE_MARK, FULL_STATUS
-from hicache_conformance.model.verdict import Verdict, judge
+from hicache_conformance.model.verdict import Judgement, Verdict, judge
 from hicache_conformance.model.violation import NotPromised, Violation
 from hicache_conformance.report.header import blank_header
 from hicache_conformance.runner.preflight import check_driver
@@ -41,9 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicache_conformance.harness.log_records import CauseLog
-    from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.settings import Settings
-    from hicache_conformance.model.verdict import Judgement
 
 
 MAX_CAUSES: Final = 3

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from hicache_conformance.model.outcomes import DriverFiles, Outcome, Replay
+from hicache_conformance.model.outcomes import DriverFiles, Header, Outcome, Replay
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels
 from hicache_conformance.model.settings import Settings
@@ -21,7 +21,6 @@ from hicache_conformance.report.header import SUITE
 from hicache_conformance.report.results import SCHEMA, badge, results, store_is_fresh
 
 if TYPE_CHECKING:
-    from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.verdict import Judgement
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 from hicache_conformance.cases.budget import BudgetCases
 from hicache_conformance.cases.clearing import ClearingCases, FailedClearCases
@@ -32,10 +31,7 @@ from hicache_conformance.cases.space import SpaceCases
 from hicache_conformance.cases.stats import StatsCases
 from hicache_conformance.cases.writing import WritingCases
 from hicache_conformance.fixtures.target import DriverTarget
-from hicache_conformance.model.case import cases_of
-
-if TYPE_CHECKING:
-    from hicache_conformance.model.case import Case
+from hicache_conformance.model.case import Case, cases_of
 
 
 # pytest runs the cases of the last base first.
