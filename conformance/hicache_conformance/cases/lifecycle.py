@@ -204,20 +204,8 @@ class LifecycleCases:
         )
 
     @covers("LC-5")
-    def test_a_forked_child(self, context: CaseContext) -> None:
-        """A child gets a clear error or its parent's pages, and the parent goes on."""
-        sut, keys = context.stored(4)
-        sut.expect(keys)
-        told = ask_in_child(sut, keys)
-        check(not told, "LC-5", told)
-        sut.expect(keys, rule="LC-5")
-        more = context.keys(2)
-        sut.store(more)
-        sut.expect(more)
-
-    @covers("LC-5")
     def test_children_forked_during_calls(self, context: CaseContext) -> None:
-        """Children are forked while threads call."""
+        """Children are forked while threads call: each gets a clear error or its parent's pages."""
         sut, keys = context.stored(4, pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)})
         clients = context.clients(sut, CALLERS + 1)
         ended = threading.Event()
@@ -244,6 +232,9 @@ class LifecycleCases:
             "LC-5", [*(partial(call, client, context.keys(3)) for client in clients[:-1]), fork]
         )
         sut.expect(keys, rule="LC-5")
+        more = context.keys(2)
+        sut.store(more)
+        sut.expect(more)
 
 
 def _live_once(context: CaseContext, memory: GuardedPool | None = None) -> None:

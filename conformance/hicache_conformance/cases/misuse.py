@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
 
 PAGES: Final = (5, 2, 9)
+UNKNOWN: Final = "nobody_s_pool"
 
 BAD_INDICES: Final[Mapping[str, Callable[[torch.Tensor], object]]] = {
     "none": lambda good: None,
@@ -100,7 +102,7 @@ def _register_as(name: str, storage: HiCacheStorage, _: list[str]) -> object:
 
 
 def _delete(storage: HiCacheStorage, keys: list[str]) -> object:
-    return storage.delete(keys, pool="nobody_s_pool")
+    return storage.delete(keys, pool=UNKNOWN)
 
 
 REFUSED: Final[Mapping[str, tuple[str, Callable[[HiCacheStorage, list[str]], object]]]] = {
@@ -134,27 +136,22 @@ class MisuseCases:
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
-    @pytest.mark.parametrize("how", BAD_INDICES)
-    def test_bad_indices(self, context: CaseContext, call: str, how: str) -> None:
-        """Indices that do not fit the keys or the pool."""
-        good = slots_of(PAGES, 2)
-        _check_refused(
-            context, call, lambda: {"host_indices": BAD_INDICES[how](good)}, "indices", how
-        )
-
-    @covers("FT-2")
-    @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
-    @pytest.mark.parametrize("how", BAD_KEYS)
-    def test_bad_keys(self, context: CaseContext, call: str, how: str) -> None:
-        """Keys that are no legal text, or not a list of them."""
-        _check_refused(context, call, lambda: {"keys": _bad_keys(how)}, "key", how)
-
-    @covers("FT-2")
-    @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
-    def test_an_unregistered_pool(self, context: CaseContext, call: str) -> None:
-        """A pool that nobody registered; the error names it."""
-        pool = "nobody_s_pool"
-        _check_refused(context, call, lambda: {"name": pool}, pool, "an unregistered pool")
+    @pytest.mark.parametrize(
+        ("named", "how"),
+        [
+            *product(["indices"], BAD_INDICES),
+            *product(["key"], BAD_KEYS),
+            (UNKNOWN, "unregistered"),
+        ],
+    )
+    def test_a_bad_transfer(self, context: CaseContext, call: str, named: str, how: str) -> None:
+        """Indices that do not fit keys or pool, keys that are no legal text, an unregistered pool."""
+        changes: dict[str, Callable[[], dict[str, Any]]] = {
+            "indices": lambda: {"host_indices": BAD_INDICES[how](slots_of(PAGES, 2))},
+            "key": lambda: {"keys": _bad_keys(how)},
+            UNKNOWN: lambda: {"name": UNKNOWN},
+        }
+        _check_refused(context, call, changes[named], named, how)
 
     @covers("FT-2")
     @pytest.mark.parametrize("how", REFUSED)

@@ -40,16 +40,6 @@ if TYPE_CHECKING:
 class PoolCases:
     """GET-1, GET-3 and SET-1 for several pools."""
 
-    @covers("GET-1", "SET-1", levels=Level.POOLS)
-    def test_pools_share_keys_and_nothing_else(self, context: CaseContext) -> None:
-        """The same keys in four pools, set in one call and read in one call."""
-        sut, keys = context.storage(pools=_four_pools()), context.keys(8)
-        pools = list(sut.memories)
-        sut.store_many([PageGroup(keys, pool) for pool in pools])
-        found = sut.get_many([PageGroup(keys, pool) for pool in reversed(pools)])
-        for pool in pools:
-            sut.compare(keys, found[pool], pool)
-
     @covers("GET-3", levels=Level.POOLS)
     def test_each_pool_has_its_own_holes(self, context: CaseContext) -> None:
         """Random holes in each pool and each of several transfers."""

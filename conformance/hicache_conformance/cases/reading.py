@@ -86,17 +86,6 @@ class ReadingCases:
         sut.compare_holed(chain, sut.get(chain), {first, second})
 
     @covers("GET-3")
-    def test_transfers_of_one_pool(self, context: CaseContext) -> None:
-        """Several transfers of a pool in one call answer in one list, one after the other."""
-        sut, missing = context.storage(), context.keys(1)
-        parts = [context.keys(3), context.keys(1), context.keys(4)]
-        sut.store_many([PageGroup(part) for part in parts])
-        stored = {key for part in parts for key in part}
-        groups = [parts[0], missing, [], parts[1], parts[2]]
-        found = sut.get_many([PageGroup(group) for group in groups])[PoolName.KV]
-        sut.compare_holed([key for group in groups for key in group], found, stored, unset="GET-3")
-
-    @covers("GET-3")
     def test_the_form_of_answers(self, context: CaseContext) -> None:
         """Answers of batches of several sizes, also where all pages are missing."""
         pools: dict[str, PoolMemory] = {PoolName.KV: GuardedPool(), PoolName.SWA: GuardedPool()}

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from hicache_conformance.cases.budget import BATCH, check_calls
-from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.driver_calls import STEPS, counted, require_steps
-from hicache_conformance.harness.page_patterns import Page, short
+from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, HeadsPool, PoolMemory
 from hicache_conformance.harness.storage_under_test import (
     PageGroup,
@@ -21,7 +20,7 @@ from hicache_conformance.harness.storage_under_test import (
 )
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation, check, checked
+from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolName, StorageIdentity
 
 if TYPE_CHECKING:
@@ -224,20 +223,6 @@ class ShardCases:
             rank.expect(keys[::2], generation=1, rule="SET-9")
             rank.expect([keys[1]], generation=2 if number == shard else 1, rule="SET-9")
 
-    @covers("GET-10", "SET-4", levels=Level.POOLS, needs=SHARED)
-    def test_writers_of_two_tp_sizes_at_once(self, context: CaseContext) -> None:
-        """TP 1 and the ranks of TP 4 set the same pages at the same time."""
-        model = _model(context)
-        writers = [*model.ranks(1), *model.ranks(4)]
-        readers = [*model.ranks(2), *model.ranks(8)]
-        for _ in range(4):
-            keys = context.keys(6)
-            stores = [partial(rank.store, keys, generation=n) for n, rank in enumerate(writers)]
-            together("SET-4", stores)
-            for rank in readers:
-                for key, page in zip(keys, rank.get(keys), strict=True):
-                    _check_shards(context, rank, key, page)
-
     @covers("ID-7", "LC-4", levels=IDENTITY, needs=[*SHARED, "clears"])
     def test_a_clear_takes_the_shards_that_a_rank_holds(self, context: CaseContext) -> None:
         """Ranks of any TP size lose them; the shards of other ranks and stores remain."""
@@ -339,25 +324,3 @@ def _store_with_hole(
 
 def _name(rank: StorageUnderTest) -> str:
     return f"TP rank {rank.identity.tp_rank} of {rank.identity.tp_size}"
-
-
-def _check_shards(
-    context: CaseContext, rank: StorageUnderTest, key: str, page: bytes | None
-) -> None:
-    """Check that each shard of a page that was set is whole, of whichever writer."""
-    checked("SET-4")
-    if page is None:
-        raise Violation("SET-4", f"key {short(key)} was set (True), and a get answers False")
-    memory, model = rank.memories[PoolName.KV], rank.model
-    assert isinstance(memory, HeadsPool)
-    assert model is not None
-    for start in range(0, len(page), memory.head_bytes):
-        shard = page[start : start + memory.head_bytes]
-        place = memory.first_byte + start
-        if context.patterns.generation(shard, Page(model, PoolName.KV, key, start=place)) is None:
-            wrong = rank.explain(key, page)
-            raise Violation(
-                "SET-4",
-                f"key {short(key)} was set by two TP sizes at once; shard "
-                f"{place // memory.head_bytes} of it is none of the written values: {wrong}",
-            )

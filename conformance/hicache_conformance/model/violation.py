@@ -62,6 +62,9 @@ class Violation(AssertionError):
         self.rule = rule
         """The broken rule; empty where it is the one that the running case is about."""
 
+    def __reduce__(self) -> tuple[type[Violation], tuple[str, str]]:
+        return Violation, (self.rule, self.message)
+
 
 class Inconclusive(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # pytest builds this class at run time
     """A case cannot find out; its rules count as untested, which no verdict hides."""

@@ -72,12 +72,8 @@ class Done:
     """A request has come to its end."""
 
     result: Any = None
-    violation: tuple[str, str] | None = None
-    """The rule that the driver broke, and how."""
-    unusable: str = ""
-    """Why the driver cannot be made in this process."""
-    broken: str = ""
-    """Traceback of an error of the suite itself."""
+    error: BaseException | None = None
+    """A rule that the driver broke, a driver that cannot be made there, or an error of the suite."""
     causes: list[Cause] = field(default_factory=list[Cause])
     """Exceptions that were answered as misses since the last request."""
 
@@ -97,28 +93,29 @@ def serve(connection: Connection, setup: WorkerStorage, environment: Mapping[str
     worker = _Worker(connection, setup)
     # Without the suite, there is no receiver for an answer.
     with contextlib.suppress(EOFError, ConnectionError), cause_log() as log:
-        worker.publish(_attempt(worker.open, log))
+        worker.publish(_attempt(setup.name, worker.open, log))
         while not worker.closed:
             name, arguments = connection.recv()
-            worker.publish(_attempt(partial(getattr(worker, name), *arguments), log))
+            ask = partial(getattr(worker, name), *arguments)
+            worker.publish(_attempt(setup.name, ask, log))
 
 
-def _attempt(ask: Callable[[], object], log: CauseLog) -> Done:
-    found: dict[str, Any] = {}
+def _attempt(name: str, ask: Callable[[], object], log: CauseLog) -> Done:
+    result, told = None, None
     try:
-        found["result"] = ask()
+        result = ask()
     except DriverError as error:
-        found["unusable"] = str(error)
+        told = Inconclusive(f"a process of its own cannot use the driver: {error}")
     except Violation as violation:
         if violation.__cause__ is not None:
             log.note([cause_of(violation.__cause__)])
-        found["violation"] = violation.rule, violation.message
+        told = Violation(violation.rule, f"{violation.message} (process {name})")
     # The suite is gone. Only an error of the driver is worth a message.
     except ConnectionError:
         raise
     except BaseException:  # noqa: BLE001 - sent to the suite
-        found["broken"] = traceback.format_exc()
-    return Done(**found, causes=log.take())
+        told = RuntimeError(f"the suite broke in process {name}:\n{traceback.format_exc()}")
+    return Done(result=result, error=told, causes=log.take())
 
 
 class _Worker:
@@ -453,13 +450,8 @@ class WorkerProcess:
         self.swallowed += len(message.causes)
         if self._log is not None:
             self._log.note(message.causes)
-        if message.violation is not None:
-            rule, words = message.violation
-            raise Violation(rule, f"{words} (process {self.name})")
-        if message.unusable:
-            raise Inconclusive(f"a process of its own cannot use the driver: {message.unusable}")
-        if message.broken:
-            raise RuntimeError(f"the suite broke in process {self.name}:\n{message.broken}")
+        if message.error is not None:
+            raise message.error
         self.busy = False
 
     def _doing(self) -> str:
