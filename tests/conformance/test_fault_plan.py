@@ -14,7 +14,7 @@ import time
 import pytest
 from hypothesis import given, settings
 
-from hicache_conformance.cases.plans import RandomRun, fault_plans
+from hicache_conformance.cases.random_calls import RandomRun, fault_plans
 from hicache_conformance.fixtures.context import CaseContext
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.history.events import Call

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from hicache_conformance.cases import histories
+from hicache_conformance.cases import random_calls
 from hicache_conformance.fixtures import process_group
 from hicache_conformance.fixtures.fault_calls import wait_until_serving
 from hicache_conformance.fixtures.process_group import ProcessGroup
@@ -132,7 +132,7 @@ class Refusing:
     ids=["twice", "each time", "no fault", "a fault, and then none"],
 )
 def test_a_set_that_met_a_fault_in_a_history_is_repeated(monkeypatch, faults, judged):
-    monkeypatch.setattr(histories, "STORE_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(random_calls, "STORE_PAUSE_SECONDS", 0)
     storage = Refusing(faults)
     machine = SimpleNamespace(
         stored={},
@@ -141,7 +141,7 @@ def test_a_set_that_met_a_fault_in_a_history_is_repeated(monkeypatch, faults, ju
         _speaker=lambda speaker: storage,
     )
     with judged:
-        histories._StateMachine.set(machine, pool=0, places=[0], generation=1, speaker=0)
+        random_calls._StateMachine.set(machine, pool=0, places=[0], generation=1, speaker=0)
         assert machine.stored == {("kv", "key"): 1}
 
 
@@ -159,9 +159,9 @@ def test_a_failure_that_does_not_come_again_is_a_failure_all_the_same(monkeypatc
             if Once.calls == failing:
                 raise Violation("SET-1", "refused")
 
-    monkeypatch.setattr(histories, "_StateMachine", Once)
+    monkeypatch.setattr(random_calls, "_StateMachine", Once)
     profile = SimpleNamespace(shrinks=True, histories=30, steps=4)
     context = SimpleNamespace(profile=profile, number=lambda name: 7)
     with pytest.raises(Violation, match="SET-1: refused") as found:
-        histories.check_histories(context, ["kv"])
+        random_calls.check_histories(context, ["kv"])
     assert any("passed when it was tried again" in note for note in found.value.__notes__)

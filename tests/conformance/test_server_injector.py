@@ -13,8 +13,7 @@ import pytest
 from hicache_conformance.fixtures.environment import DriverSetup
 from hicache_conformance.harness.ports import accepts
 from hicache_conformance.injectors import servers as servers_module
-from hicache_conformance.injectors.members import MemberInjector
-from hicache_conformance.injectors.servers import ServerInjector, Servers
+from hicache_conformance.injectors.servers import MemberInjector, ServerInjector, Servers
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive, NotPromised
 from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.cases.writing import expect_content, store_content
 from hicache_conformance.fixtures.fault_calls import (
+    HURRIED,
+    HURRIED_SECONDS,
     PATIENCE_SECONDS,
     SLACK_SECONDS,
     UNGUARDED,
@@ -23,7 +25,6 @@ from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation, check, checked
-from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import PoolName, StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -154,11 +155,6 @@ class ClearingCases:
             path.unlink()
 
 
-CLEARING_SECONDS: Final = 0.6
-"""Deadline of a storage whose clear hangs; it has to work with it before."""
-HURRIED: Final = StorageOptions(deadline_seconds=CLEARING_SECONDS, breaker_threshold=0)
-
-
 class FailedClearCases:
     """LC-7."""
 
@@ -186,7 +182,7 @@ def _clear_under(
     hangs: bool = False,
 ) -> None:
     """Clear under a fault, and again afterwards."""
-    within = CLEARING_SECONDS + SLACK_SECONDS if hangs else PATIENCE_SECONDS
+    within = HURRIED_SECONDS + SLACK_SECONDS if hangs else PATIENCE_SECONDS
     injector.inject(plan)
     clearing = Pending(sut.storage.clear)
     checked("FT-3")
@@ -233,7 +229,7 @@ def _returned(clearing: Pending[None], plan: FaultPlan, *, hangs: bool) -> bool:
         clearing.answer()
     except Exception as error:
         # At its deadline it may still happen, which only the error of a timeout says.
-        late = hangs and (clearing.seconds or 0.0) >= CLEARING_SECONDS
+        late = hangs and (clearing.seconds or 0.0) >= HURRIED_SECONDS
         wanted = StorageTimeoutError if late else StorageUnavailableError
         if not isinstance(error, wanted):
             told = f"clear raised {type(error).__name__}, which is no {wanted.__name__}"

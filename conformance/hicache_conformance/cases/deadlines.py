@@ -12,6 +12,8 @@ import pytest
 
 from hicache_conformance.fixtures.fault_calls import (
     DEADLINE_SECONDS,
+    HURRIED,
+    HURRIED_SECONDS,
     SLACK_SECONDS,
     check_hits,
     check_kept,
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
 AnswerT = TypeVar("AnswerT")
 
 IN_TIME: Final = DEADLINE_SECONDS + SLACK_SECONDS
-CLOSING_SECONDS: Final = 0.6
-"""Deadline of the storages that are closed while their calls hang; they have to work with it
-before."""
 LIVES: Final = 3
 """What every one of so many storages has left behind is a leak; a library's own pool of connections
 is full before that."""
@@ -129,8 +128,7 @@ class DeadlineCases:
         self, context: CaseContext, injector: FaultInjector, hung: str
     ) -> None:
         """Calls with all kinds of deadlines while the store hangs, and what they leave."""
-        options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
-        sut, keys = serving_storage(context, injector, pages=2, options=options)
+        sut, keys = serving_storage(context, injector, pages=2, options=HURRIED)
         plan = hang_plan(injector, sut, *HUNG_SORTS[hung])
         clients = context.clients(sut, len(DEADLINES))
         calls = [
@@ -144,7 +142,7 @@ class DeadlineCases:
             call.begin(keys, context.keys(2))
         try:
             for call in calls:
-                own = min(call.seconds, CLOSING_SECONDS)
+                own = min(call.seconds, HURRIED_SECONDS)
                 call.check_ended(own if call.seconds > 0 else 0.0, plan)
         finally:
             injector.heal()
@@ -335,8 +333,7 @@ class _Calls:
 
 
 def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
-    options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
-    sut, keys = serving_storage(context, injector, pages=4, options=options)
+    sut, keys = serving_storage(context, injector, pages=4, options=HURRIED)
     plan, one, two, three = hang_plan(injector, sut), *context.clients(sut, 3)
     # Far beyond the closing deadline, so that it is close() that ends the calls and not their own
     # deadline.
@@ -347,7 +344,7 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
     calls = [Pending(partial(_until_closed, ask)) for ask in asks]
     # Each of them shall hang; some drivers have one call wait for another.
     eventually(lambda: injector.injected_count() >= len(calls), DEADLINE_SECONDS, 0.005)
-    allowed = CLOSING_SECONDS + SLACK_SECONDS
+    allowed = HURRIED_SECONDS + SLACK_SECONDS
     # LC-2 asks for an idempotent close(), here also while calls of before the first one hang.
     checked("LC-2")
     for name in ("close", "close again"):
@@ -358,7 +355,7 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
             raise Violation(
                 "LC-2",
                 f"{name} has not ended {allowed:.1f} s after it began, {plan}; the deadline is "
-                f"{CLOSING_SECONDS:.1f} s",
+                f"{HURRIED_SECONDS:.1f} s",
             )
         closing.answer()
     asking = Pending(partial(sut.storage.batch_exists_v2, keys))

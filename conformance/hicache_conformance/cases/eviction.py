@@ -12,8 +12,8 @@ import pytest
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import (
     BATCH,
-    COMPONENTS,
     PAGE_BYTES,
+    SHAPES,
     capacity_of,
     fill_store,
     open_capped,
@@ -22,7 +22,6 @@ from hicache_conformance.fixtures.small_store import (
 )
 from hicache_conformance.harness.concurrency import eventually, together
 from hicache_conformance.harness.oracle import drawn
-from hicache_conformance.harness.pools import PoolShape
 from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
 from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.events import Call
@@ -30,10 +29,10 @@ from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, check
 from hicache_conformance.processes.worker import KillSchedule, WorkerProcess
-from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName
+from hicache_storage.spec import HiCacheStorageExtraInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from random import Random
 
     from hicache_conformance.fixtures.context import CaseContext
@@ -269,7 +268,6 @@ def _check_counted(sut: StorageUnderTest, stored: Sequence[str]) -> None:
     )
 
 
-POOLS: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=48, components=COMPONENTS)}
 KILLS: Final = 8
 """Writers that are killed in a call; between calls nothing is left that a driver could forget."""
 MAX_WRITERS: Final = 3 * KILLS
@@ -285,7 +283,7 @@ class EvictionProcessCases:
         """A store that is full before and after writers were killed holds as much."""
         pages, random = 24, context.chance("strikes")
         config = context.capped(capacity_of(pages))
-        group = ProcessGroup(context, POOLS, config=config)
+        group = ProcessGroup(context, SHAPES, config=config)
         survivor = group.worker("survivor")
         held_before = _refill(group, survivor, pages)
         taken_before = disk_usage(config, context.tmp)
@@ -330,7 +328,7 @@ class EvictionProcessCases:
     @covers("EV-2", "CC-2", levels=Level.FAULTS, needs=["evicts", "sharing>=processes"])
     def test_processes_push_each_other_s_pages_out(self, context: CaseContext) -> None:
         """Several processes look up, read and write in a store that is always full."""
-        group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(16)))
+        group = ProcessGroup(context, SHAPES, config=context.capped(capacity_of(16)))
         keys, mix = group.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
         workers = [group.worker(name) for name in ("one", "two", "three")]
         calls = context.profile.process_calls // 2
@@ -342,7 +340,7 @@ class EvictionProcessCases:
     def test_clocks_a_year_apart(self, context: CaseContext, clock: float) -> None:
         """Two processes whose clocks are a year apart fill a store in turn."""
         pages = 24
-        group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(pages)))
+        group = ProcessGroup(context, SHAPES, config=context.capped(capacity_of(pages)))
         here, there = group.worker("here"), group.worker("there", clock=clock)
         # The process with the later clock writes first: by wall-clock time its pages are the newer
         # ones, and a driver that trusts it evicts the other's.

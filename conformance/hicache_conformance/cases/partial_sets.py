@@ -12,6 +12,8 @@ import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.fixtures.fault_calls import (
+    HURRIED,
+    HURRIED_SECONDS,
     PATIENCE_SECONDS,
     UNGUARDED,
     call_bounded,
@@ -28,7 +30,6 @@ from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, NotPromised, check, checked
-from hicache_storage.layers import StorageOptions
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:
@@ -169,16 +170,12 @@ another one in each round."""
 STORE_PAGES: Final = BATCH
 """What the small store holds: the pages of the writer that is held up, whose places another one
 needs."""
-CLEARING_SECONDS: Final = 0.6
-"""How long a set is held up at most in the middle of which another storage clears; shorter than the
-lease of a trial store."""
 LEASE_SECONDS: Final = {"network": 1.3}
 """How long a writer is held up so that a lease of it runs out: that of a trial store takes a
 second. On a disk nothing could keep it from writing in the end, so that it is held up for less;
 drivers that lease places for a shorter time are found out there."""
 LEASE_ROUNDS: Final = 2
 BRIEF_SECONDS: Final = 0.3
-HURRIED: Final = StorageOptions(deadline_seconds=CLEARING_SECONDS, breaker_threshold=0)
 
 
 class StallCases:
@@ -278,7 +275,7 @@ def _meet(
         return False
     time.sleep(after)
     remove(other, held)
-    stored, until = list[str](), time.monotonic() + CLEARING_SECONDS
+    stored, until = list[str](), time.monotonic() + HURRIED_SECONDS
     while not stored and time.monotonic() < until:
         stored = [key for key, ok in zip(keys, other.set(keys), strict=True) if ok]
     injector.heal()
