@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hicache_conformance.fixtures.context import CaseContext
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, RunRecord
+from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import judge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from hicache_conformance.model.case import Case
     from hicache_conformance.model.verdict import Judgement
@@ -26,6 +29,17 @@ def ended(name: str, *rules: str, outcome: Outcome = Outcome.PASS, **fields: Any
     """A case that has checked all its rules, unless told otherwise."""
     known = {"levels": ("core",), "checked": rules, **fields}
     return CaseOutcome(case=name, rules=rules, outcome=outcome, **known)
+
+
+def case_context(tmp_path: Path, **fields: Any) -> CaseContext:
+    """A context of the driver `file` without injectors, unless told otherwise."""
+    known = {"driver": "file", "config": {"path": str(tmp_path / "store")}, "case": "case"}
+    places = {"tmp": tmp_path, "sandbox": tmp_path, "unique": "0123456789abcdef"}
+    return CaseContext(
+        **{**known, **places, "run": "r", "corrupt": lambda *_: False, **fields},
+        seed=1,
+        profile=PROFILES["smoke"],
+    )
 
 
 def judged(

@@ -15,18 +15,14 @@ import pytest
 from hypothesis import given, settings
 
 from hicache_conformance.cases.random_calls import RandomRun, fault_plans
-from hicache_conformance.fixtures.context import CaseContext
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.history.events import Call
 from hicache_conformance.injectors.active_faults import ActiveFaults
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
-from hicache_conformance.injectors.named_faults import (
-    KILLED_ENGINE,
-    MENU,
-)
+from hicache_conformance.injectors.named_faults import KILLED_ENGINE, MENU
 from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
-from hicache_conformance.model.profiles import PROFILES
 from hicache_storage.spec import Capabilities, Sharing
+from tests.conformance.records import case_context
 
 KEYS = ["a", "b", "c", "d"]
 PLACES = [0, 1, 2, 3]
@@ -141,14 +137,6 @@ def damaged(storage):
     return storage.get_stats().pools["kv"].pages_damaged
 
 
-def test_without_a_fault_the_ground_is_not_felt(stage):
-    injector, storage, pool = stage
-    assert read(storage, pool) == [True, True, True, False]
-    assert write(storage, pool, KEYS) == [True] * 4
-    assert storage.batch_exists_v2(KEYS).kv_hit_pages == 4
-    assert (storage.fault_count(), damaged(storage), injector.plans) == (0, 0, [])
-
-
 def test_a_failing_call_is_a_counted_miss(stage):
     injector, storage, pool = stage
     inject(injector, FaultKind.ERROR, error="EIO")
@@ -254,30 +242,15 @@ def test_plans_are_recorded_once(stage):
 @pytest.fixture
 def context(tmp_path):
     """A context of the file driver, on the injector `objects`."""
-    injector = DriverMethodInjector()
-    context = CaseContext(
-        driver="file",
-        config={"path": str(tmp_path / "store")},
-        case="plans",
-        seed=1,
-        run="r",
-        profile=PROFILES["smoke"],
-        tmp=tmp_path,
-        unique="0123456789abcdef",
-        sandbox=tmp_path,
-        corrupt=lambda *_: False,
-        capabilities=Capabilities(sharing=Sharing.PROCESSES),
-        injector=injector,
-    )
+    injector, shared = DriverMethodInjector(), Capabilities(sharing=Sharing.PROCESSES)
+    context = case_context(tmp_path, capabilities=shared, injector=injector)
     yield context
     injector.heal()
     context.close()
 
 
 def test_another_engine_is_killed_and_this_one_goes_on(context, monkeypatch):
-    random_run = RandomRun(context, context.injector)
-    killed = []
-    real = ProcessGroup.worker
+    random_run, killed, real = RandomRun(context, context.injector), [], ProcessGroup.worker
     monkeypatch.setattr(
         ProcessGroup,
         "worker",

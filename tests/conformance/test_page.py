@@ -58,14 +58,6 @@ def test_what_a_page_shows_is_text():
 
 
 def test_a_command_is_one_command_whatever_the_names_are():
-    command = reproduction(_header(COMMAND), COMMAND)
-    words = shlex.split(command)
-    # A name that is quoted is one word; a shell would end a command at each of these.
-    assert COMMAND in words
-    assert not {";", "touch", "/tmp/owned;"} & set(words)
-
-
-def test_options_of_a_foreign_driver_are_quoted():
     run = _header(COMMAND)
     run.options = {"given": COMMAND, "of its name": COMMAND}
     run.replay = Replay(run=COMMAND, options={"given": COMMAND}, interface=COMMAND)
@@ -76,6 +68,8 @@ def test_options_of_a_foreign_driver_are_quoted():
     ]
     assert f"given={COMMAND}" in words
     assert f"of its name={COMMAND}" not in words
+    # A name that is quoted is one word; a shell would end a command at each of these.
+    assert not {";", "touch", "/tmp/owned;"} & set(words)
 
 
 def test_the_page_tells_of_the_rules_that_the_table_has_as_broken():

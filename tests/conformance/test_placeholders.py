@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from hicache_conformance.fixtures.context import CaseContext
 from hicache_conformance.fixtures.environment import DriverSetup
-from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.settings import unique_name
 from hicache_storage.tools.options import TMP
+from tests.conformance.records import case_context
 
 OPTIONS = {
     "path": "{tmp}/store",
@@ -18,18 +17,8 @@ OPTIONS = {
 
 def context_of(tmp_path, run, case):
     unique = unique_name(run, case)
-    return CaseContext(
-        driver="file",
-        config=DriverSetup("file", OPTIONS).filled(tmp_path, {"a": 80}, unique),
-        case=case,
-        seed=1,
-        run=run,
-        profile=PROFILES["smoke"],
-        tmp=tmp_path,
-        unique=unique,
-        sandbox=tmp_path,
-        corrupt=lambda *_: False,
-    )
+    config = DriverSetup("file", OPTIONS).filled(tmp_path, {"a": 80}, unique)
+    return case_context(tmp_path, config=config, run=run, case=case, unique=unique)
 
 
 def test_reports_keep_what_differs_from_run_to_run():
