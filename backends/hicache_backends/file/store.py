@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle_set import BundleSets
@@ -161,7 +160,7 @@ class Store:
         self._epoch = 0
         self.capacity: Capacity | None = None
         self._closing = threading.Event()
-        self._watch = ThreadPool("hicache-file-room", 1)
+        self._watch = threading.Thread()
         if config.capacity_bytes is not None or config.leaves_room:
             self.capacity = Capacity(
                 config.capacity_bytes,
@@ -293,24 +292,31 @@ class Store:
         self.flush_touches()
         self.feed.history.flush()
         until = time.monotonic() + CLOSE_SECONDS
-        for pool in (self.thread_pool, self._watch):
-            pool.close(until - time.monotonic())
+        self.thread_pool.close(until - time.monotonic())
+        if self._watch.is_alive():
+            self._watch.join(max(0.0, until - time.monotonic()))
         self.descriptors.close()
         self.feed.counter.close()
 
     def _watch_room(self) -> None:
         """Start the thread that leaves others their room, unless it runs.
 
-        An engine that makes no calls keeps its pages, and others may fill the disk meanwhile.
+        An engine that makes no calls keeps its pages, and others may fill the disk meanwhile. A
+        forked child starts without the thread.
         """
-        if (
-            self.capacity is not None
-            and self.capacity.free is not None
-            and not self._watch.has_threads
-        ):
-            self._watch.run_in_background(
-                partial(_keep_free, weakref.ref(self.capacity), self._closing)
-            )
+        if self.capacity is None or self.capacity.free is None or self._watch.is_alive():
+            return
+        with self._lock:
+            if not self._watch.is_alive() and not self._closing.is_set():
+                self._watch = threading.Thread(
+                    target=_keep_free,
+                    args=(weakref.ref(self.capacity), self._closing),
+                    name="hicache-file-room",
+                    daemon=True,
+                )
+                # The process may have no more threads: the next call tries again.
+                with contextlib.suppress(RuntimeError):
+                    self._watch.start()
 
     def _read_feed(self) -> FeedSnapshot:
         try:

@@ -132,19 +132,6 @@ def test_a_bundle_is_found_here_no_earlier_than_elsewhere(rig):
     assert b.holds(KEYS)
 
 
-def test_a_bundle_that_is_found_unannounced_is_synced_before_its_pages_are_reported(rig):
-    a, b = rig(), rig(fsync=True)
-    a.put(chain("other", 1))
-    b.hit(KEYS)
-    with (
-        counted("fsync", "/bundles") as synced,
-        before_announcing(a, lambda: b.catch_up(listing=True)),
-    ):
-        a.put(KEYS)
-    assert synced
-    assert b.holds(KEYS)
-
-
 def test_a_bundle_that_is_renamed_past_a_long_listing_is_found(rig, monkeypatch):
     monkeypatch.setattr(bundle_set_module, "ATOMIC_LISTING_BYTES", 0)
     a, b = rig(), rig()
@@ -179,21 +166,21 @@ def test_a_delete_that_finds_nothing_tells_of_whoever_was_faster(rig):
     assert seen == [[False] * 3]
 
 
-def test_a_page_that_was_found_by_listing_is_found_by_everybody(rig):
-    a, b, c = rig(), rig(), rig()
+def test_a_page_that_was_found_by_listing_is_synced_and_found_by_everybody(rig):
+    a, b, c = rig(), rig(fsync=True), rig()
     a.put(chain("other", 1))
     for side in (b, c):
         side.hit(KEYS)
-    found = []
-    with before_announcing(
-        a,
-        lambda: (
-            b.bundle_set.invalidate(),
-            found.extend([b.holds(KEYS), c.holds(KEYS)]),
-        ),
-    ):
+
+    def find():
+        b.bundle_set.invalidate()
+        with counted("fsync", "/bundles") as synced:
+            assert b.holds(KEYS)
+        assert synced
+        assert c.holds(KEYS)
+
+    with before_announcing(a, find):
         assert a.put(KEYS) == [True] * 3
-    assert found == [True, True]
 
 
 def test_new_bundles_are_added_before_old_ones_are_removed(rig):

@@ -188,19 +188,6 @@ def test_what_is_no_bundle_is_looked_at_again_only_so_often(rig, monkeypatch):
     assert a.store.ignored() == 1
 
 
-@pytest.mark.parametrize("pages_left", [0, 1, 3])
-def test_a_file_that_is_torn_behind_a_readers_back(rig, pages_left):
-    a, keys = rig(), chain("a", 4)
-    a.put(keys)
-    assert a.holds(keys)
-    os.truncate(a.bundles()[0], pages_left * a.page_bytes + 100)
-    assert a.versions(keys) == [0] * pages_left + [None] * (4 - pages_left)
-    assert a.present(keys) == [True] * pages_left + [False] * (4 - pages_left)
-    assert a.put(keys) == [True] * 4
-    for side in (a, rig()):
-        assert side.holds(keys)
-
-
 @pytest.mark.parametrize(
     "garbage", [b"", b"x", b"\0" * 100, b"HCBUNDLE" * 5000], ids=["empty", "byte", "zeros", "magic"]
 )

@@ -137,21 +137,6 @@ def disk(tmp_path):
         yield made.path
 
 
-def test_a_full_disk_refuses_what_does_not_fit_and_uses_freed_space_again(rig, disk):
-    a = rig(disk / "store", min_free=0)
-    stored = []
-    for number in range(12):
-        keys = chain(f"{number}", 16)
-        stored += [key for key, ok in zip(keys, a.put(keys), strict=True) if ok]
-    assert 32 <= len(stored) < 12 * 16
-    assert a.temporaries() == []
-    assert a.versions(stored[:60]) == [0] * len(stored[:60])
-    assert a.put(chain("later", 16)) != [True] * 16
-    a.storage.clear()
-    assert a.put(chain("later", 16)) == [True] * 16
-    assert a.holds(chain("later", 16))
-
-
 @pytest.mark.parametrize("kind", ["bytes", "inodes"])
 def test_a_disk_that_is_full_below_the_capacity_evicts(rig, disk, kind):
     a = rig(disk / "store", capacity=250_000)
@@ -196,10 +181,9 @@ def test_a_delete_on_a_full_disk_removes_what_need_not_be_rewritten(rig):
         assert side.present(second) == [False] * 4
 
 
-def slowed(name, monkeypatch):
-    """Let each call of a function of `os` take 0.05 s of the clock of deadlines."""
-    now = [0.0]
-    monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_nothing_is_published_after_the_deadline(rig, monkeypatch):
+    a, b, keys, now = rig(), rig(), chain("a", 4), [0.0]
+    a.put(chain("first", 1))
 
     def make(real):
         def slow(*args):
@@ -208,13 +192,8 @@ def slowed(name, monkeypatch):
 
         return slow
 
-    return replaced(os, name, make)
-
-
-def test_nothing_is_published_after_the_deadline(rig, monkeypatch):
-    a, b, keys = rig(), rig(), chain("a", 4)
-    a.put(chain("first", 1))
-    with slowed("pwritev", monkeypatch):
+    with monkeypatch.context() as patch, replaced(os, "pwritev", make):
+        patch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: now[0]))
         assert a.put(keys, seconds=0.03) == [False] * 4
     assert b.hit(keys) == 0
     assert a.temporaries() == []

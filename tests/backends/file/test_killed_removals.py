@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import multiprocessing
 import os
 import signal
 from functools import partial
@@ -16,11 +17,11 @@ import pytest
 
 from hicache_storage.spec import StorageUnavailableError
 from tests.backends.file.harness import Rig, at_steps, bundle_bytes, chain, failing
-from tests.backends.file.test_processes import FORK
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+FORK = multiprocessing.get_context("fork")
 KEYS = chain("k", 4)
 NEW = chain("new", 6)
 CAPACITY = {"evict": 6, "shrink": 9}

@@ -164,15 +164,12 @@ def test_a_process_that_cannot_be_seen_is_not_taken_for_dead(rig, hidden_process
     assert a.store.temp_files.collect() == (0, 1)
 
 
-def test_the_file_system_under_a_path_is_known(tmp_path):
+def test_the_file_system_under_a_path_is_known(tmp_path, monkeypatch):
     assert mount_of("/dev/shm") == Mount("tmpfs")
     assert mount_of("/proc/self").kind == "proc"
     assert mount_of(str(tmp_path)).is_local
     assert not Mount("nfs4").is_local
     assert not Mount("").is_local
-
-
-def test_an_unknown_file_system_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", raising(errno.ENOENT))
     assert mount_of(str(tmp_path)) == Mount("")
 

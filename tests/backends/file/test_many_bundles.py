@@ -52,13 +52,6 @@ def test_a_call_ends_at_its_deadline_and_the_next_one_goes_on(rig):
         found.append(sum(b.look_up(keys, Deadline(2))))
     assert found == [8, 16, 24, 30]
     assert b.holds(keys)
-
-
-def test_a_deadline_that_has_passed_costs_what_is_known_nothing(rig):
-    a = rig()
-    keys = fill(a, logged=False)
-    b = rig()
-    assert b.hit(keys) == BUNDLES
     assert b.look_up(keys, Deadline(0)) == [True] * BUNDLES
 
 

@@ -87,17 +87,6 @@ def test_pages_that_are_found_damaged(rig):
         }
 
 
-def test_pages_that_a_late_lookup_has_seen_move_are_not_reported(rig):
-    a, b, keys = rig(), rig(), chain("a", 24)
-    a.put(keys)
-    others = FileListener(b)
-    a.storage.delete(keys[:1])
-    # The deadline has passed when the index of the new bundle is to be read.
-    b.store.page_indexes([b.kv], expired=lambda: True)
-    assert not b.page_index.complete
-    assert others.hear() == {keys[0]: UNKNOWN}
-
-
 def test_a_copy_of_a_page_that_stays_keeps_it(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
