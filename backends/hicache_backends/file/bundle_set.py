@@ -145,7 +145,12 @@ class BundleSet:
         """
         waited, announced = set[BundleName](), set[BundleName]()
         for attempt in range(MAX_CATCH_UPS):
-            plan = self._begin_catch_up(snapshot, announced, last=attempt >= MAX_RELISTS)
+            # A thread that hangs in a listing holds the lock, and keeps none that is up to date.
+            if self.is_current(snapshot):
+                plan = None
+            else:
+                with self.lock:
+                    plan = self._begin_catch_up(snapshot, announced, last=attempt >= MAX_RELISTS)
             if isinstance(plan, set):
                 # A page reported here must be found by every later caller. In most cases the writer
                 # is about to announce it: wait for one more listing.
@@ -180,7 +185,7 @@ class BundleSet:
     def _begin_catch_up(
         self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool
     ) -> _CatchUp | set[BundleName] | None:
-        """Add the new bundles of the events, or, where some are missing, of a listing.
+        """Add the new bundles of the events, or, where some are missing, of a listing; with the lock.
 
         Args:
             announced: bundles that were unannounced before and that this call has announced.
@@ -190,20 +195,11 @@ class BundleSet:
             The steps that remain; None if there is nothing to apply; or bundles that are in place
             and unannounced, apart from those in `announced`, and nothing is changed.
         """
+        # Another thread may have applied it meanwhile.
         if self.is_current(snapshot):
             return None
-        with self.lock:
-            # Another thread may have applied it meanwhile.
-            if self.is_current(snapshot):
-                return None
-            return self._plan_catch_up(snapshot, announced, last=last)
-
-    def _plan_catch_up(
-        self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool
-    ) -> _CatchUp | set[BundleName]:
         # An earlier call was interrupted while it added bundles.
-        if self._adding:
-            self._commit_adding()
+        self._commit_adding()
         invalidations, cursors = self._invalidations, snapshot.of(self.namespace)
         seen = {writer: cursor.sequence for writer, cursor in cursors.items()}
         # Events build on what was known before, which a store that was made anew makes void.

@@ -43,9 +43,6 @@ the kernel copies it.
 Across a network it is the number of requests that counts, and a chunk is a whole bundle.
 """
 
-LONG_PAGE_CHUNK_BYTES = 512 << 10
-"""Pages longer than a chunk are written in chunks of this size."""
-
 
 @dataclass(slots=True, eq=False)
 class PendingBundle:
@@ -233,8 +230,8 @@ class Writer:
             _stop_if_expired(call)
             checksum = running_checksum()
             for buffer in write.buffers:
-                for at in range(0, len(buffer), LONG_PAGE_CHUNK_BYTES):
-                    part = buffer[at : at + LONG_PAGE_CHUNK_BYTES]
+                for at in range(0, len(buffer), CHUNK_BYTES):
+                    part = buffer[at : at + CHUNK_BYTES]
                     checksum.update(part)
                     write_from(pending.descriptor, [part], offset)
                     offset += len(part)

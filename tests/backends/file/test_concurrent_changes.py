@@ -48,41 +48,25 @@ def test_pages_that_stay_are_found_at_every_step_of_a_rewrite(rig):
     assert [rig().present(KEYS), knows.present(KEYS)] == [[False, True, True]] * 2
 
 
-def test_what_a_loser_has_prepared_is_never_seen(rig):
-    a, b = rig(), rig()
-    a.put(KEYS)
-    assert b.holds(KEYS)
-    deleted = []
-
-    def look(step):
-        if step == 0:
-            # Wins the bundle that the other has already copied.
-            deleted.extend(b.storage.delete(KEYS[1:2]))
-        assert rig().present(KEYS[1:2]) == [False], step
-
-    with at_steps(look, within="/bundles/") as steps:
-        assert a.storage.delete(KEYS[:1]) == [True]
-    assert deleted == [True]
-    assert len(steps) > 2
-    assert rig().present(KEYS) == a.present(KEYS) == b.present(KEYS) == [False, False, True]
-
-
-def test_a_bundle_that_a_living_process_is_replacing_is_left_to_it(rig, monkeypatch):
+@pytest.mark.parametrize(("at", "wins"), [(0, True), (1, False)], ids=["copied", "claimed"])
+def test_of_two_who_replace_a_bundle_the_first_to_claim_it_wins(rig, monkeypatch, at, wins):
     monkeypatch.setattr(rewriter_module, "WAIT_SECONDS", 0.0)
     a, b, deleted = rig(), rig(), []
     a.put(KEYS)
     assert b.holds(KEYS)
 
     def look(step):
-        # Claimed, and the replacement is not in place.
-        if step == 1:
+        if step == at:
             deleted.extend(b.storage.delete(KEYS[1:2]))
+        # What a loser has prepared is never seen.
+        assert rig().present(KEYS[1:2]) == [not wins], step
 
-    with at_steps(look, within="/bundles/"):
+    with at_steps(look, within="/bundles/") as steps:
         assert a.storage.delete(KEYS[:1]) == [True]
-    assert deleted == [False]
+    assert deleted == [wins]
+    assert len(steps) > 2
     for side in (a, b, rig()):
-        assert side.present(KEYS) == [False, True, True]
+        assert side.present(KEYS) == [False, not wins, True]
 
 
 @pytest.mark.parametrize("by", ["delete", "eviction"])

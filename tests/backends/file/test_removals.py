@@ -32,10 +32,10 @@ class FileListener:
         self.cursor = rig.storage.removals().cursor
         assert self.cursor
 
-    def hear(self, *, lost: bool = False) -> dict[str, RemovalReason]:
+    def hear(self) -> dict[str, RemovalReason]:
         """The reasons of the removals since the last call, by key."""
         answer = self.rig.storage.removals(self.cursor)
-        assert answer.lost == lost
+        assert not answer.lost
         self.cursor = answer.cursor
         reasons = {one.key: one.reason for one in answer.removed}
         assert len(reasons) == len(answer.removed)

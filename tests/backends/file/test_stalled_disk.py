@@ -349,20 +349,6 @@ def test_who_waits_for_a_buffer_gets_the_next_one():
     assert order == ["first", "second"]
 
 
-def test_no_buffer_is_waited_for_that_only_hung_reads_have():
-    buffers, late = Buffers(4096, limit=1), Call(0.0)
-    token = CancellationToken()
-    with buffers.lend(Call(cancellation=token)):
-        token.cancel()
-        assert buffers.stuck() == 1
-        with pytest.raises(OSError, match="reads hang") as error, buffers.lend(Call(60.0)):
-            pass
-        assert error.value.errno == errno.EBUSY
-        with pytest.raises(OSError, match="deadline"), buffers.lend(late):
-            pass
-    assert buffers.stuck() == 0
-
-
 def test_the_page_cache_is_asked(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 64)
