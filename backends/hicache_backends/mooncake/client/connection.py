@@ -406,7 +406,8 @@ class Connection:
 
     def size(self, name: str) -> int:
         """Request the length of an object. Returns a code if it fails."""
-        return self._client().get_size(name)
+        size: int = self._client().get_size(name)
+        return size
 
     def begin(self, names: Sequence[str], sizes: Sequence[int], config: object) -> list[int]:
         """Begin writing objects that do not exist. Returns 0 or a code for each.

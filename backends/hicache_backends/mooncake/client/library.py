@@ -1,16 +1,16 @@
-"""Typed interface to Mooncake's Python module, its result codes, and its import."""
+"""Mooncake's Python module: its import, its variables, and its result codes."""
 
 from __future__ import annotations
 
 import importlib
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hicache_storage.spec import DriverUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Mapping
 
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 MIN_VERSION: Final = "0.3.13"
@@ -51,91 +51,8 @@ ABANDON_SECONDS: Final = 60.0
 A transfer that fails sooner has ended."""
 
 
-class _Buffer(Protocol):
-    transport_endpoint: str
-
-
-class _Memory(Protocol):
-    buffer_descriptor: _Buffer
-
-
-class Replica(Protocol):
-    """The used methods of `mooncake.store.ReplicaDescriptor`."""
-
-    def is_memory_replica(self) -> bool: ...
-
-    def get_memory_descriptor(self) -> _Memory: ...
-
-
-class Store(Protocol):
-    """The used methods of `mooncake.store.MooncakeDistributedStore`.
-
-    They return lengths or codes.
-    """
-
-    def setup(
-        self,
-        local_hostname: str,
-        metadata_server: str,
-        global_segment_size: int,
-        local_buffer_size: int,
-        protocol: str,
-        rdma_devices: str,
-        master_server_addr: str,
-        *,
-        tenant_id: str,
-    ) -> int: ...
-
-    def close(self) -> int: ...
-
-    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
-
-    def unregister_buffer(self, buffer_ptr: int) -> int: ...
-
-    def batch_is_exist(self, keys: Sequence[str]) -> list[int]: ...
-
-    def batch_get_into_multi_buffers(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-    ) -> list[int]: ...
-
-    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[Replica]]: ...
-
-    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]: ...
-
-    def batch_get_into_multi_buffer_ranges(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        all_src_offsets: Sequence[Sequence[int]],
-    ) -> list[int]: ...
-
-    def batch_get_session_end(self, keys: Sequence[str]) -> int: ...
-
-    def batch_put_session_start(
-        self, keys: Sequence[str], sizes: Sequence[int], config: object
-    ) -> list[int]: ...
-
-    def batch_put_from_multi_buffer_ranges(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        all_dst_offsets: Sequence[Sequence[int]],
-    ) -> list[int]: ...
-
-    def batch_put_session_end(self, keys: Sequence[str]) -> list[int]: ...
-
-    def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]: ...
-
-    def batch_remove(self, keys: Sequence[str], force: bool) -> list[int]: ...
-
-    def remove_by_regex(self, regex_pattern: str, force: bool) -> int: ...
-
-    def get_size(self, key: str) -> int: ...
+Store: TypeAlias = Any
+"""`mooncake.store.MooncakeDistributedStore`, which has no types. Methods return lengths or codes."""
 
 
 def check_installed() -> None:
@@ -154,7 +71,7 @@ def new_store() -> Store:
     Raises:
         DriverUnavailableError: the library is missing or too old.
     """
-    store = cast("Store", _module().MooncakeDistributedStore())
+    store = _module().MooncakeDistributedStore()
     if not hasattr(store, "batch_put_session_start"):
         raise DriverUnavailableError(
             f"driver 'mooncake': the installed Mooncake is too old: pip install "
