@@ -271,6 +271,9 @@ class Requests(Generic[ItemT, MemoryT]):
             with self._hold, self._lend() as memory:
                 while (taken := self._take(worker)) is not None:
                     self._make(*taken, memory)
+        except TimeoutError:
+            # No memory was lent before the deadline. What other threads have read has arrived.
+            self.late = True
         except BaseException as error:  # noqa: BLE001 - raised by `run`
             self._error = self._error or error
         finally:

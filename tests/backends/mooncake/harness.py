@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 from hicache_backends.mooncake.client import library
@@ -14,6 +15,7 @@ from hicache_backends.mooncake.reader import PageReader
 from hicache_backends.posix.buffers import Buffers
 from hicache_storage.layers import StorageOptions
 from hicache_storage.layers.stack import wrap
+from hicache_storage.spec import HungReads
 from tests.backends.file.harness import COMPONENTS, ScratchPool, chain, content, identity
 from tests.backends.file.harness import Rig as FileRig
 
@@ -32,6 +34,10 @@ UNTOUCHED = 0xEE
 
 class DirectStorage(MooncakeStorage):
     """Reads by name and straight to host memory, as over RDMA."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._capabilities = replace(self._capabilities, hung_reads=HungReads.WAIT)
 
     def connect(self):
         super().connect()

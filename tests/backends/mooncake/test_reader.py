@@ -349,3 +349,17 @@ def test_split_reads():
         *(some, again, once_more)
     ]
     assert list(split_reads([], 9, 9)) == []
+
+
+def test_a_deadline_that_passes_before_a_request_is_a_miss(alone):
+    class Late(Scripted):
+        def places(self, names):
+            token.cancel()
+            return super().places(names)
+
+    token = CancellationToken()
+    outcome = buffered(LENGTH, alone).read(Late([]), reads(2), Call(cancellation=token))
+    assert (outcome.arrived, [type(fault) for fault in outcome.faults]) == (
+        set(),
+        [StorageTimeoutError],
+    )
