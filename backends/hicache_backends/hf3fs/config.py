@@ -86,17 +86,6 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "'wait' on a local disk, and 'bounce_buffer' elsewhere."
         ),
     ] = "auto"
-    usrbio_rings: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Number of calls that may read, and of calls that may write, at the same "
-            "time (usrbio).",
-        ),
-    ] = 2
-    usrbio_entries: Annotated[
-        int, Meta(ge=1, description="Maximum number of requests in flight in one ring (usrbio).")
-    ] = 256
     usrbio_buffer: Annotated[
         int | str,
         Meta(description="Size of the shared memory of one ring (usrbio)."),

@@ -212,8 +212,6 @@ class Store:
         return UsrbioEngine(
             library,
             mount_point,
-            rings=config.usrbio_rings,
-            entries=config.usrbio_entries,
             buffer_bytes=config.usrbio_buffer_bytes,
             verifies=config.verify_checksums,
         )

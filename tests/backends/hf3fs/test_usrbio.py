@@ -9,6 +9,7 @@ from copy import deepcopy
 import pytest
 
 from hicache_backends.hf3fs import store as store_module
+from hicache_backends.hf3fs.slots import usrbio as usrbio_module
 from tests.backends.hf3fs.harness import chain
 from tests.backends.hf3fs.usrbio_stand_in import StandIn
 
@@ -22,9 +23,12 @@ def library(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def usrbio(rig, library):
-    def make(**options):
-        return rig(engine="usrbio", **{"usrbio_buffer": "256KiB", "usrbio_entries": 8, **options})
+def usrbio(rig, library, monkeypatch):
+    monkeypatch.setattr(usrbio_module, "ENTRIES", 8)
+
+    def make(rings=2, **options):
+        monkeypatch.setattr(usrbio_module, "RINGS", rings)
+        return rig(engine="usrbio", **{"usrbio_buffer": "256KiB", **options})
 
     return make
 
@@ -37,18 +41,19 @@ def test_pages_come_back_whatever_the_order_of_results(usrbio, library):
     assert {ring.for_read for ring in library.rings} == {True, False}
 
 
-@pytest.mark.parametrize(("trouble", "times"), [("short", 20), ("idle", 5)])
-def test_short_results_and_empty_waits_are_gone_on_with(usrbio, library, trouble, times):
+def test_empty_waits_are_gone_on_with(usrbio, library):
     mine, keys = usrbio(), chain("a", 16)
-    setattr(library, trouble, times)
+    library.idle = 5
     assert all(mine.put(keys))
-    setattr(library, trouble, times)
+    library.idle = 5
     mine.expect(keys)
-    assert getattr(library, trouble) == 0
+    assert library.idle == 0
 
 
-@pytest.mark.parametrize(("trouble", "value"), [("errors", [errno.EIO]), ("excess", 1)])
-def test_one_request_that_fails_or_tells_of_too_many_bytes_fails_one_page(
+@pytest.mark.parametrize(
+    ("trouble", "value"), [("errors", [errno.EIO]), ("excess", 1), ("short", 1)]
+)
+def test_one_request_that_fails_or_tells_of_another_length_fails_one_page(
     usrbio, library, trouble, value
 ):
     mine, keys = usrbio(), chain("a", 8)
@@ -60,11 +65,11 @@ def test_one_request_that_fails_or_tells_of_too_many_bytes_fails_one_page(
     mine.expect(keys)
 
 
-def test_a_file_that_ends_too_early_is_damage(usrbio):
+def test_a_file_that_ends_before_a_slot_is_damage(usrbio):
     mine, keys = usrbio(), chain("a", 4)
     assert all(mine.put(keys))
     with open(mine.scope.file.path, "r+b") as file:
-        file.truncate(mine.scope.file.offset(mine.slot(keys[2])) + 100)
+        file.truncate(mine.scope.file.offset(mine.slot(keys[2])))
     assert [page is None for page in mine.get(keys)].count(True) >= 1
     assert mine.storage.get_stats().pools["kv"].pages_damaged >= 1
     assert all(mine.put(keys))
@@ -72,7 +77,7 @@ def test_a_file_that_ends_too_early_is_damage(usrbio):
 
 
 def test_a_submission_that_fails_is_a_miss_and_the_ring_comes_back(usrbio, library):
-    mine, keys = usrbio(usrbio_rings=1), chain("a", 4)
+    mine, keys = usrbio(rings=1), chain("a", 4)
     assert all(mine.put(keys))
     library.refusals = [errno.EAGAIN]
     assert mine.get(keys) == [None] * 4
@@ -85,7 +90,7 @@ def test_a_submission_that_fails_is_a_miss_and_the_ring_comes_back(usrbio, libra
 
 def test_some_of_a_batch_hang(usrbio, library):
     """What has come back is delivered; what has not keeps its memory."""
-    mine, keys = usrbio(usrbio_rings=1), chain("a", 6)
+    mine, keys = usrbio(rings=1), chain("a", 6)
     assert all(mine.put(keys))
     library.kept = 2
     found = mine.get(keys, seconds=1.5)
@@ -96,7 +101,7 @@ def test_some_of_a_batch_hang(usrbio, library):
 
 
 def test_requests_that_hang_keep_nobody_and_no_memory_is_used_twice(usrbio, library):
-    mine, keys = usrbio(usrbio_rings=1), chain("a", 4)
+    mine, keys = usrbio(rings=1), chain("a", 4)
     assert all(mine.put(keys))
     library.hangs.set()
     assert mine.get(keys, seconds=1.5) == [None] * 4
@@ -109,7 +114,7 @@ def test_requests_that_hang_keep_nobody_and_no_memory_is_used_twice(usrbio, libr
 
 
 def test_a_write_that_hangs_is_not_published_and_its_slot_not_given_away(usrbio, library):
-    mine, keys = usrbio(usrbio_rings=1, lease_seconds=5.0), chain("a", 2)
+    mine, keys = usrbio(rings=1, lease_seconds=5.0), chain("a", 2)
     assert mine.hits(keys) == 0
     library.hangs.set()
     assert mine.put(keys, seconds=0.3) == [False] * 2

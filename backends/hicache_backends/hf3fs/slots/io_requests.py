@@ -34,24 +34,13 @@ def split_buffers(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Group consecutive buffers up to `IO_BYTES`; longer ones are cut."""
     some, room = list[memoryview](), IO_BYTES
     for buffer in buffers:
-        if len(buffer) <= room:
-            some.append(buffer)
-            room -= len(buffer)
-            continue
-        for start, end in _cuts(len(buffer), room):
-            if end - start > room:
+        rest = buffer
+        while rest:
+            if not room:
                 yield some
                 some, room = [], IO_BYTES
-            some.append(buffer[start:end])
-            room -= end - start
+            some.append(rest[:room])
+            rest = rest[room:]
+            room -= len(some[-1])
     if some:
         yield some
-
-
-def _cuts(length: int, room: int) -> Iterator[tuple[int, int]]:
-    """Bounds of the parts of a buffer: first as much as still fits, then `IO_BYTES` each."""
-    start = 0
-    while start < length:
-        end = min(length, start + (room or IO_BYTES))
-        yield start, end
-        start, room = end, IO_BYTES

@@ -11,14 +11,15 @@ import errno
 import importlib
 import mmap
 import os
-import secrets
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
 from hicache_backends.posix.faults import detached
@@ -38,72 +39,20 @@ DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 """Timeout of calls without a deadline."""
 CLOSE_SECONDS: Final = 2.0
 
+RINGS: Final = 2
+"""Calls that may read, and calls that may write, at the same time."""
+ENTRIES: Final = 256
+"""Requests in flight in one ring."""
 SHARED_MEMORY: Final = "/dev/shm"
 
 
-class SharedPages:
-    """Named shared memory, as `make_iovec` takes it.
-
-    `multiprocessing.shared_memory` would start a resource tracker process.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.name = f"hicache-{os.getpid()}-{secrets.token_hex(8)}"
-        self.size = size
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Allocated now: a page that cannot be allocated later is a SIGBUS.
-            os.posix_fallocate(descriptor, 0, size)
-            self._map = mmap.mmap(descriptor, size)
-        except BaseException:
-            self.unlink()
-            raise
-        finally:
-            os.close(descriptor)
-        self.buf = memoryview(self._map)
-
-    def unlink(self) -> None:
-        """Unlink the name. The memory is freed with its last mapping."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
-
-    def close(self) -> None:
-        """Unmap the memory."""
-        self.buf.release()
-        self._map.close()
-
-    @property
-    def _path(self) -> str:
-        return f"{SHARED_MEMORY}/{self.name}"
-
-
-class Ring(Protocol):
-    """`hf3fs_fuse.io.ioring`."""
-
-    def prepare(
-        self, iov: Any, read: bool, fd: int, off: int, userdata: object = None, /
-    ) -> object: ...
-    def submit(self) -> Ring: ...
-    def wait(self, *, max_results: int, min_results: int, timeout: timedelta) -> list[Any]: ...
-
-
-class Library(Protocol):
-    """`hf3fs_fuse.io`."""
-
-    def extract_mount_point(self, path: str, /) -> str | None: ...
-    def register_fd(self, fd: int, /) -> None: ...
-    def deregister_fd(self, fd: int, /) -> None: ...
-    def make_iovec(self, shm: SharedPages, hf3fs_mount_point: str, /) -> Any: ...
-    def make_ioring(self, hf3fs_mount_point: str, entries: int, for_read: bool, /) -> Ring: ...
-
-
-def load_library() -> Library:
+def load_library() -> Any:
     """Import the library of 3FS.
 
     Raises:
         ImportError: the library is not installed.
     """
-    return cast("Library", importlib.import_module("hf3fs_fuse.io"))
+    return importlib.import_module("hf3fs_fuse.io")
 
 
 class _RegisteredHandle(Handle):
@@ -111,7 +60,7 @@ class _RegisteredHandle(Handle):
 
     __slots__ = ("_library",)
 
-    def __init__(self, descriptor: int, library: Library) -> None:
+    def __init__(self, descriptor: int, library: Any) -> None:
         self._library = library
         super().__init__(descriptor)
 
@@ -130,19 +79,14 @@ class _Request:
     start: int
     """Offset in the shared memory."""
     size: int
-    moved: int = 0
 
 
 class UsrbioEngine(SlotEngine):
-    """Engine with several rings for reads, and as many for writes.
-
-    A ring serves one call at a time.
+    """Engine with `RINGS` rings for reads, and as many for writes; each serves one call at a time.
 
     Args:
         library: `hf3fs_fuse.io`.
         mount_point: of 3FS.
-        rings: maximum for each direction; created at their first use.
-        entries: requests in flight in one ring.
         buffer_bytes: shared memory of one ring.
         verifies: compute checksums.
     """
@@ -151,20 +95,13 @@ class UsrbioEngine(SlotEngine):
     buffered = True
 
     def __init__(
-        self,
-        library: Library,
-        mount_point: str,
-        *,
-        rings: int,
-        entries: int,
-        buffer_bytes: int,
-        verifies: bool,
+        self, library: Any, mount_point: str, *, buffer_bytes: int, verifies: bool
     ) -> None:
         self._library = library
         self._verifies = verifies
-        make = partial(_IoRing, library, mount_point, entries, buffer_bytes)
-        self._reading = _RingPool(partial(make, for_read=True), rings)
-        self._writing = _RingPool(partial(make, for_read=False), rings)
+        make = partial(_IoRing, library, mount_point, buffer_bytes)
+        self._reading = _RingPool(partial(make, for_read=True))
+        self._writing = _RingPool(partial(make, for_read=False))
 
     def adopt(self, descriptor: int) -> Handle:
         try:
@@ -209,54 +146,44 @@ class _IoRing:
     """A ring and its shared memory, used by one thread at a time."""
 
     def __init__(
-        self, library: Library, mount_point: str, entries: int, buffer_bytes: int, *, for_read: bool
+        self, library: Any, mount_point: str, buffer_bytes: int, *, for_read: bool
     ) -> None:
-        self.entries = entries
+        self.size = buffer_bytes
         self.for_read = for_read
-        self._memory = SharedPages(buffer_bytes)
-        try:
-            self._iovec: Any = library.make_iovec(self._memory, mount_point)
-            self._ring: Ring | None = library.make_ioring(mount_point, entries, for_read)
-        except BaseException:
-            self._iovec = None
-            self._memory.close()
-            raise
-        finally:
-            # The daemon has opened the memory by now, and needs the name no more.
-            self._memory.unlink()
         self.in_flight = 0
         """Number of prepared requests without a result."""
-
-    @property
-    def size(self) -> int:
-        """Length of the memory in bytes."""
-        return self._memory.size
+        # `multiprocessing.shared_memory` would start a resource tracker process. The name goes at
+        # the end of the block: the daemon has opened the memory by then.
+        with NamedTemporaryFile(prefix=f"hicache-{os.getpid()}-", dir=SHARED_MEMORY) as file:
+            # Allocated now: a page that cannot be allocated later is a SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, buffer_bytes)
+            self._memory = memoryview(mmap.mmap(file.fileno(), buffer_bytes))
+            shared = SimpleNamespace(
+                name=os.path.basename(file.name), size=buffer_bytes, buf=self._memory
+            )
+            self._iovec = library.make_iovec(shared, mount_point)
+            self._ring = library.make_ioring(mount_point, ENTRIES, for_read)
 
     def part(self, start: int, length: int) -> memoryview:
         """A slice of the memory."""
-        return self._memory.buf[start : start + length]
+        return self._memory[start : start + length]
 
     def prepare(self, request: _Request) -> None:
-        """Put the rest of a request into the ring. The daemon may begin at once."""
-        assert self._ring is not None
-        start, end = request.start + request.moved, request.start + request.size
-        offset = request.job.file.offset(request.job.slot) + request.moved
-        self._ring.prepare(
-            self._iovec[start:end], self.for_read, request.handle.descriptor, offset, request
-        )
+        """Put a request into the ring. The daemon may begin at once."""
+        memory = self._iovec[request.start : request.start + request.size]
+        offset = request.job.file.offset(request.job.slot)
+        self._ring.prepare(memory, self.for_read, request.handle.descriptor, offset, request)
         # Not only at `submit`: the daemon may use the memory from now on.
         self.in_flight += 1
 
     def submit(self) -> None:
         """Submit the prepared requests to the daemon."""
-        assert self._ring is not None
         self._ring.submit()
 
     def results(self, seconds: float) -> list[Any]:
         """Wait up to `seconds` for results, and return those that have arrived."""
-        assert self._ring is not None
         try:
-            found = self._ring.wait(
+            found: list[Any] = self._ring.wait(
                 max_results=self.in_flight, min_results=1, timeout=timedelta(seconds=seconds)
             )
         except OSError as error:
@@ -281,7 +208,7 @@ class _IoRing:
         # In this order: the ring uses the vector, and the vector the memory.
         self._ring = None
         self._iovec = None
-        self._memory.close()
+        self._memory.release()
 
 
 class _RingPool:
@@ -290,9 +217,8 @@ class _RingPool:
     A ring with abandoned requests is not used again before these have returned.
     """
 
-    def __init__(self, make: Callable[[], _IoRing], limit: int) -> None:
+    def __init__(self, make: Callable[[], _IoRing]) -> None:
         self._make = make
-        self._limit = limit
         self._changed = threading.Condition()
         self._free = list[_IoRing]()
         self._draining = list[_IoRing]()
@@ -310,7 +236,7 @@ class _RingPool:
                 # Nobody else collects the results of abandoned requests.
                 self._reclaim()
                 # Draining rings count: a daemon that hangs would take one ring after the other.
-                if self._free or self._lent + len(self._draining) < self._limit:
+                if self._free or self._lent + len(self._draining) < RINGS:
                     ring = self._free.pop() if self._free else self._make()
                     self._lent += 1
                     return ring
@@ -371,9 +297,7 @@ class _Transfer:
         left = deque[SlotRead | SlotWrite](jobs)
         while left:
             requests, at = list[_Request](), 0
-            while (
-                left and len(requests) < self._ring.entries and at + left[0].size <= self._ring.size
-            ):
+            while left and len(requests) < ENTRIES and at + left[0].size <= self._ring.size:
                 job = left.popleft()
                 if self._call.expired() or (isinstance(job, SlotWrite) and job.late):
                     job.fault = OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
@@ -412,47 +336,30 @@ class _Transfer:
                 seconds = min(POLL_SECONDS, self._until - time.monotonic())
                 if seconds <= 0 or self._call.expired():
                     break
-                again = False
                 for result in self._ring.results(seconds):
                     request = cast("_Request", result.userdata)
-                    if self._settle(request, result.result):
-                        del open_requests[request]
-                    else:
-                        self._ring.prepare(request)
-                        again = True
-                if again:
-                    self._ring.submit()
+                    self._settle(request, result.result)
+                    del open_requests[request]
         except OSError as error:
             _fail(open_requests, detached(error))
             return
         _fail(open_requests, OSError(errno.ETIMEDOUT, "3FS has not answered in time"))
 
-    def _settle(self, request: _Request, result: int) -> bool:
-        """Process a result. False if the request was served in part."""
+    def _settle(self, request: _Request, result: int) -> None:
         job = request.job
         if result < 0:
             job.fault = OSError(-result, os.strerror(-result))
             # The descriptor may belong to a dead mount.
             job.file.forget(request.handle)
-            return True
-        # A write that moves nothing would be repeated for ever.
-        if result == 0 and isinstance(job, SlotWrite):
-            job.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return True
-        request.moved += result
-        if request.moved > request.size:
-            job.fault = OSError(errno.EIO, f"3FS has moved {request.moved} bytes of {request.size}")
-            return True
-        if result and request.moved < request.size:
-            return False
-        if request.moved < request.size:
+        elif result == 0 and isinstance(job, SlotRead):
             # End of file: neither whole nor a fault.
-            return True
-        if isinstance(job, SlotWrite):
+            return
+        elif result != request.size:
+            job.fault = OSError(errno.EIO, f"3FS has moved {result} bytes of {request.size}")
+        elif isinstance(job, SlotWrite):
             job.whole = True
         else:
             self._deliver(job, self._ring.part(request.start, request.size))
-        return True
 
     def _deliver(self, job: SlotRead, page: memoryview) -> None:
         """Verify a page in the shared memory, and copy it to host memory if it is valid."""
