@@ -6,11 +6,13 @@ import errno
 import logging
 import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.checking import is_damaged
 from hicache_backends.hf3fs.slots.engine import SlotWrite
 from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
+from hicache_backends.posix.buffers import split
 from hicache_backends.posix.faults import detached
 from hicache_metadata_server.protocol import (
     CommitScope,
@@ -26,7 +28,7 @@ from hicache_storage.objects.namespace import ENVELOPE_BYTES, stored_checksum
 from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_backends.hf3fs.slots.scopes import SlotScope
     from hicache_backends.hf3fs.store import Store
@@ -215,7 +217,9 @@ class PageWriter:
         """Write the leased slots, and commit those that were written whole."""
         if not any(batch.jobs for batch in batches):
             return
-        for chunk in _chunks([job for batch in batches for job in batch.jobs]):
+        for chunk in split(
+            (job for batch in batches for job in batch.jobs), attrgetter("size"), CHUNK_BYTES
+        ):
             self._renew(batches, call)
             self._store.engine.write(chunk, call)
         self._check_late_writes(batches)
@@ -385,15 +389,3 @@ class PageWriter:
 def _prefixes(keys: Sequence[str], call: Call) -> list[str]:
     """Return the key before each key. Any earlier page of the chain is a valid prefix."""
     return [metadata_key(call.prefix_keys[-1]) if call.prefix_keys else "", *keys][: len(keys)]
-
-
-def _chunks(jobs: Sequence[SlotWrite]) -> Iterator[list[SlotWrite]]:
-    some, size = list[SlotWrite](), 0
-    for job in jobs:
-        if some and size + job.size > CHUNK_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(job)
-        size += job.size
-    if some:
-        yield some

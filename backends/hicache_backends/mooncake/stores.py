@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from hicache_storage.spec import CancellationToken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from hicache_storage.objects import Call
@@ -302,22 +301,3 @@ class Requests(Generic[ItemT, MemoryT]):
             busy = Counter(other.store for other in self._workers)
             store = worker.store = min(stores, key=busy.__getitem__)
             return store, self._queues[store].popleft()
-
-
-def split(
-    items: Iterable[ItemT],
-    size_of: Callable[[ItemT], int],
-    max_bytes: int,
-    max_items: int = sys.maxsize,
-) -> Iterator[list[ItemT]]:
-    """Split objects into lists of at most so many bytes and objects, or of one object."""
-    some, size = list[ItemT](), 0
-    for item in items:
-        length = size_of(item)
-        if some and (len(some) == max_items or size + length > max_bytes):
-            yield some
-            some, size = [], 0
-        some.append(item)
-        size += length
-    if some:
-        yield some

@@ -1,17 +1,20 @@
-"""Buffers of the driver's own, for reads that may hang (`hung_reads=bounce_buffer`)."""
+"""Buffers of the driver's own, for reads that may hang, and what goes through one at a time."""
 
 from __future__ import annotations
 
 import errno
 import mmap
+import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from hicache_storage.objects import Call
+
+ItemT = TypeVar("ItemT")
 
 MAX_BUFFERS = 32
 """Limit on hanging reads of one storage, that of the deadline layer."""
@@ -103,3 +106,22 @@ class Buffers:
             else:
                 self._spare.append(buffer)
             self._changed.notify()
+
+
+def split(
+    items: Iterable[ItemT],
+    size_of: Callable[[ItemT], int],
+    max_bytes: int,
+    max_items: int = sys.maxsize,
+) -> Iterator[list[ItemT]]:
+    """Split objects into lists of at most so many bytes and objects, or of one object."""
+    some, size = list[ItemT](), 0
+    for item in items:
+        length = size_of(item)
+        if some and (len(some) == max_items or size + length > max_bytes):
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += length
+    if some:
+        yield some
