@@ -9,7 +9,7 @@ EXAMPLES := redis object
 .PHONY: demo push test test-merge merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark quickstarts soak fuzz races servers hostile clean
 
 demo: $(VENV)/.demo
-	$(PYTHON) examples/demo.py
+	$(VENV)/bin/hicache demo
 
 # Three tiers. `make push` is for every commit, `make merge` what `.ci/run` asks before anything
 # lands, `make long` what takes hours or a machine of its own.

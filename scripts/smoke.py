@@ -47,6 +47,7 @@ def main() -> None:
     }
     assert run("--version").split() == ["hicache-storage", wanted]
     assert "hf3fs" in run("drivers")
+    assert "every byte verified" in run("demo", "--gib", "0.5")
     with tempfile.TemporaryDirectory() as folder:
         examine("file", f"path={folder}/file", "capacity=64MiB")
         with serving(Path(folder)) as url:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 COMMAND_GROUP: Final = "hicache_storage.commands"
 """Entry-point group; the value is a `typer.Typer`, the name becomes the command."""
-OWN_COMMANDS: Final = ("bench", "doctor", "drivers", "new", "why")
+OWN_COMMANDS: Final = ("bench", "demo", "doctor", "drivers", "new", "why")
 """The SDK's own, which no package's command of that name hides."""
 ENVIRONMENT_ERROR: Final = 2
 
@@ -87,12 +87,13 @@ def app(name: str = "") -> typer.Typer:
 def _add_own(commands: typer.Typer) -> None:
     """Add the SDK's commands."""
     from hicache_storage.cli.bench import bench
+    from hicache_storage.cli.demo import demo
     from hicache_storage.cli.doctor import EngineCommandLine, doctor
     from hicache_storage.cli.drivers import drivers
     from hicache_storage.cli.new import new
     from hicache_storage.cli.why import why
 
-    for command in (drivers, new, bench):
+    for command in (demo, drivers, new, bench):
         commands.command()(command)
     commands.command(cls=EngineCommandLine)(doctor)
     commands.command(cls=EngineCommandLine)(why)

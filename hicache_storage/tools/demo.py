@@ -1,28 +1,20 @@
 """Store a hybrid model's cache, kill the writer, restore it in another process, verify every byte.
 
-One process stores a conversation of 1 GiB (KV pages, and a Mamba state every 14 pages) through the
-file driver. While it stores a second conversation it is killed with SIGKILL. Another process then
-restores whatever was acknowledged.
-
-    python examples/demo.py [--path DIR] [--gib 1.0] [--driver file]
+One process stores a conversation (KV pages, and a Mamba state every 14 pages). While it stores a
+second conversation it is killed with SIGKILL. Another process then restores whatever was
+acknowledged.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import subprocess
-import sys
-import tempfile
+import multiprocessing
 import time
 from collections import Counter
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -42,22 +34,25 @@ from hicache_storage.pools import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Mapping
+    from multiprocessing.connection import Connection
+
+    from rich.console import Console
 
 PAGE_SIZE = 64
 CALL_PAGES = 112
 """KV pages in one call; an engine sends up to 128."""
 STATE_EVERY = 14
 """One Mamba state per this many KV pages: the checkpoints that a hybrid model can resume from."""
-STORING = "storing"
-"""What the writer says when it hands a call to the storage; the acknowledgement is the next
-line."""
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class Model:
     """A small hybrid model's host pools: KV pages of 2 MiB, Mamba states of 4 MiB."""
 
     def __init__(self) -> None:
+        # Pages are small: more threads would spend their time waiting for each other.
+        torch.set_num_threads(1)
         self.identity = StorageIdentity(
             model="demo/hybrid-8b", kv_dtype="bfloat16", page_size=PAGE_SIZE, layout="page_first"
         )
@@ -150,58 +145,59 @@ def chain(conversation: str, pages: int) -> list[str]:
     return keys
 
 
-def store(driver: str, path: str, conversation: str, pages: int) -> None:
-    """The first process: stores a conversation call by call and acknowledges each, in a line of
-    JSON."""
+def store(driver: str, path: str, conversation: str, pages: int, calls: Connection) -> None:
+    """Store a conversation, call by call.
+
+    Args:
+        calls: is sent 0 when a call begins, and its bytes when the storage has acknowledged it.
+    """
     model, keys = Model(), chain(conversation, pages)
     with model.open(driver, path) as storage:
         for start in range(0, pages, CALL_PAGES):
             transfers = model.transfers(keys[start : start + CALL_PAGES])
             size = model.write(transfers)
-            print(STORING, flush=True)
+            calls.send(0)
             storage.batch_set_v2(transfers)
-            call = {"conversation": conversation, "keys": transfers[0].keys, "bytes": size}
-            print(json.dumps(call), flush=True)
+            calls.send(size)
 
 
-def restore(driver: str, path: str) -> None:
-    """The second process: restores every call that its standard input names, and verifies every
-    byte."""
+def restore(driver: str, path: str, acknowledged: Mapping[str, int]) -> dict[str, Any]:
+    """Restore the acknowledged pages of each conversation, and verify every byte."""
     model, size, seconds = Model(), 0, 0.0
     counts = {name: Counter[str]() for name in model.pools}
-    conversations = dict[str, list[str]]()
+    prefixes = dict[str, int]()
+    window = PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
     with model.open(driver, path) as storage:
-        for call in map(json.loads, sys.stdin):
-            conversations.setdefault(call["conversation"], []).extend(call["keys"])
-            transfers = model.transfers(call["keys"])
-            model.forget()
-            started = time.perf_counter()
-            delivered = storage.batch_get_v2(transfers)
-            seconds += time.perf_counter() - started
-            for name, pages in delivered.items():
-                wrong = model.wrong_pages(transfers, name, pages)
-                counts[name].update(pages=len(pages), hits=sum(pages), wrong=wrong)
-                size += sum(pages) * model.pools[name].geometry.page_bytes
-        window = PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
-        prefixes = {
-            conversation: storage.batch_exists_v2(keys, [window]).kv_hit_pages
-            for conversation, keys in conversations.items()
-        }
+        for conversation, pages in acknowledged.items():
+            keys = chain(conversation, pages)
+            for start in range(0, pages, CALL_PAGES):
+                transfers = model.transfers(keys[start : start + CALL_PAGES])
+                model.forget()
+                started = time.perf_counter()
+                delivered = storage.batch_get_v2(transfers)
+                seconds += time.perf_counter() - started
+                for name, found in delivered.items():
+                    wrong = model.wrong_pages(transfers, name, found)
+                    counts[name].update(pages=len(found), hits=sum(found), wrong=wrong)
+                    size += sum(found) * model.pools[name].geometry.page_bytes
+            prefixes[conversation] = storage.batch_exists_v2(keys, [window]).kv_hit_pages
         for name, stats in storage.get_stats().pools.items():
             counts[name]["damaged"] += stats.pages_damaged
-    speed = f"{size / seconds / 1e9:.2f}"
-    print(json.dumps({"pools": counts, "speed": speed, "prefixes": prefixes}))
+    return {"pools": counts, "speed": f"{size / seconds / 1e9:.2f}", "prefixes": prefixes}
 
 
-def run(driver: str, path: str, gib: float) -> int:
-    """Both processes, the kill in between, and the table. Returns the exit status."""
-    console = Console()
+def run(driver: str, path: str, gib: float, console: Console) -> bool:
+    """Make both conversations, the kill, the restore and the table.
+
+    Returns:
+        Whether everything acknowledged came back and every byte was right.
+    """
     page_bytes = sum(
         pool.geometry.page_bytes / (STATE_EVERY if name == "mamba" else 1)
         for name, pool in Model().pools.items()
     )
     pages = max(CALL_PAGES, round(gib * 2**30 / page_bytes / CALL_PAGES) * CALL_PAGES)
-    acknowledged = list[str]()
+    acknowledged = dict[str, int]()
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -211,64 +207,54 @@ def run(driver: str, path: str, gib: float) -> int:
     ) as progress:
         for conversation, kill_after in (("first", None), ("second", pages // 2)):
             task = progress.add_task(f"{conversation} conversation", total=pages * page_bytes)
-            with writer(driver, path, conversation, pages) as process:
-                status = follow(
-                    process,
-                    acknowledged,
-                    kill_after,
-                    lambda size, task=task: progress.advance(task, size),
-                )
-            if kill_after is None and status:
-                return status
+            calls, theirs = SPAWN.Pipe(duplex=False)
+            arguments = (driver, path, conversation, pages, theirs)
+            # A daemon is killed with this process.
+            process = SPAWN.Process(target=store, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            acknowledged[conversation] = follow(
+                calls,
+                process.kill,
+                kill_after,
+                lambda size, task=task: progress.advance(task, size),
+            )
+            process.join()
+            if kill_after is None and process.exitcode:
+                return False
     console.print("the writer was killed with SIGKILL while it stored the second conversation")
-    arguments = [sys.executable, __file__, "--role", "restore", "--driver", driver, "--path", path]
-    done = subprocess.run(
-        arguments, input="".join(acknowledged), stdout=subprocess.PIPE, text=True, check=True
-    )
-    return report(console, json.loads(done.stdout))
+    console.print("another process restores what was acknowledged, and compares every byte ...")
+    with ProcessPoolExecutor(1, SPAWN) as reader:
+        return report(console, reader.submit(restore, driver, path, acknowledged).result())
 
 
 def follow(
-    process: subprocess.Popen[str],
-    acknowledged: list[str],
+    calls: Connection,
+    kill: Callable[[], None],
     kill_after: int | None,
     advance: Callable[[int], None],
 ) -> int:
-    """Collect acknowledgements; kill the writer inside the first call after `kill_after` pages.
-    Returns its exit status."""
+    """Follow the writer until it ends, and kill it inside the first call after `kill_after` pages.
+
+    Returns:
+        The acknowledged pages.
+    """
     pages = 0
-    for line in process.stdout or ():
-        if line.strip() == STORING:
-            if kill_after is not None and pages >= kill_after:
-                time.sleep(0.02)  # the call takes some 100 ms: now it is in the middle of it
-                process.kill()
-            continue
-        acknowledged.append(line)
-        call = json.loads(line)
-        pages += len(call["keys"])
-        advance(call["bytes"])
-    return process.wait()
+    while True:
+        try:
+            size = calls.recv()
+        except EOFError:
+            return pages
+        if size:
+            pages += CALL_PAGES
+            advance(size)
+        elif kill_after is not None and pages >= kill_after:
+            time.sleep(0.02)  # the call takes some 100 ms: now it is in the middle of it
+            kill()
 
 
-@contextlib.contextmanager
-def writer(
-    driver: str, path: str, conversation: str, pages: int
-) -> Generator[subprocess.Popen[str]]:
-    """The storing process; killed if the demo itself fails."""
-    command = [sys.executable, __file__, "--role", "store", "--driver", driver, "--path", path]
-    command += ["--conversation", conversation, "--pages", str(pages)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout:
-            process.stdout.close()
-
-
-def report(console: Console, result: dict[str, Any]) -> int:
-    """Print the table; 0 if everything acknowledged came back and every byte was right."""
+def report(console: Console, result: dict[str, Any]) -> bool:
+    """Print the table; returns whether all pages came back and every byte was right."""
     table = Table(title="restored by another process", title_justify="left")
     for column in ("pool", "pages acknowledged", "hits", "damaged", "wrong bytes", "GB/s"):
         table.add_column(column, justify="left" if column == "pool" else "right")
@@ -285,38 +271,10 @@ def report(console: Console, result: dict[str, Any]) -> int:
         console.print(
             f"{conversation} conversation: {prefix} pages ({tokens} tokens) can be resumed"
         )
-    right = total["hits"] == total["pages"] and not total["wrong"] and not total["damaged"]
+    right = total["hits"] == total["pages"] and not (total["wrong"] or total["damaged"])
     console.print(
         "[green]every acknowledged page came back, every byte verified"
         if right
         else "[red]pages were lost or wrong"
     )
-    return 0 if right else 1
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--path", help="directory of the store; a temporary one by default")
-    parser.add_argument("--gib", type=float, default=1.0, help="size of a conversation")
-    parser.add_argument("--driver", default="file")
-    parser.add_argument("--role", choices=["store", "restore"], help=argparse.SUPPRESS)
-    parser.add_argument("--conversation", default="first", help=argparse.SUPPRESS)
-    parser.add_argument("--pages", type=int, default=CALL_PAGES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.role == "store":
-        store(options.driver, options.path, options.conversation, options.pages)
-        return 0
-    if options.role == "restore":
-        restore(options.driver, options.path)
-        return 0
-    with contextlib.ExitStack() as stack:
-        path = options.path or stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="hicache-demo-")
-        )
-        return run(options.driver, str(Path(path)), options.gib)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return right
