@@ -18,7 +18,6 @@ from hicache_storage.hybrid.storage_io.workers import (
     StorageLink,
     call_with_timeout,
     close_quietly,
-    register,
 )
 from hicache_storage.spec import (
     ConfigError,
@@ -338,9 +337,18 @@ class HybridCacheController:
             )
 
     def _register(self, storage: HiCacheStorage) -> BaseException | None:
+        """Open a storage and register all pools, in the order of their names."""
+
+        def register() -> None:
+            storage.open()
+            for entry in self.group.entries.values():
+                storage.register_mem_host_pool_v2(entry.host_pool, entry.name)
+            # After the last pool, as the contract says; drivers may check the complete set here.
+            storage.on_host_pools_registered()
+
         try:
             self.parallel.check(storage.identity)
-            call_with_timeout("attach", lambda: register(storage, self.group), self._attach_seconds)
+            call_with_timeout("attach", register, self._attach_seconds)
         except BaseException as error:  # noqa: BLE001 - raised once the other ranks know
             return error
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hicache_storage.pools.pages import check_pages
-from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName
+from hicache_storage.spec import InvalidTransferError, PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -201,16 +201,12 @@ class PoolEntry:
     """One kind of state: its device pool and its host pool."""
 
     name: PoolName
-    """The pool; a plain string is converted."""
     host_pool: PagedHostPool
     """Registered with the storage under the name."""
     host_slots: HostSlots
     """Allocates the host pool: of the engine that copies between the two."""
     device_pool: SlotAllocator | None = None
     """Allocates device slots; None for a pool in the slots of KV, page for page: an indexer."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "name", PoolName(self.name))
 
     @property
     def has_states(self) -> bool:
@@ -226,9 +222,8 @@ class PoolEntry:
 class HostPoolGroup:
     """All pools, allocated and freed together: KV, pools in its slots, and states.
 
-    Raises:
-        InvalidPoolError: there is no pool of KV, a name is used twice, or entries do not fit each
-            other.
+    Args:
+        entries: of different names; that of KV, and those in its slots, have the same page size.
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
@@ -237,15 +232,7 @@ class HostPoolGroup:
         ordered = sorted(entries, key=lambda entry: entry.name)
         self.entries = {entry.name: entry for entry in ordered}
         """By name, in the order of the names."""
-        if len(self.entries) != len(ordered):
-            raise InvalidPoolError(
-                f"pool names must differ, got {', '.join(entry.name for entry in ordered)}"
-            )
-        if PoolName.KV not in self.entries:
-            raise InvalidPoolError("one of the pools must be 'kv', in whose slots tokens count")
         kv = self.entries[PoolName.KV].host_pool
-        for entry in ordered:
-            _check(entry, kv)
         self.page_size = kv.page_size
         """Tokens per page."""
         self.size = kv.size
@@ -303,23 +290,3 @@ class HostPoolGroup:
         pages, last = indices.tokens // self.page_size, max(indices.endpoints, default=0)
         if last > pages:
             raise InvalidTransferError(f"a state has its endpoint at page {last} of {pages}")
-
-
-def _check(entry: PoolEntry, kv: PagedHostPool) -> None:
-    ours = entry.host_pool
-    if entry.name in (PoolName.KV, PoolName.MAMBA):
-        if entry.device_pool is None:
-            raise InvalidPoolError(f"{entry.name!r}: device_pool is missing")
-        if entry.has_states and ours.page_size != 1:
-            raise InvalidPoolError(f"{entry.name!r}: page_size must be 1, got {ours.page_size}")
-        return
-    if entry.device_pool is not None:
-        raise InvalidPoolError(
-            f"{entry.name!r}: device_pool must be None, as for every pool but 'kv' and 'mamba': it "
-            "has the slots of 'kv'"
-        )
-    if ours.page_size != kv.page_size or ours.size < kv.size:
-        raise InvalidPoolError(
-            f"{entry.name!r}: host_pool must have the page size of 'kv' and at least its slots: "
-            f"{kv.page_size} and {kv.size}, not {ours.page_size} and {ours.size}"
-        )

@@ -166,14 +166,21 @@ class SingleRank:
 class TorchRankGroup:
     """Rank group over a process group of torch.distributed, on the CPU (gloo).
 
+    Making one is a collective of the whole world.
+
     Args:
-        group: used by no other code, so that collectives of two threads cannot mix; None for the
-            default group.
+        ranks: those of the world that it is over; None for all.
+        timeout_seconds: how long a rank waits for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self._owned: dist.ProcessGroup | None = None
+    def __init__(
+        self, ranks: list[int] | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        timeout = timedelta(seconds=timeout_seconds)
+        # gloo, because the vectors are on the CPU, where NCCL has no collectives. A group of its
+        # own, so that its collectives cannot mix with those of the engine.
+        group = cast("dist.ProcessGroup", dist.new_group(ranks, timeout=timeout, backend="gloo"))
+        self._group: dist.ProcessGroup | None = group
         self._broken: Exception | None = None
         self.size: int = dist.get_world_size(group)
 
@@ -191,7 +198,7 @@ class TorchRankGroup:
                 has other sizes.
             OtherRankError: the first is so on another rank.
         """
-        world = cls._over(None, timeout_seconds)
+        world = cls(None, timeout_seconds)
         try:
             sizes = {f"{axis}_size": getattr(parallel, f"{axis}_size") for axis in AXES}
             check_consistent(world, sizes, _placement_error(parallel))
@@ -201,29 +208,17 @@ class TorchRankGroup:
         if parallel.dp_size == 1:
             return world
         # `dist.new_group` is a collective of the whole world: every rank makes every group.
-        groups = [cls._over(ranks, timeout_seconds) for ranks in parallel.replicas]
+        groups = [cls(ranks, timeout_seconds) for ranks in parallel.replicas]
         # After the groups are made: it was only needed for the comparison.
         world.close()
         return groups[parallel.dp_rank]
 
-    @classmethod
-    def _over(cls, ranks: list[int] | None, timeout_seconds: float) -> Self:
-        """Make a process group of these ranks, None for the whole world, and own it."""
-        timeout = timedelta(seconds=timeout_seconds)
-        # gloo, because the vectors are on the CPU, where NCCL has no collectives. A group of its
-        # own, so that its collectives cannot mix with those of the engine.
-        group = cast("dist.ProcessGroup", dist.new_group(ranks, timeout=timeout, backend="gloo"))
-        rank_group = cls(group)
-        rank_group._owned = group
-        return rank_group
-
     def close(self) -> None:
-        """Destroy the process group if `of` made it. Idempotent."""
-        group = self._owned
-        self._owned = None
-        if group is not None:
+        """Destroy the process group. Idempotent."""
+        if self._group is not None:
             self._broken = self._broken or RuntimeError("the rank group was closed")
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def all_reduce_min(self, values: Sequence[int]) -> list[int]:
         # After a failed collective, ranks may disagree on which collective comes next.

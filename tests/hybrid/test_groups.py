@@ -1,5 +1,4 @@
-"""Pools as one: atomic allocation in a fixed order, derived slots, and entries that do not fit each
-other."""
+"""Pools as one: atomic allocation in a fixed order, and derived slots."""
 
 from __future__ import annotations
 
@@ -8,16 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_storage.hybrid import HostPoolGroup, HybridIndices, PoolEntry, SingleRank
+from hicache_storage.hybrid import HybridIndices, SingleRank
 from hicache_storage.hybrid.pools import PoolTier
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import (
-    InvalidPoolError,
     InvalidTransferError,
     PoolName,
     SlotError,
 )
-from hicache_storage.transfer import HostSlots
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE
 
 SIZES = {"kv": (32, 4), "mamba": (3, 1), "swa": (8, 2)}
@@ -204,42 +201,3 @@ def test_joined_spans_are_one(lengths, data):
 def test_spans_that_contradict_themselves_are_refused(kv, states, ends, message):
     with pytest.raises(InvalidTransferError, match=message):
         HybridIndices(kv, torch.arange(states), ends)
-
-
-# Entries
-# -------------------------------------------------------------------------------------------------
-
-
-class Pool:
-    def __init__(self, size=32, page_size=4):
-        self.size, self.page_size = size, page_size
-
-
-def entry(name, pool=None, device=None):
-    pool = pool or Pool(page_size=1 if name == "mamba" else 4)
-    owns = name in ("kv", "mamba") if device is None else device
-    return PoolEntry(
-        name=name,
-        host_pool=pool,
-        host_slots=HostSlots(SlotAllocator(pool.size, pool.page_size)),
-        device_pool=SlotAllocator(64, pool.page_size) if owns else None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ([], "one of the pools must be 'kv'"),
-        ([entry("indexer")], "one of the pools must be 'kv'"),
-        ([entry("kv"), entry("kv")], "names must differ"),
-        ([entry("kv", device=False)], "'kv': device_pool is missing"),
-        ([entry("kv"), entry("mamba", device=False)], "'mamba': device_pool is missing"),
-        ([entry("kv"), entry("swa", device=True)], "'swa': device_pool must be None"),
-        ([entry("kv"), entry("mamba", Pool())], "'mamba': page_size must be 1, got 4"),
-        ([entry("kv"), entry("indexer", Pool(page_size=2))], "'indexer': host_pool must have"),
-        ([entry("kv"), entry("indexer", Pool(size=28))], "'indexer': host_pool must have"),
-    ],
-)
-def test_entries_that_do_not_fit_are_refused(entries, message):
-    with pytest.raises(InvalidPoolError, match=message):
-        HostPoolGroup(entries)

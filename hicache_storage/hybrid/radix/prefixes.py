@@ -72,13 +72,18 @@ class LoadResult:
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PrefixLock:
     """Keeps a prefix on the tiers where it is, from `lock` to `unlock`."""
 
-    lock_id: int
-    length: int
-    """Tokens."""
+    node: Node
+    """The node at the end of the prefix; used by the cache, like the locks of its slots."""
+    slots: SlotLocks
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.node.end
 
 
 class PrefixMatcher:
@@ -158,15 +163,6 @@ class PrefixMatcher:
         return (now.state_slot, now.state_on_host) == (before.state_slot, before.state_on_host)
 
 
-@dataclass(slots=True)
-class HeldLock:
-    """What one lock of a request keeps."""
-
-    node: Node
-    """The node at the end of its prefix."""
-    slots: SlotLocks
-
-
 class PrefixLocks:
     """Locks that requests hold on prefixes, and the loads of what they lock on the host.
 
@@ -176,8 +172,7 @@ class PrefixLocks:
     def __init__(self, ownership: SlotOwnership, controller: HybridCacheController) -> None:
         self._ownership = ownership
         self._controller = controller
-        self.held: dict[int, HeldLock] = {}
-        self._lock_ids = count(1)
+        self.held = set[PrefixLock]()
         self._load_ids = count()
         self.loads: dict[int, SlotLocks | None] = {}
         """What running loads lock; None after `clear`."""
@@ -209,37 +204,39 @@ class PrefixLocks:
                 host[state]: node if state_on_host else None,
             }
         )
-        lock = PrefixLock(next(self._lock_ids), node.end)
-        self.held[lock.lock_id] = HeldLock(node, locks)
+        lock = PrefixLock(node, locks)
+        self.held.add(lock)
         return lock
 
     def unlock(self, lock: PrefixLock) -> None:
         """End a lock; KV that has no other lock becomes the most recently used."""
-        self._find(lock).slots.release()
-        del self.held[lock.lock_id]
+        self._check_held(lock)
+        lock.slots.release()
+        self.held.remove(lock)
 
     def release_state(self, lock: PrefixLock) -> None:
         """End the lock of the state on the device."""
         # The request has copied it; the slot may go to another state while the request runs on.
-        self._find(lock).slots.release(self._ownership.device[SlotKind.STATE])
+        self._check_held(lock)
+        lock.slots.release(self._ownership.device[SlotKind.STATE])
 
     def load(self, lock: PrefixLock, state_slot: int | None) -> LoadResult | None:
         """Queue the load of slots that are not on the device.
 
         None, with nothing changed, if the device has not enough free slots.
         """
-        held, device = self._find(lock), self._ownership.device
-        loaded_slot = None
-        if self._ownership.host[SlotKind.KV] in held.slots.nodes:
-            taken = self._take_device_slots(held, state_slot)
+        self._check_held(lock)
+        device, loaded_slot = self._ownership.device, None
+        if self._ownership.host[SlotKind.KV] in lock.slots.nodes:
+            taken = self._take_device_slots(lock, state_slot)
             if taken is None:
                 return None
             loaded_slot = int(taken.states[0]) if taken.endpoints else None
             # The new lock comes first, so that nothing of the prefix is unlocked in between.
-            before, state = held.slots, device[SlotKind.STATE]
-            held.slots = SlotLocks({device[SlotKind.KV]: held.node, state: before.nodes.get(state)})
+            before, state = lock.slots, device[SlotKind.STATE]
+            lock.slots = SlotLocks({device[SlotKind.KV]: lock.node, state: before.nodes.get(state)})
             before.release()
-        return LoadResult(self._ownership.rows(device, held.node.downward()), loaded_slot)
+        return LoadResult(self._ownership.rows(device, lock.node.downward()), loaded_slot)
 
     def poll(self) -> None:
         """Process loads that have ended: unlock the slots that they read and write."""
@@ -252,20 +249,18 @@ class PrefixLocks:
         """Forget the nodes, which are removed; what is running goes on."""
         self.loads = dict.fromkeys(self.loads)
 
-    def _find(self, lock: PrefixLock) -> HeldLock:
-        try:
-            return self.held[lock.lock_id]
-        except KeyError:
+    def _check_held(self, lock: PrefixLock) -> None:
+        if lock not in self.held:
             raise StalePrefixError(
-                f"lock {lock.lock_id} is not held; unlock a lock once, and do not use it after that"
-            ) from None
+                "the lock is not held; unlock a lock once, and do not use it after that"
+            )
 
-    def _take_device_slots(self, held: HeldLock, state_slot: int | None) -> HybridIndices | None:
+    def _take_device_slots(self, lock: PrefixLock, state_slot: int | None) -> HybridIndices | None:
         """Queue a load and insert its rows into the nodes; returns the device slots."""
         host, device = self._ownership.host, self._ownership.device
-        nodes = [node for node in held.node.downward() if not device[SlotKind.KV].holds(node)]
+        nodes = [node for node in lock.node.downward() if not device[SlotKind.KV].holds(node)]
         rows = self._ownership.rows(host, nodes)
-        state_node = held.slots.nodes.get(host[SlotKind.STATE])
+        state_node = lock.slots.nodes.get(host[SlotKind.STATE])
         state = None if state_node is None else host[SlotKind.STATE].of(state_node).indices
         source = self._ownership.transfer(rows, state)
         if not nodes and state is None:
@@ -285,8 +280,8 @@ class PrefixLocks:
         # evicted, even if the request unlocks its prefix.
         self.loads[load_id] = SlotLocks(
             {
-                device[SlotKind.KV]: held.node,
-                host[SlotKind.KV]: held.node,
+                device[SlotKind.KV]: lock.node,
+                host[SlotKind.KV]: lock.node,
                 host[SlotKind.STATE]: state_node,
             }
         )

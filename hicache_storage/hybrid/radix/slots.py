@@ -48,7 +48,8 @@ class LRUList:
         self.kind = kind
         self._free = free
         self.order: OrderedDict[Node, None] = OrderedDict()
-        self._held = 0
+        self.slots = 0
+        """Number of slots that are held, locked or not."""
         self._locked = 0
 
     def of(self, node: Node) -> HeldSlots:
@@ -60,13 +61,9 @@ class LRUList:
         return iter(self.order)
 
     @property
-    def slots(self) -> int:
-        """Number of slots that are held, locked or not."""
-        return self._held
-
     def evictable_slots(self) -> int:
-        """Return the number of slots that are not locked."""
-        return self._held - self._locked
+        """Number of slots that are not locked."""
+        return self.slots - self._locked
 
     def holds(self, node: Node) -> bool:
         """Return whether the node holds slots here."""
@@ -75,7 +72,7 @@ class LRUList:
     def add(self, node: Node, indices: torch.Tensor) -> None:
         """Add slots to a node that holds none."""
         self.of(node).indices = indices
-        self._held += indices.numel()
+        self.slots += indices.numel()
         self.add_to_order(node)
 
     def add_to_order(self, node: Node) -> None:
@@ -98,7 +95,7 @@ class LRUList:
             return 0
         assert not held.locks, f"node {node.id} is locked"
         held.indices = None
-        self._held -= indices.numel()
+        self.slots -= indices.numel()
         del self.order[node]
         self.free(indices)
         return indices.numel()
@@ -109,7 +106,7 @@ class LRUList:
         for node in nodes:
             self.of(node).indices = None
         self.order.clear()
-        self._held = 0
+        self.slots = 0
         self._locked = 0
         self.free(torch.cat(held) if held else NO_SLOTS)
 

@@ -200,20 +200,6 @@ class StorageLink:
                 worker.expire()
 
 
-def register(storage: HiCacheStorage, group: HostPoolGroup) -> None:
-    """Open a storage and register all pools, in the order of their names.
-
-    Raises:
-        StorageUnavailableError: it cannot be reached.
-        InvalidPoolError: it cannot serve a pool.
-    """
-    storage.open()
-    for entry in group.entries.values():
-        storage.register_mem_host_pool_v2(entry.host_pool, entry.name)
-    # After the last pool, as the contract says; drivers may check the complete set here.
-    storage.on_host_pools_registered()
-
-
 def call_with_timeout(what: str, call: Callable[[], None], seconds: float) -> None:
     """Make a call in a thread of its own, which is abandoned if it does not return.
 

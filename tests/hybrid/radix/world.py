@@ -344,7 +344,7 @@ class World:
                 }
                 assert lru.slots == sum(lru.of(node).indices.numel() for node in holders)
                 locked = [node for node in holders if lru.of(node).locks]
-                assert lru.evictable_slots() == lru.slots - sum(
+                assert lru.evictable_slots == lru.slots - sum(
                     lru.of(node).indices.numel() for node in locked
                 )
                 if lru.kind is SlotKind.KV:
@@ -363,7 +363,7 @@ class World:
     def check_locks(self):
         expected = Counter()
         held = [
-            *(lock.slots for lock in self.locks.held.values()),
+            *(lock.slots for lock in self.locks.held),
             *self.locks.loads.values(),
             *(
                 copy.locks
