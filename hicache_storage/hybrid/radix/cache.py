@@ -10,9 +10,8 @@ import torch
 
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.pools import HybridIndices
-from hicache_storage.hybrid.radix.prefetching import RequestPrefetches
 from hicache_storage.hybrid.radix.prefixes import MatchResult, Prefix, PrefixLocks, PrefixMatcher
-from hicache_storage.hybrid.radix.slots import Evicted, SlotOwnership
+from hicache_storage.hybrid.radix.slots import Evicted, SlotLocks, SlotOwnership
 from hicache_storage.hybrid.radix.tree import RadixTree, SlotKind
 from hicache_storage.hybrid.radix.write_back import NodeWriteBack
 from hicache_storage.spec import ConfigError, HiCacheError, InvalidTransferError, PoolName
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.controller import HybridCacheController
     from hicache_storage.hybrid.radix.prefixes import LoadResult, PrefixLock
     from hicache_storage.hybrid.radix.tree import Node, Units
+    from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
     from hicache_storage.transfer import LayerCounter
 
 
@@ -33,17 +33,7 @@ def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> in
         page_size: tokens per page.
         state_chunk: tokens after which the state kernel has a state to give.
         track_interval: tokens between the states that the engine keeps.
-
-    Raises:
-        ConfigError: a number is not positive.
     """
-    for name, value in (
-        ("page_size", page_size),
-        ("state_chunk", state_chunk),
-        ("track_interval", track_interval),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
     return math.lcm(page_size, state_chunk, track_interval)
 
 
@@ -83,6 +73,22 @@ class CacheUsage:
     """
     tokens_stored_again: int
     """Tokens stored again because the storage had lost them while they were cached here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefetch:
+    """A running prefetch of a waiting request."""
+
+    operation: PrefetchOperation
+    node: Node
+    """Fetched pages are inserted below this node."""
+    kept: SlotLocks
+    """Keeps the part of that path that was on the host."""
+    tokens: Units
+
+    def is_wanted(self) -> bool:
+        """Return whether the fetched pages can be inserted: the path was not evicted."""
+        return not self.node.tokens or self.node.parent is not None
 
 
 class HiMambaRadixCache:
@@ -150,9 +156,8 @@ class HiMambaRadixCache:
         self._locks = PrefixLocks(self._ownership, controller)
         self._matcher = PrefixMatcher(self._tree, self._ownership)
         self._write_back = NodeWriteBack(self._tree, self._ownership, controller)
-        self._prefetches = RequestPrefetches(
-            self._tree, self._ownership, controller, self._write_back
-        )
+        self._prefetches: dict[str, _Prefetch] = {}
+        self._dropped_tokens = 0
         self._register_evictors()
 
     # Requests -----------------------------------------------------------------------------------
@@ -329,27 +334,60 @@ class HiMambaRadixCache:
             return True
         match = self.match(tokens, namespace=namespace)
         node = self._matcher.locate(match) if match.length else self._tree.root(namespace)
-        return self._prefetches.start(
-            request_id, node, self._tree.whole_pages(tokens)[match.length :]
-        )
+        rest = self._tree.whole_pages(tokens)[match.length :]
+        if not rest or not self._controller.attached:
+            return False
+        hashes, before = self._tree.hashes_below(node, rest), self._tree.prefix_hashes(node)
+        operation = self._controller.prefetcher.begin(request_id, hashes, before)
+        if operation is None:
+            return False
+        # After `begin`, which may decline. Fetched pages follow this path, and are worth nothing
+        # without it. On the device nothing is locked: a prefix that is only there may be evicted.
+        host = self._ownership.host[SlotKind.KV]
+        kept = SlotLocks({host: next((each for each in node.upward() if host.holds(each)), None)})
+        self._prefetches[request_id] = _Prefetch(operation, node, kept, rest)
+        return True
 
     def check_prefetch(self, request_id: str) -> bool:
         """Return whether a request need not wait for its prefetch: then match again.
 
         As of the last `poll`, which advances all prefetches with one collective.
         """
-        return self._prefetches.check(request_id)
+        running = self._prefetches.get(request_id)
+        if running is not None and not running.operation.ready:
+            return False
+        self.end_prefetch(request_id)
+        return True
 
     def end_prefetch(self, request_id: str) -> int:
         """Stop a prefetch and keep the pages that have arrived; returns their tokens.
 
         To be called for aborted requests as well.
         """
-        return self._prefetches.end(request_id)
+        running = self._prefetches.pop(request_id, None)
+        if running is None:
+            return 0
+        fetched = self._controller.prefetcher.terminate(running.operation)
+        # Pages can be on the host only if the prefix before them is.
+        wanted = (
+            bool(fetched.tokens)
+            and running.is_wanted()
+            and self._write_back.back_up_kv(running.node.upward())
+        )
+        if wanted:
+            self._insert_fetched(running.node, running.tokens, fetched)
+        else:
+            self._controller.free_host(fetched)
+            self._dropped_tokens += fetched.tokens
+        running.kept.release()
+        return fetched.tokens if wanted else 0
 
     def end_prefetches(self) -> None:
         """Stop all prefetches, as before the storage is detached."""
-        self._prefetches.end_all()
+        # Each end may be a collective, so that the order matters: it is that of their starts, on
+        # every rank.
+        for request_id in list(self._prefetches):
+            self.end_prefetch(request_id)
 
     def storage_changed(self) -> None:
         """Mark all nodes as not stored: the storage is another one, or was cleared.
@@ -370,7 +408,8 @@ class HiMambaRadixCache:
 
     def idle(self) -> bool:
         """Return whether no operation is running on any tier, those before a `reset` included."""
-        return not (self._write_back.running or self._locks.loading or self._prefetches.is_active)
+        prefetching = any(not running.operation.done for running in self._prefetches.values())
+        return not (self._write_back.running or self._locks.loading or prefetching)
 
     def reset(self) -> None:
         """Remove all nodes and free all slots. Pages in the storage stay there.
@@ -405,7 +444,7 @@ class HiMambaRadixCache:
             evictable_states=device[SlotKind.STATE].evictable_slots,
             locks=len(self._locks),
             declined_writes=self._write_back.declined,
-            dropped_tokens=self._prefetches.dropped_tokens,
+            dropped_tokens=self._dropped_tokens,
             tokens_stored_again=self._write_back.stored_again,
         )
 
@@ -427,6 +466,21 @@ class HiMambaRadixCache:
                     device, node, rows.new_tensor([states[end]])
                 )
         return node, new_states
+
+    def _insert_fetched(self, above: Node, tokens: Units, fetched: HybridIndices) -> None:
+        """Insert fetched pages below a node.
+
+        Slots of pages that are there already are freed.
+        """
+        host = self._ownership.host
+        node = self._ownership.insert(host, above, tokens[: fetched.tokens], fetched.kv)
+        for each in node.upward(above.end):
+            # They came from the storage: the next hit must not write them there again.
+            each.stored.add(SlotKind.KV)
+        if fetched.endpoints:
+            self._ownership.insert_state(host, node, fetched.states)
+            node.stored.add(SlotKind.STATE)
+        self._write_back.record_fetched(fetched.tokens)
 
     def _refresh(self, node: Node) -> None:
         """Make the path to a node, and its state, the most recently used on both tiers."""

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 
 from hicache_storage.hybrid.radix import HiMambaRadixCache
-from hicache_storage.hybrid.radix.prefetching import RequestPrefetches
 from hicache_storage.hybrid.radix.prefixes import PrefixMatcher
 from hicache_storage.hybrid.radix.slots import LRUList, SlotLocks
 from hicache_storage.hybrid.radix.tree import SlotKind
@@ -65,13 +64,13 @@ def free_twice(lru, slots):
     FREE(lru, slots)
 
 
-def end_without_freeing(prefetching, request_id):
-    running = prefetching.running.get(request_id)
+def end_without_freeing(cache, request_id):
+    running = cache._prefetches.get(request_id)
     if running is not None and not running.is_wanted():
-        del prefetching.running[request_id]
-        prefetching._controller.prefetcher.terminate(running.operation)
+        del cache._prefetches[request_id]
+        cache._controller.prefetcher.terminate(running.operation)
         return 0
-    return END(prefetching, request_id)
+    return END(cache, request_id)
 
 
 def finish_without_freeing(prefetcher, operation, pages):
@@ -91,7 +90,7 @@ RELEASE, INIT, FREE, END, FINISH = (
     SlotLocks.release,
     SlotLocks.__init__,
     LRUList.free,
-    RequestPrefetches.end,
+    HiMambaRadixCache.end_prefetch,
     Prefetcher._finish,
 )
 MUTANTS = {
@@ -113,7 +112,7 @@ MUTANTS = {
     "a use does not refresh its state": Mutant(HiMambaRadixCache, "_refresh", refresh_kv_only),
     "a use refreshes the states on the way": Mutant(LRUList, "touch", refresh_all_states),
     "what has no place keeps its slots": Mutant(
-        RequestPrefetches, "end", end_without_freeing, Fetches
+        HiMambaRadixCache, "end_prefetch", end_without_freeing, Fetches
     ),
     "a prefetch that failed keeps its slots": Mutant(
         Prefetcher, "_finish", finish_without_freeing, Fetches

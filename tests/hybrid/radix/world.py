@@ -76,8 +76,7 @@ class World:
             self.controller, checkpoint_grid=self.grid, write_policy=self.policy
         )
         self.tree, self.ownership = self.cache._tree, self.cache._ownership
-        self.locks, self.prefetches = self.cache._locks, self.cache._prefetches
-        self.write_back = self.cache._write_back
+        self.locks, self.write_back = self.cache._locks, self.cache._write_back
         self.kv_slots, self.state_slots = self.controller.kv_slots, self.controller.state_slots
         self.device = self.controller.device_memory
 
@@ -370,7 +369,7 @@ class World:
                 for copies in (self.write_back.writes, self.write_back.stores)
                 for copy in copies.values()
             ),
-            *(prefetch.kept for prefetch in self.prefetches.running.values()),
+            *(prefetch.kept for prefetch in self.cache._prefetches.values()),
         ]
         for locks in filter(None, self.locks.loads.values()):
             kept = {lru.tier for lru in locks.nodes if lru.kind is SlotKind.KV}
