@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar
 
+from hicache_storage.spec import InvalidPoolError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -32,12 +34,12 @@ class PageAccess(ABC):
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         """Buffers to store the pages from; valid until the call that asked for them returns."""
 
-    @abstractmethod
     def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         """Writable buffers to read the pages into.
 
-        The pool's own memory, or staging for `deliver`.
+        The pool's own memory, which `sources` lends, or staging for `deliver`.
         """
+        return self.sources(first_slots)
 
     def deliver(  # noqa: B027 - pools that lend their own memory have nothing left to do
         self,
@@ -93,3 +95,32 @@ class StagedAccess(PageAccess):
     @abstractmethod
     def _copy_in(self, first_slots: Sequence[int], pages: Sequence[list[memoryview]]) -> None:
         """Copy pages from their buffers into the pool."""
+
+
+def check_sizes(page_size: int, size: int, where: str) -> None:
+    """Refuse a pool that is not a whole number of pages.
+
+    Raises:
+        InvalidPoolError: the message begins with `where`.
+    """
+    if page_size < 1 or size < page_size or size % page_size:
+        raise InvalidPoolError(
+            f"{where}.size must be a positive multiple of its page_size, got {size} and {page_size}"
+        )
+
+
+def check_components(component_bytes: Sequence[int], where: str) -> None:
+    """Refuse a page without bytes, or with a component without.
+
+    Raises:
+        InvalidPoolError: the message begins with `where`.
+    """
+    if not component_bytes or min(component_bytes) < 1:
+        raise InvalidPoolError(
+            f"{where}: a page's components must have at least 1 byte each, got {component_bytes}"
+        )
+
+
+def end_pages(geometry: PageGeometry) -> list[int]:
+    """First slots of a pool's first and last page."""
+    return sorted({0, geometry.size - geometry.page_size})

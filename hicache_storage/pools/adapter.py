@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from hicache_storage.pools.access import PageAccess
-from hicache_storage.pools.engine import (
-    FLAT_METHODS,
-    EnginePool,
-    check_components,
-    check_sizes,
-    describe,
-    end_pages,
-)
+from hicache_storage.pools.access import PageAccess, check_components, check_sizes, end_pages
 from hicache_storage.spec import HostPool, InvalidPoolError, PageGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+FLAT_METHODS = ("get_data_page", "get_dummy_flat_data_page", "set_from_flat_data_page")
 
 
 def page_access(host_pool: object) -> PageAccess:
@@ -73,9 +67,6 @@ class LentPages(PageAccess):
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return self._pool.page_buffers(first_slots)
 
-    def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        return self._pool.page_buffers(first_slots)
-
 
 def _is_writable_run(buffer: memoryview) -> bool:
     return buffer.ndim == 1 and buffer.itemsize == 1 and buffer.contiguous and not buffer.readonly
@@ -89,16 +80,13 @@ def _engine_pages(host_pool: object, where: str) -> PageAccess:
             f"{where} cannot be served: it needs geometry and page_buffers, or "
             f"get_page_buffer_meta, or the flat pages of which it lacks {', '.join(missing)}"
         )
-    geometry = describe(host_pool, where)
-    # These need torch, which an engine's pool has long loaded; a program without one stays free of
-    # it.
-    from hicache_storage.pools.addressed import AddressedPages, NoAddressesError
-    from hicache_storage.pools.staged import StagedPages
+    # It needs torch, which an engine's pool has long loaded; a program without one stays free of it.
+    from hicache_storage.pools.engine import AddressedPages, NoAddressesError, StagedPages, describe
 
-    pool = cast("EnginePool", host_pool)
+    geometry = describe(host_pool, where)
     if has_addresses:
         try:
-            return AddressedPages(pool, geometry, where)
+            return AddressedPages(host_pool, geometry, where)
         # Not an error yet: the pool's pages can still be copied, if it has the methods for that.
         except NoAddressesError as error:
             if missing:
@@ -106,4 +94,4 @@ def _engine_pages(host_pool: object, where: str) -> PageAccess:
                     f"{where} cannot be served: {error}, and it lacks the flat pages "
                     f"({', '.join(missing)})"
                 ) from error
-    return StagedPages(pool, geometry, where)
+    return StagedPages(host_pool, geometry, where)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage.pools.shapes import check_shape, check_size
+from hicache_storage.pools.shapes import check_size
 from hicache_storage.pools.slots import SlotAllocator
 from hicache_storage.spec import InvalidPoolError
 
@@ -126,19 +125,27 @@ class DevicePool(DevicePages, SlotAllocator):
         Raises:
             InvalidPoolError: an argument is out of range, or there is not that much memory.
         """
-        check_shape(shape)
         check_size(size, page_size)
         self.shape = shape
         self.device = torch.device(device)
         parts = shape.parts(page_size)
-        self.parts = [
-            device_tensor(
-                (shape.layer_num, size // page_size * part.rows, *part.shape),
-                part.dtype,
-                self.device,
-            )
-            for part in parts
-        ]
+        rows = [size // page_size * part.rows for part in parts]
+        try:
+            # Unwritten slots must not be NaN to a kernel that reads whole pages.
+            self.parts = [
+                torch.zeros(
+                    (shape.layer_num, count, *part.shape), dtype=part.dtype, device=self.device
+                )
+                for count, part in zip(rows, parts, strict=True)
+            ]
+        except RuntimeError as error:
+            size_bytes = size // page_size * shape.page_bytes(page_size)
+            raise InvalidPoolError(
+                f"cannot allocate {size_bytes} bytes on {device} ({error}); pass a smaller size"
+            ) from error
+        if self.device.type == "cuda":
+            # The zeros come on the current stream, which no stream of a model or a copy waits for.
+            torch.cuda.current_stream(self.device).synchronize()
         # A part without elements has no rows that could be copied.
         filled = [part.unbind() for part in self.parts if part.numel()]
         layers = list(zip(*filled, strict=True))
@@ -160,29 +167,6 @@ class DevicePool(DevicePages, SlotAllocator):
             here, there = getattr(self.shape, field), getattr(pool.shape, field)
             if here != there:
                 raise _differs(field, there, here, "the device pool")
-
-
-def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed device memory.
-
-    Unwritten slots must not be NaN to a kernel that reads whole pages.
-
-    The zeros are there when this returns.
-
-    Raises:
-        InvalidPoolError: there is not that much memory.
-    """
-    try:
-        memory = torch.zeros(tuple(shape), dtype=dtype, device=device)
-    except RuntimeError as error:
-        size = math.prod(shape) * dtype.itemsize
-        raise InvalidPoolError(
-            f"cannot allocate {size} bytes on {device} ({error}); pass a smaller size"
-        ) from error
-    if device.type == "cuda":
-        # The zeros come on the current stream, which no stream of a model or a copy waits for.
-        torch.cuda.current_stream(device).synchronize()
-    return memory
 
 
 def _differs(field: str, there: object, here: object, mine: str) -> InvalidPoolError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache_storage.pools.memory import byte_view, host_tensor
-from hicache_storage.pools.shapes import check_shape, check_size
+from hicache_storage.pools.shapes import check_size
 from hicache_storage.pools.slots import SlotAllocator
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 
@@ -57,7 +57,6 @@ class PagedHostPool(SlotAllocator):
         Raises:
             InvalidPoolError: an argument is out of range, or there is not that much memory.
         """
-        check_shape(shape)
         check_size(size, page_size)
         if layout not in shape.layouts:
             raise InvalidPoolError(

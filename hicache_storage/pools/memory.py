@@ -90,16 +90,6 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def span_view(address: int, size: int) -> memoryview:
-    """Return `size` bytes from `address` on, writable, as one view to slice.
-
-    The caller keeps that memory alive.
-
-    Memory between the slices that are used need not exist.
-    """
-    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-
-
 def copy_columns(
     whole: memoryview, part: memoryview, rows: int, number: int, *, gathers: bool
 ) -> None:

@@ -333,16 +333,6 @@ def check_dtypes(owner: object, *names: str) -> None:
             )
 
 
-def check_shape(shape: object) -> None:
-    """Refuse what is no shape.
-
-    Raises:
-        InvalidPoolError: the message names the type of what was given.
-    """
-    if not isinstance(shape, PoolGeometry):
-        raise InvalidPoolError(f"shape must be a PoolGeometry, got {type(shape).__name__}")
-
-
 def check_size(size: int, page_size: int) -> None:
     """Refuse a number of slots that is not a whole number of pages.
 

@@ -94,13 +94,7 @@ class ContiguousShard(PageAccess):
         ]
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        return self._cut(self._pages.sources(first_slots))
-
-    def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        return self._cut(self._pages.targets(first_slots))
-
-    def _cut(self, pages: list[list[memoryview]]) -> list[list[memoryview]]:
-        runs = self._runs
+        runs, pages = self._runs, self._pages.sources(first_slots)
         return [[view[run] for view, run in zip(page, runs, strict=True)] for page in pages]
 
 

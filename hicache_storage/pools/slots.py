@@ -32,11 +32,12 @@ class SlotAllocator:
         self.page_size = page_size
         self.page_num = size // page_size
         self._lock = threading.Lock()
-        self._queue: torch.Tensor
-        self._head: int
-        self._free: int
-        self._in_use: torch.Tensor
-        self._reset()
+        # A ring of free pages: `_free` of them from `_head` on, in the order in which they are
+        # handed out.
+        self._queue = torch.arange(self.page_num)
+        self._head = 0
+        self._free = self.page_num
+        self._in_use = torch.zeros(self.page_num, dtype=torch.bool)
 
     def alloc(self, count: int) -> torch.Tensor | None:
         """Take `count` slots: int64 on the CPU, in pages of consecutive slots.
@@ -87,19 +88,6 @@ class SlotAllocator:
         """Number of slots that are free."""
         # Without the lock: the number may be out of date as soon as it is returned.
         return self._free * self.page_size
-
-    def clear(self) -> None:
-        """Free all slots, also those in use."""
-        with self._lock:
-            self._reset()
-
-    def _reset(self) -> None:
-        # A ring of free pages: `_free` of them from `_head` on, in the order in which they are
-        # handed out.
-        self._queue = torch.arange(self.page_num)
-        self._head = 0
-        self._free = self.page_num
-        self._in_use = torch.zeros(self.page_num, dtype=torch.bool)
 
     def _places(self, start: int, count: int) -> torch.Tensor:
         return (torch.arange(count) + start) % self.page_num

@@ -21,8 +21,7 @@ from hicache_storage.pools import (
     PagedHostPool,
     page_access,
 )
-from hicache_storage.pools.addressed import AddressedPages
-from hicache_storage.pools.staged import StagedPages
+from hicache_storage.pools.engine import AddressedPages, StagedPages
 from hicache_storage.spec import InvalidPoolError
 from tests.interop.engine import PAGE_SIZE, PAGES, mamba_pool, mha_pools, mla_pools
 

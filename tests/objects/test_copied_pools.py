@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from hicache_storage.pools.staged import StagedPages
+from hicache_storage.pools.engine import StagedPages
 from hicache_storage.spec import PoolTransfer
 from tests.pools.foreign import AddressPool, FlatPool, P
 

@@ -11,8 +11,7 @@ import torch
 
 from hicache_storage.pools import PagedHostPool, page_access
 from hicache_storage.pools.adapter import LentPages
-from hicache_storage.pools.addressed import AddressedPages
-from hicache_storage.pools.staged import StagedPages
+from hicache_storage.pools.engine import AddressedPages, StagedPages
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 from tests.pools.foreign import (
     PAGES,

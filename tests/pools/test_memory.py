@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hicache_storage.pools import byte_view, host_tensor
-from hicache_storage.pools.memory import in_host_memory, span_view
+from hicache_storage.pools.memory import in_host_memory
 from hicache_storage.spec import InvalidPoolError
 
 if TYPE_CHECKING:
@@ -171,12 +171,6 @@ class TestByteView:
     def test_without_flat_bytes_is_refused(self, make: Callable[[], torch.Tensor]) -> None:
         with pytest.raises(InvalidPoolError, match="has no flat host bytes"):
             byte_view(make())
-
-
-def test_span_view_is_the_memory_at_an_address() -> None:
-    tensor = torch.zeros(8, dtype=torch.uint8)
-    span_view(tensor.data_ptr() + 2, 3)[:] = b"abc"
-    assert bytes(tensor.tolist()) == b"\0\0abc\0\0\0"
 
 
 def test_host_memory_is_told_from_other_addresses() -> None:

@@ -74,11 +74,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         with pytest.raises(SlotError, match="whole pages"):
             self.allocator.free(slots(*page))
 
-    @rule()
-    def clear(self) -> None:
-        self.allocator.clear()
-        self.queue, self.held = list(range(self.pages)), []
-
     @invariant()
     def counts_agree(self) -> None:
         if hasattr(self, "allocator"):

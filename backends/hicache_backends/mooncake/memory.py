@@ -6,8 +6,8 @@ import ctypes
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.objects import ENVELOPE_BYTES
+from hicache_storage.pools.access import end_pages
 from hicache_storage.pools.adapter import LentPages
-from hicache_storage.pools.engine import end_pages
 
 if TYPE_CHECKING:
     from hicache_storage.pools.access import PageAccess
@@ -30,7 +30,7 @@ def regions_of(access: PageAccess) -> list[tuple[int, int]]:
     """
     if not isinstance(access, LentPages):
         # Imported here, because the module needs torch, which an engine's pool has loaded anyway.
-        from hicache_storage.pools.addressed import AddressedPages
+        from hicache_storage.pools.engine import AddressedPages
 
         if not isinstance(access, AddressedPages):
             return []
