@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from enum import Enum
 from types import SimpleNamespace
 
@@ -309,24 +308,6 @@ def test_buffers_are_used_again_once_they_are_safe(monkeypatch):
         assert [buffer[0] == 5 for (buffer,) in targets] == reused
 
 
-def test_threads_get_buffers_of_their_own():
-    access, wrong = page_access(FlatPool()), []
-
-    def work(slot):
-        for turn in range(100):
-            page = bytes([(slot + turn) % 256]) * access.geometry.page_bytes
-            write(access, [slot], [page])
-            if read(access, [slot]) != [page]:
-                wrong.append(slot)
-
-    threads = [threading.Thread(target=work, args=(slot,)) for slot in range(0, PAGES * P, P)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 # Refused
 # ---------------------------------------------------------------------------------------------
 
@@ -385,12 +366,3 @@ def test_missing_attributes_are_named(name):
     )
     with pytest.raises(InvalidPoolError, match=f"lacks the attributes {name}$"):
         page_access(bare)
-
-
-@pytest.mark.parametrize(
-    "error", [AttributeError("data_ptr"), TypeError(), RuntimeError()], ids=repr
-)
-def test_pools_that_break_are_refused(error):
-    with pytest.raises(InvalidPoolError, match="get_page_buffer_meta failed") as caught:
-        page_access(WithoutAddresses(error))
-    assert caught.value.__cause__ is error

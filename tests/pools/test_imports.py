@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-import hicache_storage.pools
 from tests.support.commands import run_python
 
 WITHOUT_TORCH = """
@@ -31,14 +28,3 @@ assert not found, f"{found} was imported"
 
 def test_pools_of_the_protocol_need_no_torch() -> None:
     run_python(WITHOUT_TORCH)
-
-
-def test_every_public_name_is_there() -> None:
-    for name in hicache_storage.pools.__all__:
-        assert getattr(hicache_storage.pools, name).__name__ == name
-    assert dir(hicache_storage.pools) == sorted(hicache_storage.pools.__all__)
-
-
-def test_other_names_are_not() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = hicache_storage.pools.Nothing

@@ -1,4 +1,4 @@
-"""Pairs of a device pool and the host pool that backs it up, on the CPU."""
+"""Pools of any kind, given by their fields."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any
 
 from hicache_storage.pools import (
     AttentionGeometry,
-    DevicePool,
     IndexerGeometry,
     MambaGeometry,
     MLAGeometry,
-    PagedHostPool,
     PoolGeometry,
 )
 
@@ -28,14 +26,6 @@ def make_pool(pool: type, kind: str, **fields: Any) -> Any:
     """Make a pool of its own arguments and of the fields of its shape."""
     own = {name: fields.pop(name) for name in OWN_FIELDS & fields.keys()}
     return pool(SHAPES[kind](**fields), **own)
-
-
-def pool_pair(kind: str, device_size: int, host_size: int, **fields: object) -> tuple[Any, Any]:
-    """Make a device pool on the CPU and a host pool of pageable memory; sizes in slots."""
-    return (
-        make_pool(DevicePool, kind, size=device_size, device="cpu", **fields),
-        make_pool(PagedHostPool, kind, size=host_size, pin_memory=False, **fields),
-    )
 
 
 def page_layer(pool: Any, first_slot: int, layer: int) -> list[Any]:
