@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_storage.pools import SlotAllocator
-from hicache_storage.spec import SlotError
+from hicache_storage.spec import InvalidPoolError, SlotError
 
 
 def slots(*numbers: int) -> torch.Tensor:
@@ -127,6 +127,11 @@ class TestSlotAllocator:
         rest = allocator.alloc(2)
         assert rest is not None
         assert rest.tolist() == [2, 3]
+
+    @pytest.mark.parametrize(("size", "page_size"), [(0, 1), (4, 0), (5, 2)])
+    def test_bad_sizes_are_refused(self, size: int, page_size: int) -> None:
+        with pytest.raises(InvalidPoolError, match="size"):
+            SlotAllocator(size, page_size)
 
     def test_threads_never_share_a_slot(self) -> None:
         allocator = SlotAllocator(64, 2)
