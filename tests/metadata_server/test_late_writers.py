@@ -1,5 +1,5 @@
 """A slot changes hands only when no earlier holder of a lease may still write into it, also after a
-restart that lost all; `histories.py` has clears. Numbers of leases, generations and pins are never given
+restart that lost all; `test_histories.py` has clears. Numbers of leases, generations and pins are never given
 twice, whatever of a store survives a restart."""
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 from hicache_metadata_server.core.scope import STEP, Scope
 from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED, SlotTable
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
-from tests.metadata_server.histories import problems_of
+from tests.metadata_server.test_histories import problems_of
 
 
 def scope_of(slots, quarantine=0.0):

@@ -30,8 +30,6 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared import ownership, scope_log, scope_owner
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
-    Incarnation,
-    Observer,
     ServerRecord,
     placement,
     process_has_ended,
@@ -449,18 +447,6 @@ def test_a_request_waits_for_no_owner_for_ever(world, two):
     assert (refused.value.status, refused.value.problem.code) == (503, "moving")
 
 
-def test_a_late_confirmation_renews_nothing():
-    one = Incarnation(LEASE)
-    assert not one.holds(0.0)
-    assert one.renew(0.0, 0.1)
-    assert one.holds(2.6)
-    assert one.renew(2.0, 2.6)
-    assert one.holds(4.6)
-    assert not one.renew(4.5, 4.8)
-    assert one.has_ended(4.8)
-    assert not one.holds(4.8)
-
-
 def test_scopes_that_another_server_cannot_read_are_not_offered_again_and_again(
     world, two, monkeypatch
 ):
@@ -480,27 +466,6 @@ def test_scopes_that_another_server_cannot_read_are_not_offered_again_and_again(
     refused.clear()
     pass_time(world, two, 2.0)
     assert len(set(refused)) <= 1
-
-
-def test_another_primary_begins_all_observations_anew():
-    def record(beat):
-        return bytes([0x95]) + b"\xa0" + bytes([beat]) + b"\xcb@\x08" + bytes(6) + b"\x00\xc2"
-
-    observer = Observer(LEASE)
-    observer.observe({"a": record(1)}, b"x", 0.0, 0.1)
-    assert not observer.is_gone("a")
-    observer.observe({"a": record(1)}, b"x", 3.0, 3.1)
-    assert not observer.is_gone("a"), "from the answer to the next question"
-    observer.observe({"a": record(1)}, b"x", 3.1, 3.2)
-    assert observer.is_gone("a")
-    assert not observer.is_gone("never seen")
-    observer.observe({"a": record(1)}, b"y", 3.3, 3.4)
-    assert not observer.is_gone("a")
-    observer.observe({}, b"y", 6.4, 6.5)
-    assert not observer.is_gone("a"), "a record that is missing now was there just before"
-    observer.observe({}, b"y", 9.5, 9.6)
-    assert observer.is_gone("a")
-    assert observer.is_gone("never seen") is False
 
 
 def test_scopes_of_a_process_that_was_killed_here_are_taken_at_once(world, two):
