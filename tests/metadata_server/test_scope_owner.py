@@ -30,6 +30,7 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared import ownership, scope_log, scope_owner
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
+    Observer,
     ServerRecord,
     placement,
     process_has_ended,
@@ -466,6 +467,13 @@ def test_scopes_that_another_server_cannot_read_are_not_offered_again_and_again(
     refused.clear()
     pass_time(world, two, 2.0)
     assert len(set(refused)) <= 1
+
+
+def test_another_primary_begins_all_observations_anew():
+    observer, records = Observer(LEASE), {"a": msgspec.msgpack.encode(ServerRecord("", 1, LEASE))}
+    for run_id, sent, is_gone in ((b"x", 0.0, False), (b"x", 3.1, True), (b"y", 3.3, False)):
+        observer.observe(records, run_id, sent, sent + 0.1)
+        assert observer.is_gone("a") == is_gone
 
 
 def test_scopes_of_a_process_that_was_killed_here_are_taken_at_once(world, two):
