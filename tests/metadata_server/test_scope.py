@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from hicache_metadata_server.core import slot_table
 from hicache_metadata_server.core.scope import STEP, Scope
-from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED, SlotTable
+from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED, LeaseLog, SlotTable
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 from tests.metadata_server.test_histories import problems_of
 
@@ -152,6 +155,20 @@ def test_lengths_are_compared_alike_in_neighbouring_slots_and_in_others(slots):
         assert table.have_length(slots, length) == expected
     table.lengths[3] = 7
     assert table.have_length(slots, 7) == [slot >= 0 for slot in slots]
+
+
+def test_the_log_of_leases_stays_short(monkeypatch):
+    """However scattered the slots are that are leased together."""
+    monkeypatch.setattr(slot_table, "CHUNK", 4)
+    chance, table = random.Random(1), SlotTable()
+    table.grow(24)
+    log = LeaseLog(table)
+    for first in range(1, 3600, 6):
+        given = chance.sample(range(24), 6)
+        for lease, slot in enumerate(given, first):
+            table.leases[slot] = lease
+        log.add(first, given)
+        assert len(log) < 75
 
 
 FAULTS = {
