@@ -33,7 +33,7 @@ async def test_a_store_with_a_fault_of_its_own_is_an_answer():
 
 
 async def test_a_request_that_comes_again_is_done_once():
-    """Meanwhile, and later."""
+    """MD-IDEM-1: meanwhile, and later."""
     async with running(SlowStore()) as caller:
         await caller.initialize("0:kv", slots=SLOTS)
 

@@ -31,6 +31,7 @@ def fsck(*options):
 
 
 def test_of_a_server_that_runs(tmp_path):
+    """MD-OPS-3."""
     store = address(tmp_path / "m.db")
     with served(SERVE.replace("STORE", store)) as (server, client):
         client.call("/v2/initialize", GEOMETRIES, p.Initialized)

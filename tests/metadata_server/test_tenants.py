@@ -54,12 +54,9 @@ def test_a_quota_is_of_one_tenant_and_of_new_scopes():
         ("0:c", nobody, "done"),
     ):
         assert initialize(service, geometry(scope), caller=caller) == done
-
-
-def test_a_request_beyond_a_quota_makes_none_of_its_scopes():
     service = with_quota(scopes=2)
     assert initialize(service, *(geometry(f"0:{i}") for i in range(3))) == "quota"
-    assert service.list_scopes().scopes == []
+    assert service.list_scopes().scopes == [], "none of a request's scopes is made"
     assert initialize(service, *(geometry("0:a"), geometry("0:a"), geometry("0:b"))) == "done"
 
 

@@ -151,16 +151,6 @@ async def test_deleting_by_generation(peer):
 # Answers that are repeated.
 
 
-async def test_a_reserve_sent_again(peer):
-    """MD-IDEM-1."""
-    await peer.initialize(8)
-    first = await peer.lease(keys_of(3), once="a")
-    assert await peer.lease(keys_of(3), once="a") == first
-    assert (await peer.status()).leased == 3
-    other = await peer.lease(keys_of(3), once="b")
-    assert set(other.states) == {p.Reserved.BUSY}
-
-
 async def test_a_delete_sent_again_spares_what_was_stored_in_between(peer):
     """MD-IDEM-1."""
     await peer.initialize(8)
@@ -227,20 +217,6 @@ async def test_inspecting(peer):
     assert (held.owner, held.prefix) == ("test", "live")
     assert held.seconds_left > 0
     assert (unused.slot, unused.state, unused.key) == (free, "free", "")
-
-
-async def test_fsck(peer):
-    """MD-OPS-3: it looks at every slot, and finds nothing wrong after a history of everything."""
-    await peer.initialize(12)
-    for number in range(10):
-        keys = keys_of(3, f"{number}-")
-        leases = [lease for lease in (await peer.lease(keys)).leases if lease]
-        await peer.commit(leases[:2])
-        await peer.abort(leases[2:])
-        await peer.delete(keys[:1])
-    for scopes in ([peer.scope], []):
-        report = await peer.call("/v2/fsck", p.Fsck(scopes=scopes))
-        assert (report.problems, report.slots) == ([], 12)
 
 
 async def test_draining(peer):
