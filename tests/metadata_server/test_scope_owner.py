@@ -469,11 +469,22 @@ def test_scopes_that_another_server_cannot_read_are_not_offered_again_and_again(
     assert len(set(refused)) <= 1
 
 
-def test_another_primary_begins_all_observations_anew():
-    observer, records = Observer(LEASE), {"a": msgspec.msgpack.encode(ServerRecord("", 1, LEASE))}
-    for run_id, sent, is_gone in ((b"x", 0.0, False), (b"x", 3.1, True), (b"y", 3.3, False)):
+def test_a_server_is_gone_whose_record_has_not_changed_for_a_lease():
+    observer, seen = Observer(LEASE), {"a": msgspec.msgpack.encode(ServerRecord("", 1, LEASE))}
+    for records, run_id, sent, is_gone in (
+        (seen, b"x", 0.0, False),
+        # From the answer to the next question.
+        (seen, b"x", 3.0, False),
+        (seen, b"x", 3.1, True),
+        # Another primary begins all observations anew.
+        (seen, b"y", 3.3, False),
+        # A record that is missing now was there just before.
+        ({}, b"y", 6.4, False),
+        ({}, b"y", 9.5, True),
+    ):
         observer.observe(records, run_id, sent, sent + 0.1)
-        assert observer.is_gone("a") == is_gone
+        assert observer.is_gone("a") == is_gone, sent
+    assert not observer.is_gone("never seen")
 
 
 def test_scopes_of_a_process_that_was_killed_here_are_taken_at_once(world, two):
