@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +21,7 @@ from hicache_conformance.model.profiles import PROFILES, parse_profile
 from hicache_conformance.model.rules import Level, parse_levels, rules
 from hicache_conformance.model.settings import Settings, parse_page_bytes
 from hicache_conformance.model.verdict import judge
+from hicache_conformance.report.results import results as results_of
 from hicache_conformance.report.terminal import BROKEN, NOT_CONFORMANT, conclude, now_running
 from hicache_storage.tools.options import parse_pairs, redacted
 
@@ -191,7 +193,7 @@ def verify(
     if record.broken or record.header is None or record.signal:
         raise typer.Exit(conclude(console, record, settings, None))
     judgement = judge(record, settings.levels, record.catalogue)
-    now = verification.results_of(record.header, judgement)
+    now = msgspec.convert(results_of(record.header, judgement), verification.Published)
     say(verification.notes(published, now), "yellow")
     found = verification.compare(published, now)
     badge = (results if results.is_dir() else results.parent) / "badge.json"

@@ -96,7 +96,14 @@ class FaultCases:
         )
         # A fault that destroys pages is one episode for each damaged page, and each may have its
         # line (GET-7).
-        _check_lines(records, calls if plan.destroys else LINES, plan)
+        most = calls if plan.destroys else LINES
+        lines = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+        check(
+            len(lines) <= most,
+            "FT-1",
+            f"one episode ({plan}) was logged in {len(lines)} lines, of which {most} are enough; "
+            f"first {''.join(lines[:1])!r:.200}",
+        )
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
 
@@ -352,16 +359,6 @@ def _silent(plan: FaultPlan) -> bool:
     kinds = {fault.kind for fault in plan.faults}
     unseen = bool(kinds & {FaultKind.PARTIAL, FaultKind.STALE})
     return unseen or (plan.injector == "network" and FaultKind.BIT_FLIP in kinds)
-
-
-def _check_lines(records: Sequence[logging.LogRecord], most: int, plan: FaultPlan) -> None:
-    lines = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
-    check(
-        len(lines) <= most,
-        "FT-1",
-        f"one episode ({plan}) was logged in {len(lines)} lines, of which {most} are enough; "
-        f"first {''.join(lines[:1])!r:.200}",
-    )
 
 
 def _one_of(injector: FaultInjector, operation: str, number: int, pages: int) -> tuple[Fault, ...]:

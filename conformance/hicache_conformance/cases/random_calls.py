@@ -282,10 +282,13 @@ class PlanCases:
     def test_random_faults(self, context: CaseContext, injector: FaultInjector) -> None:
         """Random faults under random calls, and what was acknowledged afterwards."""
         search = _Search(context, injector)
+        # Of an open storage, because a driver may know only then what it stands on.
+        promised = context.storage().storage.capabilities
         plans = fault_plans(
             injector.name,
-            # Asked of an open storage, because a driver may know only then what it stands on.
-            hangs=_may_hang(injector, context.storage()),
+            # Reads may not wait by declaration, and methods must be able to hang.
+            hangs=promised.hung_reads is HungReads.BOUNCE_BUFFER
+            and (injector.name != "objects" or promised.may_hang),
             engines=declares(context.capabilities, "sharing>=processes"),
         )
         count = context.profile.plan_steps
@@ -337,17 +340,6 @@ def _timed(injector: str, fault: Fault) -> st.SearchStrategy[Fault]:
         count=st.just(1) | st.integers(1, 20) | st.just(0),
         seconds=delays if fault.kind is FaultKind.DELAY else st.just(0.0),
         place=places,
-    )
-
-
-def _may_hang(injector: FaultInjector, sut: StorageUnderTest) -> bool:
-    """Return whether a plan may hang here.
-
-    Reads may not wait by declaration, and methods must be able to hang.
-    """
-    promised = sut.storage.capabilities
-    return promised.hung_reads is HungReads.BOUNCE_BUFFER and (
-        injector.name != "objects" or promised.may_hang
     )
 
 

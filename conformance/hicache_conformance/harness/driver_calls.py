@@ -52,7 +52,8 @@ def counted(storage: HiCacheStorage) -> Generator[Counter[str]]:
         return
     for name in STEPS:
         # On the instance, so that the class and its other instances stay as they are.
-        setattr(driver, name, _counting(getattr(driver, name), name, calls))
+        method = partial(_count, getattr(driver, name), name, calls)
+        setattr(driver, name, method)
     try:
         yield calls
     finally:
@@ -60,12 +61,9 @@ def counted(storage: HiCacheStorage) -> Generator[Counter[str]]:
             delattr(driver, name)
 
 
-def _counting(method: Callable[..., Any], name: str, calls: Counter[str]) -> Callable[..., Any]:
-    def count(*arguments: Any) -> Any:
-        calls[name] += 1
-        return method(*arguments)
-
-    return count
+def _count(method: Callable[..., Any], name: str, calls: Counter[str], *arguments: Any) -> Any:
+    calls[name] += 1
+    return method(*arguments)
 
 
 _OUTSIDE: Final = {

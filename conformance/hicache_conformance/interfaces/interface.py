@@ -149,9 +149,9 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 if name in entry.cases:
                     return "" if entry.declared else entry.reason
         # A case of several levels runs if one of them is promised.
-        reasons = [_level_reason(entries, level) for level in levels]
-        if all(reasons):
-            return reasons[0]
+        denied = {level: e.reason for e in entries[::-1] if not e.declared for level in e.levels}
+        if set(levels) <= denied.keys():
+            return denied[next(iter(levels))]
         reasons = [self.rule(driver, rule) for rule in rules]
         return reasons[0] if all(reasons) else ""
 
@@ -171,12 +171,6 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         entries = [entry for entry in self.entry if not entry.drivers or driver in entry.drivers]
         # Stable, so that within each kind the order of the file decides.
         return sorted(entries, key=lambda entry: not entry.drivers)
-
-
-def _level_reason(entries: list[PromiseEntry], level: str) -> str:
-    return next(
-        (entry.reason for entry in entries if level in entry.levels and not entry.declared), ""
-    )
 
 
 @dataclass(frozen=True, slots=True)

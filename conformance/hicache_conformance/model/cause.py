@@ -68,6 +68,7 @@ def cause_of(error: BaseException) -> Cause:
     chain = list(_chain(error))
     stacks = [list(traceback.walk_tb(each.__traceback__)) for each in chain]
     raised = stacks[0]
+    origin = _module(raised[-1][0]) if raised else ""
     # The SDK raises some errors from the driver's: the driver's frames are in those.
     frames = next(
         (found for found in stacks if any(_is_foreign(frame) for frame, _ in found)), raised
@@ -88,8 +89,11 @@ def cause_of(error: BaseException) -> Cause:
         ),
         place=_place(*mine[-1]) if mine else "",
         traceback="\n".join(lines)[:_MAX_TRACEBACK],
-        expected=isinstance(error, OSError) or _is_of_the_store(error),
-        injected=bool(raised) and _is_injected(raised[-1][0]),
+        # By name: `StorageUnavailableError` and its kin, and the errors of clients of a store.
+        expected=isinstance(error, OSError)
+        or any(kind.__name__.endswith(_OF_THE_STORE) for kind in type(error).__mro__),
+        # Adapters raise what an engine would raise about the driver's answer.
+        injected=origin.startswith("hicache_conformance.") and not origin.startswith(_CALLERS),
     )
 
 
@@ -175,18 +179,6 @@ def _place(frame: FrameType, line: int) -> str:
 
 def _current_frames() -> dict[int, FrameType]:
     return sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented in spite of its name
-
-
-def _is_of_the_store(error: BaseException) -> bool:
-    # By name: `StorageUnavailableError` and its kin, and the errors of clients of a store.
-    return any(kind.__name__.endswith(_OF_THE_STORE) for kind in type(error).__mro__)
-
-
-def _is_injected(frame: FrameType) -> bool:
-    # Adapters raise what an engine would raise about the driver's answer.
-    return _package(frame) == "hicache_conformance" and not _module(frame).startswith(
-        "hicache_conformance.interfaces."
-    )
 
 
 def _module(frame: FrameType) -> str:

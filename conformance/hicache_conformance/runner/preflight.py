@@ -91,7 +91,12 @@ def _open_driver(owner: type[DriverTarget], config: pytest.Config, settings: Set
         Exception: that is not possible.
     """
     if not settings.interface:
-        _check_class(settings.driver)
+        # What `hicache doctor` finds out without opening anything: otherwise one method that takes
+        # other arguments would be a finding of each rule.
+        driver_class(registry().get(settings.driver))
+        found = check_contract(settings.driver, Status.FAIL)
+        if found.status is Status.FAIL:
+            raise DriverContractError(f"{found.detail}: {found.fix}")
     # That of its registration: an instance that hangs says nothing.
     declared = registry().get(settings.driver).capabilities
     header = _header(settings, declared)
@@ -113,21 +118,6 @@ def _open_driver(owner: type[DriverTarget], config: pytest.Config, settings: Set
             return create_storage(settings.driver, identity, filled, options=options)
 
         _try_out(make, settings, header, config)
-
-
-def _check_class(driver: str) -> None:
-    """Make sure of what `hicache doctor` finds out without opening anything.
-
-    Otherwise one method that takes other arguments would be a finding of each rule.
-
-    Raises:
-        DriverError: the class cannot be loaded, or does not fit the contract.
-    """
-    # Raises where there is no class to look at.
-    driver_class(registry().get(driver))
-    found = check_contract(driver, Status.FAIL)
-    if found.status is Status.FAIL:
-        raise DriverContractError(f"{found.detail}: {found.fix}")
 
 
 def _try_out(

@@ -18,7 +18,7 @@ from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels
 from hicache_conformance.model.settings import Settings
 from hicache_conformance.report.header import SUITE
-from hicache_conformance.report.results import SCHEMA, badge, results, store_is_fresh
+from hicache_conformance.report.results import SCHEMA, badge, store_is_fresh
 
 if TYPE_CHECKING:
     from hicache_conformance.model.verdict import Judgement
@@ -165,11 +165,6 @@ def settings_of(
     # A store that outlived the run may still hold its pages; another name gives new ones.
     fresh = store_is_fresh(published.capabilities, published.options)
     return replace(settings, run=replay.run) if fresh else settings
-
-
-def results_of(header: Header, judgement: Judgement) -> Published:
-    """Return what this run would publish."""
-    return msgspec.convert(results(header, judgement), Published)
 
 
 def compare(published: Published, now: Published) -> list[str]:

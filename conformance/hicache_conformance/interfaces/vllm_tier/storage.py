@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
@@ -21,9 +21,6 @@ from hicache_conformance.interfaces.vllm_tier.engine import (
     TierSpec,
     offloading_config,
 )
-
-if TYPE_CHECKING:
-    from hicache_storage.spec import StorageIdentity
 
 LAYERS: Final = 4
 """Of a model whose identity names no range."""
@@ -44,11 +41,18 @@ class TierStorage(PresenceStorage):
             1 if identity.kv_replicated else identity.tp_size * identity.pp_size * identity.cp_size
         )
         longest = max(pool.geometry.page_bytes for pool in self._pools.values())
+        start = identity.layer_start or 0
+        end = identity.layer_end or start + LAYERS
+        # Whether the case has left the layout at its default.
+        is_usual = geometry.layout == identity.layout == "page_first"
         config = offloading_config(
             worker_bytes=-(-longest // workers),
-            layers=[(self._group(name), _layers(identity, name)) for name in self._groups],
+            layers=[
+                (self._group(name), [f"{name}.layers.{layer}" for layer in range(start, end)])
+                for name in self._groups
+            ],
             identity=replace(identity, kv_dtype=element_type(geometry, identity)),
-            layout="LBHNC" if _is_usual(geometry.layout, identity) else "BLHNC",
+            layout="LBHNC" if is_usual else "BLHNC",
         )
         pages = {
             name: pool.geometry.size // pool.geometry.page_size
@@ -72,15 +76,3 @@ class TierStorage(PresenceStorage):
     def _group(self, pool: str) -> int:
         # With gaps, as where vLLM leaves out groups that are not prefix cacheable.
         return 2 * self._groups[pool]
-
-
-def _layers(identity: StorageIdentity, pool: str) -> list[str]:
-    start = identity.layer_start or 0
-    end = identity.layer_end or start + LAYERS
-    return [f"{pool}.layers.{layer}" for layer in range(start, end)]
-
-
-def _is_usual(layout: str, identity: StorageIdentity) -> bool:
-    """Return whether the case has left the layout at its default."""
-    asked = identity.layout if layout == "page_first" else layout
-    return asked == "page_first"
