@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 from hicache_conformance.model.fault_plan import Fault, FaultPlan
+from tests.support.commands import run_python
 
 CONTENT = bytes(range(256)) * 64
 MAX_SECONDS = 30.0
@@ -20,6 +22,12 @@ def background(action):
     thread = threading.Thread(target=lambda: results.append(action()), daemon=True)
     thread.start()
     return thread, results
+
+
+def killed_after(source, *arguments):
+    """What a program has printed that kills itself at its end."""
+    killed = f"{source}\nimport os; os.kill(os.getpid(), {signal.SIGKILL:d})"
+    return run_python(killed, *arguments, status=-signal.SIGKILL).stdout.strip()
 
 
 def bits_that_differ(one, other):

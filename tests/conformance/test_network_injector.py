@@ -6,7 +6,6 @@ Nothing is left behind.
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import socketserver
 import threading
@@ -22,8 +21,8 @@ from tests.conformance.fault_helpers import (
     MAX_SECONDS,
     bits_that_differ,
     find_fault,
+    killed_after,
 )
-from tests.support.commands import run_python
 from tests.support.waiting import eventually
 
 
@@ -170,17 +169,10 @@ def test_a_network_whose_process_has_ended_says_so_and_closes():
 
 
 def test_the_process_of_a_network_ends_with_the_one_that_started_it():
-    source = (
-        "from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector\n"
-        "import os, signal\n"
-        "print(TcpProxyInjector({'nobody': 1})._process.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    pid = killed_after(
+        "from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector as Network\n"
+        "print(Network({'nobody': 1})._process.pid, flush=True)"
     )
-    done = run_python(source, status=-signal.SIGKILL)
+    words = Path(f"/proc/{int(pid)}/cmdline")
     # Gone, or a zombie until its new parent looks.
-    eventually(
-        lambda: (
-            not Path(f"/proc/{int(done.stdout)}/cmdline").exists()
-            or not Path(f"/proc/{int(done.stdout)}/cmdline").read_bytes()
-        )
-    )
+    eventually(lambda: not words.exists() or not words.read_bytes())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import MemberInjector, ServerInjector, Servers
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive, NotPromised
-from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault
+from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault, killed_after
 from tests.support.waiting import eventually
 
 SERVER = """
@@ -176,33 +174,13 @@ def test_servers_are_gone_when_closed_even_if_they_will_not_go(tmp_path, monkeyp
 
 
 def test_servers_go_with_a_suite_that_is_killed(command):
-    code = (
-        "import sys; from hicache_conformance.injectors.servers import Servers; s = "
-        "Servers([sys.argv[1:]]); s.start(); "
-        "print(s.ports['memory'], flush=True); input()"
+    source = (
+        "import sys; from hicache_conformance.injectors.servers import Servers\n"
+        "servers = Servers([sys.argv[1:]]); servers.start()\n"
+        "print(servers.ports['memory'], flush=True)"
     )
-    suite = subprocess.Popen(
-        [sys.executable, "-c", code, *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    port = int(suite.stdout.readline())
-    assert accepts(port)
-    suite.send_signal(signal.SIGKILL)
-    suite.wait()
+    port = int(killed_after(source, *command))
     eventually(lambda: not accepts(port))
-    suite.stdin.close()
-    suite.stdout.close()
-
-
-def test_servers_that_the_options_do_not_name_are_not_started():
-    assert len(DriverSetup("hf3fs", {}, None).commands()) == 1
-    assert len(DriverSetup("hf3fs", {"file_size": "32MiB"}, None).commands()) == 1
-    assert DriverSetup("hf3fs", {"metadata_url": ""}, None).commands() == ()
-    assert DriverSetup("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, None).commands() == ()
-    own = DriverSetup("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, ["serve {port:mine}"])
-    assert own.commands() == (("serve", "{port:mine}"),)
 
 
 # Several stores, of which one is killed, stopped or cut off: the others answer
@@ -244,29 +222,37 @@ def test_stores_are_gone_when_closed(members):
         asked(port, b"1")
 
 
-def test_stores_that_no_option_names_are_started_for_cases_about_several():
-    assert DriverSetup("mooncake", {}, None).members() == (MOONCAKE, ())
-    assert DriverSetup("mooncake", {}, None).outages() == ["killed", "stopped"]
-    assert len(DriverSetup("mooncake", {}, None).commands()) == 2
-
-
-def test_stores_that_an_option_names_are_always_started_and_can_be_cut_off():
-    options = {"local_hostname": "{port:store},{port:store2}"}
-    stores = MOONCAKE[:2]
-    assert DriverSetup("mooncake", options, BESIDE).members() == (stores, stores)
-    assert DriverSetup("mooncake", options, BESIDE).outages() == ["killed", "stopped", "cut-off"]
-    assert len(DriverSetup("mooncake", options, BESIDE).commands()) == 2
+AT = "http://127.0.0.1:18000"
+OWN = ["serve {port:mine}"]
+TWO = {"local_hostname": "{port:store},{port:store2}"}
+ELSEWHERE = {"master_server_address": "10.0.0.1:50051"}
 
 
 @pytest.mark.parametrize(
-    ("driver", "options", "services"),
+    ("driver", "options", "services", "commands", "outages"),
     [
-        ("hf3fs", {}, None),
-        ("file", {}, None),
-        ("mooncake", {"master_server_address": "10.0.0.1:50051"}, None),
-        ("mooncake", {}, BESIDE[:1]),
-        ("no-such-driver", {}, None),
+        # Servers that the options do not name are not started.
+        ("hf3fs", {}, None, 1, []),
+        ("hf3fs", {"file_size": "32MiB"}, None, 1, []),
+        ("hf3fs", {"metadata_url": ""}, None, 0, []),
+        ("hf3fs", {"metadata_url": AT}, None, 0, []),
+        ("hf3fs", {"metadata_url": AT}, OWN, 1, []),
+        # Stores that no option names are started for cases about several.
+        ("mooncake", {}, None, 2, ["killed", "stopped"]),
+        # Those that an option names are always started, and can be cut off.
+        ("mooncake", TWO, BESIDE, 2, ["killed", "stopped", "cut-off"]),
+        # Fewer than two are not several.
+        ("mooncake", ELSEWHERE, None, 0, []),
+        ("mooncake", {}, BESIDE[:1], 1, []),
+        ("file", {}, None, 0, []),
     ],
 )
-def test_fewer_than_two_stores_are_not_several(driver, options, services):
-    assert DriverSetup(driver, options, services).outages() == []
+def test_servers_and_outages_of_a_driver(driver, options, services, commands, outages):
+    setup = DriverSetup(driver, options, services)
+    assert (len(setup.commands()), setup.outages()) == (commands, outages)
+
+
+def test_which_of_several_stores_are_started_and_named():
+    assert DriverSetup("no-such-driver", {}, None).outages() == []
+    assert DriverSetup("mooncake", {}, None).members() == (MOONCAKE, ())
+    assert DriverSetup("mooncake", TWO, BESIDE).members() == (MOONCAKE[:2], MOONCAKE[:2])
