@@ -12,14 +12,10 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import hicache_conformance
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 SUITE = Path(hicache_conformance.__file__).with_name("suite")
 MUTANTS = Path(__file__).with_name("mutants")
@@ -37,26 +33,26 @@ class Ran:
     """Of its report, where it has one."""
 
     @property
-    def words(self) -> str:
+    def words(self):
         """The output as one line."""
         return " ".join(self.output.split())
 
     @functools.cached_property
-    def report(self) -> dict[str, Any]:
+    def report(self):
         """The content of `results.json`."""
         return json.loads((self.directory / "results.json").read_text())
 
     @property
-    def cases(self) -> dict[str, dict[str, Any]]:
+    def cases(self):
         """The cases of the report by name."""
         return {case["name"]: case for rule in self.report["rules"] for case in rule["cases"]}
 
     @property
-    def outcomes(self) -> dict[str, tuple[str, str]]:
+    def outcomes(self):
         """What became of each case, and which rule it found broken."""
         return {name: (case["outcome"], case["broken_rule"]) for name, case in self.cases.items()}
 
-    def rules(self, outcome: str) -> set[str]:
+    def rules(self, outcome):
         """The selected rules of an outcome."""
         found = [rule for rule in self.report["rules"] if rule["selected"]]
         return {rule["id"] for rule in found if rule["outcome"] == outcome}
@@ -68,7 +64,7 @@ class Site:
     Their metadata lies on the path.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.directory = directory
         self.reports = directory / "reports"
         self.reports.mkdir()
@@ -84,11 +80,11 @@ class Site:
             "COLUMNS": "160",
         }
 
-    def hicache(self, *arguments: str, cwd: Path | None = None, **variables: str) -> Ran:
+    def hicache(self, *arguments, cwd=None, **variables):
         """Run the command `hicache`."""
         return self._run("-c", HICACHE, *arguments, cwd=cwd, **variables)
 
-    def judge(self, line: str, *, cwd: Path | None = None, **variables: str) -> Ran:
+    def judge(self, line, *, cwd=None, **variables):
         """Run `hicache conformance run` with a line of arguments, and with a report."""
         directory = Path(tempfile.mkdtemp(dir=self.reports))
         words = ("conformance", "run", *shlex.split(line), "--report", str(directory))
@@ -96,9 +92,7 @@ class Site:
         return replace(ran, directory=directory)
 
     @contextlib.contextmanager
-    def started(
-        self, *arguments: str, stderr: int = subprocess.DEVNULL, **variables: str
-    ) -> Iterator[subprocess.Popen[bytes]]:
+    def started(self, *arguments, stderr=subprocess.DEVNULL, **variables):
         """The command `hicache`, while it runs; killed at the end if it still does."""
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", HICACHE, *arguments],
@@ -114,13 +108,8 @@ class Site:
             process.wait()
 
     def pytest(
-        self,
-        *arguments: str,
-        cwd: Path,
-        plugins: str = "hicache_conformance.plugin",
-        seconds: float = 300,
-        **variables: str,
-    ) -> Ran:
+        self, *arguments, cwd, plugins="hicache_conformance.plugin", seconds=300, **variables
+    ):
         """Run pytest in a directory, with no plugin but the suite's and those named."""
         chosen = [part for name in plugins.split(",") for part in ("-p", name)]
         return self._run(
@@ -134,13 +123,7 @@ class Site:
             **variables,
         )
 
-    def samples(
-        self,
-        drivers: Sequence[str],
-        seed: int,
-        directory: Path,
-        seconds: float,
-    ) -> Ran:
+    def samples(self, drivers, seed, directory, seconds):
         """Run the suite against samples; a report of each lies below `directory`/report."""
         directory.mkdir(exist_ok=True)
         options = "-q --tb=no --no-header -p no:cacheprovider --rootdir=. --hicache-profile=smoke"
@@ -156,9 +139,7 @@ class Site:
             seconds=seconds,
         )
 
-    def _run(
-        self, *arguments: str, cwd: Path | None, seconds: float = 300, **variables: str
-    ) -> Ran:
+    def _run(self, *arguments, cwd, seconds=300, **variables):
         command = [sys.executable, "-P", *arguments]
         done = subprocess.run(
             command,
@@ -171,7 +152,7 @@ class Site:
         )
         return Ran(done.returncode, done.stdout + done.stderr)
 
-    def _install(self, name: str, entry_point: str) -> None:
+    def _install(self, name, entry_point):
         info = self.directory / f"{name.replace('-', '_')}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -179,7 +160,7 @@ class Site:
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(tmp_path_factory):
     return Site(tmp_path_factory.mktemp("site"))
 
 

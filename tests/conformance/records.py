@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from hicache_conformance.fixtures.context import CaseContext
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, RunRecord
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import judge
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from hicache_conformance.model.case import Case
-    from hicache_conformance.model.verdict import Judgement
-
 CORE = [Level.CORE]
 
 
-def header(**fields: Any) -> Header:
+def header(**fields):
     run = {"driver": "driver", "seed": 1, "profile": "smoke", "levels": ["core"]}
     return Header(**{**run, "spec_version": "2", "suite_version": "0", **fields})
 
 
-def ended(name: str, *rules: str, outcome: Outcome = Outcome.PASS, **fields: Any) -> CaseOutcome:
+def ended(name, *rules, outcome=Outcome.PASS, **fields):
     """A case that has checked all its rules, unless told otherwise."""
     known = {"levels": ("core",), "checked": rules, **fields}
     return CaseOutcome(case=name, rules=rules, outcome=outcome, **known)
 
 
-def case_context(tmp_path: Path, **fields: Any) -> CaseContext:
+def case_context(tmp_path, **fields):
     """A context of the driver `file` without injectors, unless told otherwise."""
     known = {"driver": "file", "config": {"path": str(tmp_path / "store")}, "case": "case"}
     places = {"tmp": tmp_path, "sandbox": tmp_path, "unique": "0123456789abcdef"}
@@ -42,12 +33,6 @@ def case_context(tmp_path: Path, **fields: Any) -> CaseContext:
     )
 
 
-def judged(
-    *outcomes: CaseOutcome,
-    run: Header | None = None,
-    levels: Sequence[Level] = CORE,
-    catalogue: Mapping[str, Case] | None = None,
-    finished: bool = True,
-) -> Judgement:
+def judged(*outcomes, run=None, levels=CORE, catalogue=None, finished=True):
     record = RunRecord(run or header(), outcomes=list(outcomes), finished=finished)
     return judge(record, levels, catalogue or {})
