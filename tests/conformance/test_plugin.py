@@ -49,14 +49,6 @@ def test_six_lines_are_enough(alone):
 
 
 @pytest.mark.long
-def test_pages_can_be_longer(site, project, results):
-    longer = (*CORE, "--hicache-page-bytes=4KiB", "-k", "test_pages_read_back")
-    ran = site.pytest(*longer, "--hicache-report=longer", cwd=project)
-    assert "1 passed" in ran.output
-    assert results(project / "longer")["page_bytes"] == 4096
-
-
-@pytest.mark.long
 def test_a_rule_s_cases_can_be_chosen(site, project):
     ran = site.pytest(*CORE, "-k", "GET-7", "-vv", cwd=project)
     assert ran.status == 0
