@@ -22,24 +22,6 @@ MEMORY = ("conformance", "run", "memory", "--seed", "1", "--profile", "smoke")
 
 
 @pytest.mark.long
-def test_a_driver_that_hangs_when_it_is_made_is_judged_at_once(site):
-    ran = site.judge(f"sample_storage:HangsWhenMade {SGLANG} --case-seconds 3", cwd=DRIVERS)
-    assert ran.status == 1, ran.output
-    assert ran.report["verdict"] == "non-conformant"
-    step = "register_mem_host_pool_v2()"
-    assert ran.report["reason"] == f"breaks FT-3; the driver hangs in {step}"
-    assert ran.rules("fail") == {"FT-3"}
-    reasons = {rule["reason"] for rule in ran.report["rules"] if rule["outcome"] == "untested"}
-    assert all("not judged: the driver hangs in" in reason for reason in reasons)
-    [case] = ran.cases.values()
-    assert "has not come back after 3 s" in case["reason"]
-    # The driver's frames come first.
-    assert "in __init__" in case["detail"].split("File ")[1]
-    assert "time.sleep(3600)" in case["detail"]
-    assert "--case" not in case["reproduce"]
-
-
-@pytest.mark.long
 def test_a_driver_that_hangs_in_case_after_case_is_not_given_all_of_them(site):
     line = f"sample_storage:HangsOnManyPages {SGLANG} --level core --case-seconds 4"
     ran = site.judge(line, cwd=DRIVERS)
@@ -49,6 +31,8 @@ def test_a_driver_that_hangs_in_case_after_case_is_not_given_all_of_them(site):
     hung = [case for case in ran.cases.values() if case["broken_rule"] == "FT-3"]
     assert len(hung) >= 3
     assert all("sample_storage.py" in case["detail"] for case in hung)
+    # Others are judged all the same.
+    assert any(case["outcome"] == "pass" for case in ran.cases.values())
     # What is above the case belongs to pytest.
     assert not any("pluggy" in case["detail"] for case in hung)
 

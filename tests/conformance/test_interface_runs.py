@@ -54,24 +54,10 @@ def test_a_wrong_driver_exits_1(judge):
     ("driver", "case", "rule", "words"),
     [
         ("Rewrites", "test_existing_pages_are_not_rewritten", "SET-3", "a set wrote it anew"),
-        *(
-            pytest.param(
-                f"{call}{shape}",
-                "test_pages_read_back",
-                "GET-3",
-                "must be a list with one truth value for each of",
-                marks=[pytest.mark.long] if call == "Sets" or shape == "OneValue" else [],
-            )
-            for call in ("Gets", "Sets")
-            for shape in ("OneValue", "Shorter", "Numbers", "Generators")
-        ),
-        ("TwoHalves", "test_pages_are_read_while_they_are_set", "GET-1", "read while it was set"),
-        (
-            "ClearKeepsTheReadCache",
-            "test_clear_removes_its_own",
-            "LC-4",
-            "was cleared by clear 1 of 2, and a get delivers it",
-        ),
+        ("GetsOneValue", "test_pages_read_back", "GET-3", "must be a list with one truth value"),
+        ("SetsShorter", "test_pages_read_back", "GET-3", "must be a list with one truth value"),
+        ("BlankFirst", "test_pages_are_read_while_they_are_set", "GET-1", "read while it was set"),
+        ("ClearsHalf", "test_clear_removes_its_own", "LC-4", "was cleared by clear"),
     ],
 )
 def test_a_mutant_of_this_interface_is_found(judge, driver, case, rule, words):
@@ -98,20 +84,6 @@ def test_a_mutant_of_this_interface_is_found(judge, driver, case, rule, words):
 def test_what_the_interface_allows_is_no_fault(judge, driver, case, outcome):
     ran = judge(driver, f"--case {case}")
     assert ran.outcomes[case] == (outcome, ""), ran.output
-
-
-@pytest.mark.long
-def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are_run(judge):
-    ended = {
-        "test_keys_stay_inside": ("fail", "FT-3"),
-        "test_clear_removes_its_own": ("fail", "LC-3"),
-        "test_one_field_differs[model]": ("pass", ""),
-        "test_pages_read_back": ("pass", ""),
-    }
-    ran = judge("Fragile", f"--case-seconds 10 {' '.join(f'--case {case}' for case in ended)}")
-    assert ran.status == 1, ran.output
-    assert ran.outcomes == ended
-    assert "4 cases in" in ran.output
 
 
 @pytest.mark.long

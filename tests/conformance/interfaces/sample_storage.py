@@ -7,7 +7,6 @@ They need no SGLang: what they import of the contract has the names and fields o
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import ClassVar
@@ -139,14 +138,6 @@ class KvAlone(SampleStorage):
         raise NotImplementedError
 
 
-class HangsWhenMade(SampleStorage):
-    """Does not come back from its constructor."""
-
-    def __init__(self, storage_config, kwargs):
-        super().__init__(storage_config, kwargs)
-        time.sleep(3600)
-
-
 class HangsOnManyPages(SampleStorage):
     """Stores one page; does not come back from a set of several."""
 
@@ -174,61 +165,40 @@ class Rewrites(SampleStorage):
         return super().write(pool, keys, host_indices)
 
 
-SHAPES = {
-    "OneValue": all,
-    "Shorter": lambda answer: answer[:-1],
-    "Numbers": lambda answer: [int(ok) for ok in answer],
-    "Generators": lambda answer: (ok for ok in answer),
-}
-"""How an answer can be shaped in place of a list with one truth value for each page."""
+class GetsOneValue(SampleStorage):
+    """Answers a get with one truth value for all pages."""
+
+    def batch_get_v1(self, keys, host_indices, extra_info=None):
+        return all(super().batch_get_v1(keys, host_indices))
 
 
-def _reshaped(name, method):
-    right = getattr(SampleStorage, method)
+class SetsShorter(SampleStorage):
+    """Answers a set without its last page."""
 
-    def call(self, keys, host_indices, extra_info=None):
-        return SHAPES[name](right(self, keys, host_indices, extra_info))
-
-    return type(name, (SampleStorage,), {method: call})
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        return super().batch_set_v1(keys, host_indices)[:-1]
 
 
-for _name in SHAPES:
-    globals()[f"Gets{_name}"] = _reshaped(_name, "batch_get_v1")
-    globals()[f"Sets{_name}"] = _reshaped(_name, "batch_set_v1")
-
-
-class TwoHalves(SampleStorage):
-    """Publishes a page in two parts, one 2 ms after the other."""
+class BlankFirst(SampleStorage):
+    """Publishes a page of zeros 2 ms before the page."""
 
     def write(self, pool, keys, host_indices):
-        host = self.pools[pool]
-        for index, key in enumerate(keys):
-            page = host.get_data_page(int(host_indices[index * host.page_size]), flat=True).clone()
-            if not self.has(pool, key):
-                half = page.clone()
-                half[page.numel() // 2 :] = 0
-                self.pages[self.name(pool, key)] = half
-                time.sleep(0.002)
-                self.pages[self.name(pool, key)] = page
-        return [True] * len(keys)
+        blank = self.pools[pool].get_data_page(0, flat=True) * 0
+        names = [self.name(pool, key) for key in keys if not self.has(pool, key)]
+        self.pages.update(dict.fromkeys(names, blank))
+        time.sleep(0.002)
+        for name in names:
+            del self.pages[name]
+        return super().write(pool, keys, host_indices)
 
 
-class ClearKeepsTheReadCache(SampleStorage):
-    """Keeps what it has read, also when it is cleared."""
+class ClearsHalf(SampleStorage):
+    """Leaves every other page when it is cleared."""
 
-    def __init__(self, storage_config, kwargs):
-        super().__init__(storage_config, kwargs)
-        self.cache = {}
-
-    def read(self, pool, keys, host_indices):
-        names = [self.name(pool, key) for key in keys]
-        self.cache |= {name: self.pages[name] for name in names if name in self.pages}
-        there = {name: self.cache[name] for name in names if name in self.cache}
-        host = self.pools[pool]
-        for index, name in enumerate(names):
-            if name in there:
-                host.set_from_flat_data_page(int(host_indices[index * host.page_size]), there[name])
-        return [name in there for name in names]
+    def clear(self):
+        left = dict([*self.pages.items()][::2])
+        super().clear()
+        self.pages.update(left)
 
 
 class ClearsNothing(SampleStorage):
@@ -254,21 +224,6 @@ class NeedsWindows(SampleStorage):
             if transfer.hit_policy != PoolHitPolicy.ALL_PAGES and not transfer.keys:
                 raise ValueError("a window without pages")
         return super().batch_exists_v2(keys, pool_transfers, extra_info)
-
-
-class Fragile(SampleStorage):
-    """Takes the process down when it is asked to clear.
-
-    It does not come back from a key that climbs directories.
-    """
-
-    def clear(self):
-        os._exit(7)
-
-    def batch_set_v1(self, keys, host_indices, extra_info=None):
-        if any(".." in key for key in keys):
-            time.sleep(600)
-        return super().batch_set_v1(keys, host_indices, extra_info)
 
 
 class AnswersForHalves(SampleStorage):
