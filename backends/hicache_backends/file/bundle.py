@@ -228,7 +228,7 @@ class BundleFormat:
 
     def bundle_bytes(self, keys: Sequence[str]) -> int:
         """Length of a bundle that holds these keys, in bytes."""
-        return len(keys) * self.page_bytes + index_bytes(keys) + FOOTER_BYTES
+        return len(keys) * (self.page_bytes + ENVELOPE_BYTES) + len(_join(keys)) + FOOTER_BYTES
 
     def tail(self, index: BundleIndex) -> bytes:
         """Encode the part that follows the pages."""
@@ -293,11 +293,6 @@ class BundleFormat:
 def tail_checksum(tail: bytes) -> int:
     """The checksum in a bundle's name: 32 bits of the footer's checksum."""
     return int.from_bytes(tail[-4:], "little")
-
-
-def index_bytes(keys: Sequence[str]) -> int:
-    """Length of the index of these keys, in bytes."""
-    return len(keys) * ENVELOPE_BYTES + len(_join(keys))
 
 
 def _join(keys: Sequence[str]) -> bytes:
