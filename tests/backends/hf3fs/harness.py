@@ -5,53 +5,31 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 
-import torch
-
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.driver import Hf3fsStorage
-from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer
-from tests.backends.file.harness import COMPONENTS, ScratchPool, chain, content, identity
+from tests.backends.file.harness import COMPONENTS, chain, content, identity
+from tests.backends.file.harness import Rig as FileRig
 from tests.support.waiting import eventually
 
 __all__ = ["Rig", "chain", "content", "interrupted", "recycle"]
 
 
-class Rig:
+class Rig(FileRig):
     """A storage driven by keys and versions instead of slots and buffers."""
 
     def __init__(self, path, *, pages=64, components=COMPONENTS, who=None, **options):
-        self.pool = ScratchPool(pages, components)
-        self.storage = Hf3fsStorage(who or identity(), Hf3fsConfig(path=str(path), **options))
-        self.storage.register_mem_host_pool_v2(self.pool, "kv")
-        self.page_bytes = self.pool.geometry.page_bytes
+        storage = Hf3fsStorage(who or identity(), Hf3fsConfig(path=str(path), **options))
+        super().__init__(path, storage=storage, pages=pages, components=components)
 
-    @property
-    def store(self):
-        self.storage.open()
-        return self.storage.store
+    hits = FileRig.hit
 
     @property
     def scope(self):
-        return self.store.scopes([self.storage.pools["kv"].namespace])[0]
+        return self.store.scopes([self.kv])[0]
 
-    def put(self, keys, *, version=0, prefix=(), seconds=None):
-        for number, key in enumerate(keys):
-            self.pool.page(number)[:] = content(key, version, self.page_bytes)
-        return self.storage.batch_set_v2([self.transfer(keys)], self._info(prefix, seconds))["kv"]
-
-    def get(self, keys, *, seconds=None):
-        """Each page's bytes, None where it was not delivered."""
-        self.pool.memory[:] = bytes(len(self.pool.memory))
-        answer = self.storage.batch_get_v2([self.transfer(keys)], self._info((), seconds))["kv"]
-        return [bytes(self.pool.page(number)) if ok else None for number, ok in enumerate(answer)]
-
-    def expect(self, keys, versions=None, version=0):
+    def expect(self, keys, version=0):
         """All pages are there with the bytes of that version."""
-        wanted = [content(key, version, self.page_bytes) for key in keys]
-        assert self.get(keys) == wanted
-
-    def hits(self, keys, *, seconds=None):
-        return self.storage.batch_exists_v2(keys, None, self._info((), seconds)).kv_hit_pages
+        assert self.holds(keys, version=version)
 
     def overwrite(self, slot, data, at=0):
         """Other bytes in a slot, below the driver."""
@@ -67,14 +45,6 @@ class Rig:
             [LookupScope(scope=self.scope.name, keys=[key])], Call(5), touch=False
         )
         return found.scopes[0].slots[0]
-
-    def transfer(self, keys):
-        return PoolTransfer(
-            "kv", keys=list(keys), host_indices=torch.arange(len(keys) * 4, dtype=torch.int64)
-        )
-
-    def _info(self, prefix, seconds):
-        return HiCacheStorageExtraInfo(prefix_keys=list(prefix), deadline_seconds=seconds)
 
 
 def recycle(writer, keys):

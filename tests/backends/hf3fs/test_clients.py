@@ -110,22 +110,6 @@ def test_pins_are_let_go(client):
     client.unpin(located.pins)
 
 
-def test_the_server_is_told_the_model_of_each_scope_that_has_one(client, monkeypatch):
-    told, later = {}, client.send_later
-
-    def send_later(path, request):
-        if path == "/v2/describe":
-            told[request.scope] = request.model
-        later(path, request)
-
-    monkeypatch.setattr(client, "send_later", send_later)
-    client.declare(geometry(), model="org/model")
-    client.declare(geometry("0:mamba-test", slots=4))
-    store(client, ["a"])
-    store(client, ["a"], "0:mamba-test")
-    assert told == {SCOPE: "org/model"}
-
-
 def test_another_geometry_is_refused(client):
     store(client, ["a"])
     client._initialized.clear()

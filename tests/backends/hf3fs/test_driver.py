@@ -353,14 +353,6 @@ def test_a_directory_that_was_emptied_has_another_file_for_another_map(
     b.expect(others)
 
 
-def test_maps_with_and_without_a_server_have_files_of_their_own(rig, kept_server):
-    remote, local = rig(metadata_url=kept_server.url, lease_seconds=LEASE_SECONDS), rig()
-    keys, others = chain("a", 20), chain("b", 20)
-    assert all(remote.put(keys))
-    assert all(local.put(others))
-    remote.expect(keys)
-
-
 def test_another_process_without_a_server_is_refused(rig, tmp_path):
     one = rig()
     assert all(one.put(chain("a", 1)))

@@ -49,21 +49,6 @@ def test_the_command_stops_what_it_started(number):
     eventually(lambda: not any(map(is_alive, started)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--store-size", "0"), "--store-size"),
-        (("--store-size", "15mb"), "16,777,216 or more"),
-        (("--port", "70000"), "--port"),
-    ],
-)
-def test_the_command_names_an_option_that_it_refuses(arguments, complaint):
-    done = run_program(*COMMAND, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert complaint in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_port_in_use():
     """No process is started: its stores would join the cluster that listens there."""
     with DevCluster(1, 16 << 20) as cluster:

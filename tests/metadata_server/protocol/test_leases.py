@@ -53,11 +53,12 @@ async def test_stale_leases(timed):
 
 
 async def test_committing_again(timed):
-    """MD-LEASE-2: done while the page is live and the same, and it changes nothing."""
+    """MD-LEASE-2: done while the page is live and the same; that and an abort change nothing."""
     await timed.initialize(8)
     [page] = await timed.store(["a"])
     same = [page.lease], [page.length], [page.checksum]
     assert await timed.commit(*same) == [True]
+    assert await timed.abort([page.lease]) == [False]
     assert await timed.commit([page.lease], [page.length], [page.checksum ^ 1]) == [False]
     assert await timed.commit([page.lease], [page.length + 1], [page.checksum]) == [False]
     found = await timed.lookup(["a"])
