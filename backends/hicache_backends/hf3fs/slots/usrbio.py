@@ -13,7 +13,6 @@ import mmap
 import os
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,12 +21,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
+from hicache_backends.posix.buffers import split
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import Handle, scatter
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hicache_storage.objects import Call
 
@@ -78,7 +78,6 @@ class _Request:
     handle: Handle
     start: int
     """Offset in the shared memory."""
-    size: int
 
 
 class UsrbioEngine(SlotEngine):
@@ -168,16 +167,15 @@ class _IoRing:
         """A slice of the memory."""
         return self._memory[start : start + length]
 
-    def prepare(self, request: _Request) -> None:
-        """Put a request into the ring. The daemon may begin at once."""
-        memory = self._iovec[request.start : request.start + request.size]
-        offset = request.job.file.offset(request.job.slot)
-        self._ring.prepare(memory, self.for_read, request.handle.descriptor, offset, request)
-        # Not only at `submit`: the daemon may use the memory from now on.
-        self.in_flight += 1
-
-    def submit(self) -> None:
-        """Submit the prepared requests to the daemon."""
+    def submit(self, requests: Iterable[_Request]) -> None:
+        """Submit requests to the daemon."""
+        for request in requests:
+            job = request.job
+            memory = self._iovec[request.start : request.start + job.size]
+            offset = job.file.offset(job.slot)
+            self._ring.prepare(memory, self.for_read, request.handle.descriptor, offset, request)
+            # Not only at `submit`: the daemon may use the memory from now on.
+            self.in_flight += 1
         self._ring.submit()
 
     def results(self, seconds: float) -> list[Any]:
@@ -294,44 +292,39 @@ class _Transfer:
 
     def move(self, jobs: Sequence[SlotRead] | Sequence[SlotWrite]) -> None:
         """Move all jobs, as many at a time as fit into the ring and its memory."""
-        left = deque[SlotRead | SlotWrite](jobs)
-        while left:
-            requests, at = list[_Request](), 0
-            while left and len(requests) < ENTRIES and at + left[0].size <= self._ring.size:
-                job = left.popleft()
-                if self._call.expired() or (isinstance(job, SlotWrite) and job.late):
-                    job.fault = OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
-                    continue
+        every: list[SlotRead | SlotWrite] = [*jobs]
+        for some in split(every, _aligned_size, self._ring.size, ENTRIES):
+            requests, start = list[_Request](), 0
+            for job in some:
                 try:
-                    handle = job.file.borrow(writes=isinstance(job, SlotWrite))
+                    requests.append(self._request(job, start))
                 except OSError as error:
                     job.fault = detached(error)
-                    continue
-                request = _Request(job, handle, at, job.size)
-                if isinstance(job, SlotWrite):
-                    _fill(self._ring.part(at, job.size), job)
-                requests.append(request)
-                at += -(-job.size // ALIGNMENT) * ALIGNMENT
+                start += _aligned_size(job)
             if requests:
                 self._serve(requests)
-            elif left and left[0].size > self._ring.size:
-                left.popleft().fault = OSError(
-                    errno.EMSGSIZE,
-                    f"a page is longer than usrbio_buffer, {self._ring.size} bytes; make that "
-                    f"larger",
-                )
-            if self._ring.in_flight:
-                # The daemon may access the memory until the requests return.
-                for job in left:
-                    job.fault = OSError(errno.ETIMEDOUT, "requests hang in the ring")
-                return
+
+    def _request(self, job: SlotRead | SlotWrite, start: int) -> _Request:
+        """Make the request of a job, with the bytes of a write in the shared memory."""
+        if self._ring.in_flight:
+            # The daemon may access the memory until the requests return.
+            raise OSError(errno.ETIMEDOUT, "requests hang in the ring")
+        if self._call.expired() or (isinstance(job, SlotWrite) and job.late):
+            raise OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
+        if job.size > self._ring.size:
+            raise OSError(
+                errno.EMSGSIZE,
+                f"a page is longer than usrbio_buffer, {self._ring.size} bytes; make that larger",
+            )
+        handle = job.file.borrow(writes=isinstance(job, SlotWrite))
+        if isinstance(job, SlotWrite):
+            _fill(self._ring.part(start, job.size), job)
+        return _Request(job, handle, start)
 
     def _serve(self, requests: Sequence[_Request]) -> None:
         open_requests = dict.fromkeys(requests)
         try:
-            for request in requests:
-                self._ring.prepare(request)
-            self._ring.submit()
+            self._ring.submit(requests)
             while self._ring.in_flight:
                 seconds = min(POLL_SECONDS, self._until - time.monotonic())
                 if seconds <= 0 or self._call.expired():
@@ -354,12 +347,12 @@ class _Transfer:
         elif result == 0 and isinstance(job, SlotRead):
             # End of file: neither whole nor a fault.
             return
-        elif result != request.size:
-            job.fault = OSError(errno.EIO, f"3FS has moved {result} bytes of {request.size}")
+        elif result != job.size:
+            job.fault = OSError(errno.EIO, f"3FS has moved {result} bytes of {job.size}")
         elif isinstance(job, SlotWrite):
             job.whole = True
         else:
-            self._deliver(job, self._ring.part(request.start, request.size))
+            self._deliver(job, self._ring.part(request.start, job.size))
 
     def _deliver(self, job: SlotRead, page: memoryview) -> None:
         """Verify a page in the shared memory, and copy it to host memory if it is valid."""
@@ -377,6 +370,10 @@ class _Transfer:
         # Also if it is not valid: the reader decides whether that is damage or a slot with a new
         # page.
         job.whole = True
+
+
+def _aligned_size(job: SlotRead | SlotWrite) -> int:
+    return -(-job.size // ALIGNMENT) * ALIGNMENT
 
 
 def _fill(page: memoryview, job: SlotWrite) -> None:
