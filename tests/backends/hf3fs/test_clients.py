@@ -13,7 +13,7 @@ import pytest
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client import failover
 from hicache_metadata_server.client.embedded import EmbeddedMetadata
-from hicache_metadata_server.client.errors import MetadataError, ScopeMismatchError
+from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.failover import ATTEMPTS
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_metadata_server.core.limits import DEFAULTS
@@ -81,16 +81,6 @@ def test_a_page_is_stored_found_and_deleted(client):
     assert client.clear([SCOPE], Call(10)) == [1]
 
 
-def test_several_scopes_in_one_request(client):
-    client.declare(geometry("0:mamba-test", slots=4))
-    store(client, ["a"], "0:mamba-test")
-    asked = [
-        p.LookupScope(scope=SCOPE, keys=["a"]),
-        p.LookupScope(scope="0:mamba-test", keys=["a"]),
-    ]
-    assert [part.slots[0] >= 0 for part in client.lookup(asked, Call(10)).scopes] == [False, True]
-
-
 def test_leases_are_kept_given_back_and_lost(client):
     part = reserve(client, ["a", "b"])
     assert reserve(client, ["a"]).states == [p.Reserved.BUSY]
@@ -108,14 +98,6 @@ def test_pins_are_let_go(client):
     [unpin] = located.pins
     assert unpin.scope == SCOPE
     client.unpin(located.pins)
-
-
-def test_another_geometry_is_refused(client):
-    store(client, ["a"])
-    client._initialized.clear()
-    client.declare(geometry(slots=17))
-    with pytest.raises(ScopeMismatchError, match="slots"):
-        lookup(client, ["a"])
 
 
 def test_local_clients_of_one_directory_share_one_state(tmp_path):
@@ -172,21 +154,6 @@ def test_requests_are_split_and_responses_merged(tmp_path):
 def _echo(keys):
     numbers = [int(key.split("-")[1]) for key in keys]
     return p.FoundPages(slots=numbers, generations=numbers, lengths=numbers, checksums=numbers)
-
-
-def test_a_server_that_lost_its_memory_is_told_the_scopes_again(server):
-    with closing(HttpMetadataClient(server.url)) as client:
-        client.refresh(Call(10))
-        client.declare(geometry())
-        store(client, ["a"])
-        server.kill()
-        with pytest.raises(StorageUnavailableError):
-            lookup(client, ["a"])
-        for file in server.state.glob("m.db*"):
-            file.unlink()
-        server.start()
-        assert lookup(client, ["a"]).scopes[0].slots == [-1]
-        store(client, ["a"])
 
 
 # Servers that misbehave.
@@ -251,18 +218,6 @@ def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
         }
         assert len(requests) == ATTEMPTS
         assert len(keys) == 1
-
-
-@pytest.mark.parametrize(("status", "code"), [(422, "invalid"), (429, "too_many"), (403, "quota")])
-def test_a_refusal_is_not_asked_again(status, code):
-    problem = msgspec.msgpack.encode({"code": code, "message": "no", "field": "scopes"})
-    with (
-        listening(reply(b"%d No" % status, problem)) as (url, requests),
-        closing(HttpMetadataClient(url)) as client,
-    ):
-        with pytest.raises(MetadataError, match=f"{status} {code}"):
-            client.refresh(Call(PATIENCE_SECONDS))
-        assert len(requests) == 1
 
 
 def test_a_server_that_hangs_costs_the_deadline_and_no_more(hangs):

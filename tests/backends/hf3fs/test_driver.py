@@ -296,7 +296,7 @@ def test_pages_longer_than_a_piece(rig):
     [(1,), (512 << 10,), ((512 << 10) - 64, 64), ((512 << 10) - 1, 2), (1, (1 << 20) + 1, 3)],
 )
 def test_split_buffers_cover_everything_in_order(sizes):
-    from hicache_backends.hf3fs.slots.io_requests import IO_BYTES, split_buffers
+    from hicache_backends.hf3fs.slots.posix import IO_BYTES, split_buffers
 
     parts = [memoryview(os.urandom(size)) for size in sizes]
     found = list(split_buffers(parts))

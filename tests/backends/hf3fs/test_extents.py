@@ -8,7 +8,7 @@ import os
 import pytest
 
 from hicache_backends.hf3fs.slots import posix as posix_module
-from hicache_backends.hf3fs.slots.io_requests import IO_BYTES
+from hicache_backends.hf3fs.slots.posix import IO_BYTES
 from tests.backends.hf3fs.harness import chain, content
 
 

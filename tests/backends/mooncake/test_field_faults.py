@@ -30,26 +30,6 @@ def test_a_tp2_writer_and_a_tp1_reader(rig):
     half.expect(keys)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"tp_rank": 1, "tp_size": 2}, {"tp_rank": 1, "tp_size": 4}),
-        ({"pp_rank": 0, "pp_size": 2}, {"pp_rank": 0, "pp_size": 4}),
-        ({"cp_rank": 0, "cp_size": 2}, {"cp_rank": 1, "cp_size": 2}),
-    ],
-    ids=["gqa", "pp", "cp"],
-)
-def test_pages_of_one_length_and_other_ranks(rig, one, other):
-    """What no length can tell apart, the name does."""
-    keys = chain(f"ranks{one}", 2)
-    writer, reader = rig(who=identity(**one)), rig(who=identity(**other))
-    assert writer.put(keys) == [True] * 2
-    assert reader.hits(keys) == 0
-    assert reader.get(keys) == [None] * 2
-    assert reader.put(keys, version=1) == [True] * 2
-    writer.expect(keys)
-
-
 @pytest.mark.parametrize("wrong", ["half", "longer", "empty envelope", "other bytes"])
 def test_an_object_that_is_no_page(rig, stranger, direct, wrong):
     """It is counted as damaged once, is gone for everybody, and the next set repairs it."""

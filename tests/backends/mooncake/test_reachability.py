@@ -7,8 +7,6 @@ import pytest
 from hicache_backends.mooncake.config import MooncakeConfig, client_settings
 from hicache_backends.mooncake.reachability import check_local_hostname
 from hicache_storage.spec import StorageUnavailableError
-from hicache_storage.tools.doctor.finding import DoctorTarget, Status
-from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.backends.mooncake.harness import chain
 
 ELSEWHERE = "198.51.100.1"
@@ -34,20 +32,6 @@ def test_no_memory_is_lent_under_a_name_that_does_not_lead_here(cluster, rig, na
     assert f"local_hostname is {name!r}" in health.detail
     assert lender.put(chain("refused", 2)) == [False] * 2
     assert cluster.capacity() == 2 * (64 << 20)
-
-
-def test_the_doctor_names_the_host_name(cluster):
-    options = {**cluster.options, "local_hostname": ELSEWHERE, "global_segment_size": "16mb"}
-    (finding,) = check_round_trip(DoctorTarget(driver="mooncake", options=options))
-    assert finding.status is Status.FAIL
-    assert f"local_hostname is '{ELSEWHERE}'" in finding.detail
-
-
-def test_nothing_connects_to_a_client_that_lends_no_memory(rig):
-    client = rig(local_hostname=ELSEWHERE)
-    keys = chain("pure client", 16)
-    assert client.put(keys) == [True] * 16
-    client.expect(keys)
 
 
 def test_which_names_are_addresses():

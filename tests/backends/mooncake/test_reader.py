@@ -12,7 +12,7 @@ from hicache_backends.mooncake import reader, stores
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_BYTES
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.reader import PageReader, split_reads
+from hicache_backends.mooncake.reader import PageReader
 from hicache_backends.mooncake.stores import Stores
 from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import Call, Namespace, ObjectRead
@@ -337,18 +337,6 @@ def test_nothing_is_delivered_to_a_cancelled_call(alone):
         ObjectRead(SPACE, "key", [memoryview(bytearray(60)), memoryview(bytearray(40))], call=call)
     ]
     assert buffered(1 << 16, alone).read(Late([LENGTH]), some, call).arrived == set()
-
-
-def test_split_reads():
-    """In order, of distinct objects, no longer and no larger than allowed; each read once."""
-    some, again, once_more = reads(5), reads(2), reads(1)
-    assert list(split_reads(some, 2, 9 * LENGTH)) == [some[:2], some[2:4], some[4:]]
-    assert list(split_reads(some, 9, 2 * LENGTH)) == [some[:2], some[2:4], some[4:]]
-    assert list(split_reads(some, 9, 10)) == [[read] for read in some]
-    assert list(split_reads([*some, *again, *once_more], 9, 9 * LENGTH)) == [
-        *(some, again, once_more)
-    ]
-    assert list(split_reads([], 9, 9)) == []
 
 
 def test_a_deadline_that_passes_before_a_request_is_a_miss(alone):

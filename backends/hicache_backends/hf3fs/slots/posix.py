@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
-from hicache_backends.hf3fs.slots.io_requests import IO_BYTES, JobT, extents, split_buffers
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.faults import detached, raise_if_cancelled
 from hicache_backends.posix.files import read_into, scatter, write_from
@@ -17,17 +16,21 @@ from hicache_storage.objects.namespace import checksum
 from hicache_storage.objects.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from xxhash import xxh3_64
 
     from hicache_storage.objects import Call
 
+IO_BYTES: Final = 512 << 10
+"""Length of one I/O request: its bytes are still in the core's cache when they are checksummed."""
 MAX_BUFFERED_BYTES: Final = IO_BYTES + ENVELOPE_BYTES
 """Longer pages are moved in several requests."""
 BYTES_PER_THREAD: Final = 4 << 20
 """As for the file driver: below this a second thread gains nothing from the page cache."""
 CLOSE_SECONDS: Final = 5.0
+
+JobT = TypeVar("JobT", SlotRead, SlotWrite)
 
 
 class PosixEngine(SlotEngine):
@@ -250,3 +253,34 @@ def _put_in_chunks(job: SlotWrite, descriptor: int, offset: int, call: Call) -> 
 def _stop_if_late(extent: Sequence[SlotWrite], call: Call) -> None:
     if call.expired() or time.monotonic() >= min([job.until for job in extent]):
         raise OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
+
+
+def extents(jobs: Sequence[JobT]) -> Iterator[list[JobT]]:
+    """Group consecutive jobs of neighbouring slots up to `IO_BYTES`; longer pages stay alone."""
+    extent, file, following, limit = list[JobT](), None, -1, 0
+    for job in jobs:
+        if job.slot != following or job.file is not file or len(extent) == limit:
+            if extent:
+                yield extent
+            extent, file = [], job.file
+            limit = max(1, IO_BYTES // file.geometry.slot_bytes)
+        extent.append(job)
+        following = job.slot + 1
+    if extent:
+        yield extent
+
+
+def split_buffers(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Group consecutive buffers up to `IO_BYTES`; longer ones are cut."""
+    some, room = list[memoryview](), IO_BYTES
+    for buffer in buffers:
+        rest = buffer
+        while rest:
+            if not room:
+                yield some
+                some, room = [], IO_BYTES
+            some.append(rest[:room])
+            rest = rest[room:]
+            room -= len(some[-1])
+    if some:
+        yield some
