@@ -151,7 +151,8 @@ class ConnectionHandle:
             StorageUnavailableError: `close` has begun.
         """
         with self._lock:
-            self._check_open()
+            if self._closing:
+                raise StorageUnavailableError("mooncake: the storage is closed")
             self._calls += 1
             return self._connection
 
@@ -196,14 +197,8 @@ class ConnectionHandle:
         with self as connection:
             memory = _Memory(_registered(connection, pool, regions), owner)
             with self._lock:
-                former = self._pools.pop(pool, None)
-                closing = self._closing
-                # After a `close` that began meanwhile nobody else would release the new memory.
-                self._retired += [memory] if closing else [former] if former else []
-                if not closing:
-                    self._pools[pool] = memory
-        if closing:
-            self._check_open()
+                self._retired += [self._pools.pop(pool)] if pool in self._pools else []
+                self._pools[pool] = memory
 
     def register_buffer(self, buffer: memoryview) -> None:
         """Register memory of the storage itself, within a call. Not needed over TCP."""
@@ -216,8 +211,6 @@ class ConnectionHandle:
         """Release memory and connection as soon as no call is in flight. Idempotent."""
         with self._lock:
             self._closing = True
-            self._retired += self._pools.values()
-            self._pools.clear()
         self._release_retired()
 
     def _release_retired(self) -> None:
@@ -233,7 +226,8 @@ class ConnectionHandle:
             # Decided within the lock, so that one thread releases the connection, and once.
             if self._closing and not self._released:
                 self._released = True
-                retired.append(self._buffers)
+                retired += [*self._pools.values(), self._buffers]
+                self._pools.clear()
                 former.append(present)
         # Before the release, which may close the client.
         for memory in retired:
@@ -241,10 +235,6 @@ class ConnectionHandle:
                 present.unregister(*region)
         for connection in former:
             connections.release(connection)
-
-    def _check_open(self) -> None:
-        if self._closing:
-            raise StorageUnavailableError("mooncake: the storage is closed")
 
 
 def _registered(connection: Connection, pool: str, regions: Sequence[Region]) -> list[Region]:
