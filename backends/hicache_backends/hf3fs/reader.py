@@ -52,7 +52,14 @@ class PageReader:
         wrong = dict[ObjectRead, _Location]()
         left = [list(batch.reads) for batch in batches]
         for attempt in range(ATTEMPTS):
-            located = self._locate(scopes, left, call, first=not attempt)
+            asked = [
+                LookupScope(scope=scope.name, keys=metadata_keys([read.key for read in reads]))
+                for scope, reads in zip(scopes, left, strict=True)
+            ]
+            # One use for the LRU order, however often the page is read again.
+            located = self._store.metadata.lookup(
+                asked, call, pin_seconds=self._store.config.pin_seconds, touch=not attempt
+            )
             try:
                 wrong = self._read_found(scopes, left, located, wrong, outcome, call)
             finally:
@@ -66,23 +73,6 @@ class PageReader:
             # Neither a hit nor certainly damaged: a miss.
             read.retract()
         return outcome
-
-    def _locate(
-        self,
-        scopes: Sequence[SlotScope],
-        left: Sequence[Sequence[ObjectRead]],
-        call: Call,
-        *,
-        first: bool,
-    ) -> Located:
-        asked = [
-            LookupScope(scope=scope.name, keys=metadata_keys([read.key for read in reads]))
-            for scope, reads in zip(scopes, left, strict=True)
-        ]
-        # One use for the LRU order, however often the page is read again.
-        return self._store.metadata.lookup(
-            asked, call, pin_seconds=self._store.config.pin_seconds, touch=first
-        )
 
     def _read_found(
         self,

@@ -71,11 +71,6 @@ class _BatchProgress:
     existing: list[ObjectWrite] = field(default_factory=list[ObjectWrite])
     """Pages that are there and have to be replaced."""
 
-    def unsettled(self, settled: set[int]) -> list[int]:
-        """Leases to give back: neither settled nor of a write in doubt."""
-        pairs = zip(self.leases, self.jobs, strict=True)
-        return [lease for lease, job in pairs if lease not in settled and not job.in_doubt]
-
 
 class PageWriter:
     """Writes batches of pages. Safe for many threads.
@@ -288,12 +283,13 @@ class PageWriter:
                 job.ends = begin + seconds if flag else job.ends
 
     def _abort(self, batches: Sequence[_BatchProgress], settled: set[int]) -> None:
-        self._store.metadata.abort(
-            [
-                LeaseScope(scope=batch.scope.name, leases=batch.unsettled(settled))
-                for batch in batches
-            ]
-        )
+        """Give leases back, except settled ones and those of writes in doubt."""
+        asked = list[LeaseScope]()
+        for batch in batches:
+            pairs = zip(batch.leases, batch.jobs, strict=True)
+            left = [lease for lease, job in pairs if lease not in settled and not job.in_doubt]
+            asked.append(LeaseScope(scope=batch.scope.name, leases=left))
+        self._store.metadata.abort(asked)
 
     # Late writes.
 

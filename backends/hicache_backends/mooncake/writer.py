@@ -119,7 +119,11 @@ class PageWriter:
         outcome: WriteOutcome,
         call: Call,
     ) -> None:
-        whole = [write for write in writes if _is_whole(write)]
+        whole = [
+            write
+            for write in writes
+            if tuple(map(len, write.buffers)) == write.namespace.geometry.component_bytes
+        ]
         if len(whole) < len(writes):
             outcome.faults.append(
                 StorageUnavailableError("a page has another length than its namespace says")
@@ -332,8 +336,3 @@ def _not_stored_by_others(
             item.write.existed = True
             outcome.stored.add(item.write)
     return left
-
-
-def _is_whole(write: ObjectWrite) -> bool:
-    """True unless the object has another length than its namespace, which the driver refuses."""
-    return tuple(map(len, write.buffers)) == write.namespace.geometry.component_bytes

@@ -6,10 +6,7 @@ import pytest
 
 from hicache_backends.mooncake.client.connection import max_lookup_seconds
 from hicache_backends.mooncake.config import MooncakeConfig, buffer_bytes, client_settings, size_of
-from hicache_storage.plugins import create_storage
-from hicache_storage.spec import ConfigError, StorageIdentity, parse_config
-
-IDENTITY = StorageIdentity(model="m", kv_dtype="b", page_size=1, layout="l")
+from hicache_storage.spec import ConfigError, parse_config
 
 
 def settings(environment=None, **options):
@@ -143,9 +140,3 @@ def test_how_long_a_lookup_may_take(monkeypatch):
     assert max_lookup_seconds(settings(master_server_address="m:1")) == 4 * (2 + 1) + 2 * 60 + 2 * 2
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "a minute")
     assert max_lookup_seconds(settings(master_server_address="m:1")) is None
-
-
-def test_a_storage_is_refused_before_it_connects(monkeypatch):
-    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
-    with pytest.raises(ConfigError, match="no master"):
-        create_storage("mooncake", IDENTITY)
