@@ -51,16 +51,6 @@ class Waits:
         return "done"
 
 
-def test_submitting_does_not_wait_and_waiting_does(calls):
-    waits = Waits()
-    calls.submit(1, waits, "nothing")
-    assert waits.begun.wait(60)
-    assert calls.finished() == []
-    waits.go_on.set()
-    calls.wait_idle()
-    assert calls.finished() == [(1, "done")]
-
-
 def test_jobs_that_wait_when_it_is_closed_do_not_begin():
     calls, waits = AsyncCalls[str]("test", 1), Waits()
     calls.submit(1, waits, "nothing")
@@ -135,15 +125,6 @@ def test_a_job_that_a_thread_takes_too_late_is_not_made():
     calls.submit(1, lambda: made.append(1) or "done", "nothing")
     calls.wait_idle()
     assert (calls.finished(), made, late.count) == ([(1, "nothing")], [], 1)
-    calls.close()
-
-
-def test_whoever_waits_for_results_is_notified():
-    notified = threading.Semaphore(0)
-    calls = AsyncCalls[str]("test", 1, notified.release)
-    calls.submit(1, lambda: "done", "nothing")
-    assert notified.acquire(timeout=60)
-    assert calls.finished() == [(1, "done")]
     calls.close()
 
 
