@@ -11,6 +11,7 @@ import multiprocessing
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,10 +215,7 @@ def run(driver: str, path: str, gib: float, console: Console) -> bool:
             process.start()
             theirs.close()
             acknowledged[conversation] = follow(
-                calls,
-                process.kill,
-                kill_after,
-                lambda size, task=task: progress.advance(task, size),
+                calls, process.kill, kill_after, partial(progress.advance, task)
             )
             process.join()
             if kill_after is None and process.exitcode:
