@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import torch
+
 from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.transfer import Acknowledgement, Indices
 
@@ -66,14 +68,13 @@ class CopyQueue(Generic[CopyT]):
         operations, self.queued = self.queued, []
         if not operations:
             return 0
-        page_size = self._group.page_size
-        spans = [
-            HybridIndices.concat([operation.device for operation in operations], page_size),
-            HybridIndices.concat([operation.host for operation in operations], page_size),
-        ]
+        devices, hosts = zip(*((each.device, each.host) for each in operations), strict=True)
         pages: dict[str, Indices] = {}
         for name in self._group.entries:
-            device, host = (self._group.slots(span, name) for span in spans)
+            device, host = (
+                torch.cat([self._group.slots(span, name) for span in spans])
+                for spans in (devices, hosts)
+            )
             # A span may have no slots of a pool, and be a state alone.
             if device.numel():
                 pages[name] = Indices(device, host)
@@ -84,7 +85,7 @@ class CopyQueue(Generic[CopyT]):
                 operation.is_queued = False
         nodes = [node for operation in operations for node in operation.node_ids]
         self.running.append((copy, nodes))
-        return spans[0].tokens
+        return sum(device.tokens for device in devices)
 
     def completed(self) -> list[int]:
         """Return the nodes of copies that have ended on every rank, each once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from hicache_storage.pools.pages import check_pages
 from hicache_storage.spec import InvalidTransferError, PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.pools import PagedHostPool, SlotAllocator
@@ -68,28 +68,6 @@ class HybridIndices:
     def tokens(self) -> int:
         """Number of tokens of the span."""
         return self.kv.numel()
-
-    @classmethod
-    def concat(cls, parts: Sequence[HybridIndices], page_size: int) -> HybridIndices:
-        """Concatenate consecutive spans in copies of the tensors.
-
-        A single one is returned as it is.
-
-        Args:
-            parts: one at least, in the order of the tokens.
-            page_size: tokens per page.
-        """
-        if len(parts) == 1:
-            return parts[0]
-        starts = accumulate((part.tokens // page_size for part in parts), initial=0)
-        ends = tuple(
-            start + end
-            for start, part in zip(starts, parts, strict=False)
-            for end in part.endpoints
-        )
-        return cls(
-            torch.cat([part.kv for part in parts]), torch.cat([part.states for part in parts]), ends
-        )
 
 
 class PoolTier:

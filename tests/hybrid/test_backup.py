@@ -32,17 +32,6 @@ def filled(stack, pages, ends=()):
     return host
 
 
-def test_all_pools_are_stored(stack, store):
-    stack.controller.attach(store.open())
-    host = filled(stack, 6, ends=(2, 6))
-    assert backed_up(stack, host) == stored(1, 6)
-    assert stack.controller.stats().pages_backed_up == 6 + 6 + 2
-    stack.controller.free_host(host)
-    result = fetched(stack, 6)
-    assert result.tokens == 6 * PAGE
-    assert stack.holds("host", result, KEYS)
-
-
 def test_a_state_alone_is_stored_under_the_key_before_it(stack, store):
     stack.controller.attach(store.open())
     backed_up(stack, filled(stack, 4))
@@ -138,22 +127,6 @@ def test_a_storage_that_fails_stores_nothing(stack, store, answer):
 
 def test_without_a_storage_nothing_is_stored(stack):
     assert backed_up(stack, filled(stack, 2)) == stored(1, 0, complete=False)
-
-
-def test_a_page_that_is_being_stored_is_not_handed_out(stack, store, gate):
-    storage, hang = store.open(), gate("write")
-    stack.controller.attach(storage)
-    storage.before = hang
-    host = filled(stack, 12, ends=(12,))
-    stack.controller.backups.begin(host, KEYS)
-    assert hang.entered.wait(60)
-    stack.controller.free_host(host)
-    assert stack.free() == {KV: 4 * PAGE, MAMBA: 7}
-    assert stack.controller.backups.completed() == []
-    hang.open()
-    [result] = eventually(stack.controller.backups.completed)
-    assert result.complete
-    assert stack.free() == stack.total()
 
 
 def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):

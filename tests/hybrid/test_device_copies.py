@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hicache_storage.hybrid import HybridIndices
-from hicache_storage.spec import InvalidTransferError, SlotError
+from hicache_storage.spec import InvalidTransferError
 from tests.hybrid.stack import KV, MAMBA, PAGE, hashes
 from tests.support.waiting import eventually
 
@@ -78,27 +78,6 @@ def test_a_layer_is_waited_for_in_the_pools_that_have_it(stack):
     assert counter.done()
 
 
-def test_a_step_waits_for_earlier_loads_too(stack):
-    """A request whose prefix is being loaded for another one, which may have been given up, loads
-    nothing itself."""
-    _, host = written(stack, 2, ends=(2,))
-    device = stack.controller.load(host, [1])
-    stack.simulator.is_held = True
-    first = stack.controller.start_loading()
-    assert stack.controller.completed_loads() == []
-    assert stack.controller.start_loading() is first
-    more = HybridIndices(host.kv[PAGE:], host.states, (1,))
-    stack.controller.load(more, [2])
-    second = stack.controller.start_loading()
-    first.synchronize()
-    assert not second.done(), "a step waits for no load of a later one"
-    second.synchronize()
-    assert second.done()
-    assert stack.holds("device", device, KEYS)
-    assert eventually(stack.controller.completed_loads) == [1, 2]
-    assert stack.controller.start_loading().done()
-
-
 def test_a_state_is_loaded_into_the_slot_of_a_request(stack):
     """Once into the node's slot with its KV, and alone into one that the caller has."""
     _, host = written(stack, 3, ends=(3,))
@@ -129,19 +108,6 @@ def test_what_is_freed_in_flight_is_not_handed_out(stack):
     stack.simulator.is_held = False
     eventually(lambda: stack.free() == stack.total())
     assert stack.controller.stats().writes_without_room == 1
-
-
-def test_a_host_that_is_short_evicts_once(stack):
-    held = stack.take("host", 15, ends=(1,))
-    asked = []
-
-    def evict(slots):
-        asked.append(slots)
-        stack.group.host.free({KV: held.kv[:slots]})
-
-    stack.group.host.on_shortage(KV, evict)
-    assert stack.controller.write(stack.take("device", 3, ends=(3,)), 1) is not None
-    assert asked == [2 * PAGE]
 
 
 def test_without_room_nothing_is_taken(make_stack):
@@ -218,11 +184,3 @@ def test_two_loads_of_a_step_into_one_slot_are_refused_before_anything_is_copied
     stack.controller.start_loading().synchronize()
     assert eventually(stack.controller.completed_loads) == [1]
     assert stack.controller.load(host, [2], into=own) is not None
-
-
-def test_slots_are_given_back_once(stack):
-    _, host = written(stack, 2, ends=(2,))
-    stack.controller.free_host(host)
-    with pytest.raises(SlotError):
-        stack.controller.free_host(host)
-    assert stack.free() == stack.total()

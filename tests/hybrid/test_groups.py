@@ -20,33 +20,13 @@ from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE
 SIZES = {"kv": (32, 4), "mamba": (3, 1), "swa": (8, 2)}
 
 
-class Recorded:
-    """Slots that note who is asked, in which order."""
-
-    def __init__(self, name, calls):
-        self.name, self.calls = name, calls
-        self.slots = SlotAllocator(*SIZES[name])
-
-    def alloc(self, count):
-        self.calls.append(("alloc", self.name, count))
-        return self.slots.alloc(count)
-
-    def free(self, indices):
-        self.calls.append(("free", self.name, indices.numel()))
-        return self.slots.free(indices)
-
-    def available_size(self):
-        return self.slots.available_size()
-
-
 @pytest.fixture
-def calls():
-    return []
+def tier():
+    return made()
 
 
-@pytest.fixture
-def tier(calls):
-    return PoolTier({PoolName(name): Recorded(name, calls) for name in ("swa", "kv", "mamba")})
+def made():
+    return PoolTier({PoolName(name): SlotAllocator(*SIZES[name]) for name in SIZES})
 
 
 def free(tier):
@@ -55,12 +35,6 @@ def free(tier):
 
 def make_room(tier, **needs):
     return tier.make_room(needs, SingleRank())[0]
-
-
-def test_pools_are_asked_in_the_order_of_their_names(tier, calls):
-    taken = tier.alloc({"swa": 2, "mamba": 1, "kv": 8})
-    assert {name: slots.numel() for name, slots in taken.items()} == {"kv": 8, "mamba": 1, "swa": 2}
-    assert calls == [("alloc", "kv", 8), ("alloc", "mamba", 1), ("alloc", "swa", 2)]
 
 
 def test_a_refused_number_gives_all_back(tier):
@@ -78,7 +52,7 @@ def test_an_error_of_one_pool_does_not_keep_the_others(tier):
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 5)), max_size=12))
 def test_all_or_none(requests):
-    tier = PoolTier({PoolName(name): Recorded(name, []) for name in SIZES})
+    tier = made()
     held = []
     for kv, mamba, swa in requests:
         before = free(tier)
@@ -168,23 +142,6 @@ def test_states_of_a_model_without_them_are_refused(make_stack):
 
 # Spans
 # -------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
-def test_joined_spans_are_one(lengths, data):
-    """With their states, which may also be moved alone, behind the span that they belong to."""
-    parts, first, states, ends, before = [], 0, 0, [], 0
-    for pages in lengths:
-        own = sorted(data.draw(st.sets(st.integers(0, pages))))
-        kv = torch.arange(first, first + pages * PAGE)
-        parts.append(HybridIndices(kv, torch.arange(states, states + len(own)), tuple(own)))
-        ends += [before + end for end in own]
-        first, states, before = first + pages * PAGE, states + len(own), before + pages
-    whole = HybridIndices.concat(parts, PAGE)
-    assert whole.kv.tolist() == list(range(first))
-    assert whole.states.tolist() == list(range(states))
-    assert whole.endpoints == tuple(ends)
-    assert len(parts) > 1 or whole is parts[0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules, WritePolicy
+from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules
 from hicache_storage.spec import ConfigError
 
 BEST, COMPLETE, TIMEOUT = (
@@ -15,20 +15,6 @@ BEST, COMPLETE, TIMEOUT = (
 
 
 @pytest.mark.parametrize(
-    ("policy", "on_hits", "on_eviction"),
-    [
-        ("write_through", [False, True, True, True], False),
-        ("write_through_selective", [False, False, True, True], False),
-        ("write_back", [False, False, False, False], True),
-    ],
-)
-def test_when_pages_are_written(policy, on_hits, on_eviction):
-    policy = WritePolicy(policy)
-    assert [policy.writes_on_hit(hits) for hits in range(4)] == on_hits
-    assert policy.writes_on_eviction is on_eviction
-
-
-@pytest.mark.parametrize(
     ("tokens", "seconds"),
     [(0, 1.0), (1024, 1.25), (512, 1.125), (4096, 2.0), (2**20, 3.0), (10_240, 3.0), (8192, 3.0)],
 )
@@ -36,23 +22,6 @@ def test_the_timeout_grows_to_its_maximum(tokens, seconds):
     rules = PrefetchRules(policy=TIMEOUT, maximum_seconds=3.0)
     assert rules.stops_waiting(seconds, tokens)
     assert not rules.stops_waiting(seconds - 1e-6, tokens)
-
-
-@pytest.mark.parametrize(
-    ("policy", "elapsed", "stops"),
-    [
-        (BEST, 0.0, True),
-        (BEST, 99.0, True),
-        (COMPLETE, 0.0, False),
-        (COMPLETE, 1e9, False),
-        (TIMEOUT, 0.0, False),
-        (TIMEOUT, 1.2499, False),
-        (TIMEOUT, 1.25, True),
-        (TIMEOUT, 1e9, True),
-    ],
-)
-def test_how_long_a_request_waits(policy, elapsed, stops):
-    assert PrefetchRules(policy=policy).stops_waiting(elapsed, 1024) is stops
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,6 @@ def test_a_prefix_is_delivered_in_all_pools(stack, store):
     assert (stats.tokens_hit, stats.tokens_prefetched, stats.prefetches) == (8 * PAGE, 8 * PAGE, 1)
 
 
-def test_a_part_of_a_chain_goes_on_from_its_prefix(stack, store):
-    keys = store.fill(8, ends=(4, 8))
-    stack.controller.attach(store.open())
-    operation = stack.controller.prefetcher.begin("r", keys[3:], keys[:3])
-    result = finished(stack, operation)
-    check(stack, result, keys[3:], 5, (5,))
-
-
 def test_memory_is_taken_after_the_hit_is_known(stack, store, gate):
     store.fill(8, ends=(8,))
     storage, hang = store.open(), gate("exist")
@@ -84,16 +76,6 @@ def test_the_cut_is_not_under_the_threshold(make_stack, store):
     stack.take("host", 11)
     assert fetched(stack, 8).tokens == 0
     assert stack.free() == {KV: 5 * PAGE, MAMBA: 8}
-
-
-@pytest.mark.parametrize(
-    ("pages", "ends", "hit"), [(0, (), 0), (4, (), 0), (4, (4,), 4), (8, (3,), 3)]
-)
-def test_the_hit_ends_where_every_pool_can_go_on(stack, store, pages, ends, hit):
-    if pages:
-        store.fill(pages, ends=ends)
-    stack.controller.attach(store.open())
-    assert fetched(stack, 8).tokens == hit * PAGE
 
 
 def test_what_is_not_begun(make_stack, store):
@@ -179,16 +161,6 @@ def test_a_state_that_is_overwritten_is_not_there_any_more(stack):
     for end in (3, 7, 12):
         buffers.arrived[end] = buffers.take_state()
     assert [buffers.is_complete(end) for end in (3, 7, 12)] == [False, True, True]
-
-
-def test_a_second_termination_hands_over_nothing(stack, store):
-    store.fill(4, ends=(4,))
-    stack.controller.attach(store.open())
-    operation = stack.controller.prefetcher.begin("r", hashes(4))
-    result = finished(stack, operation)
-    again = stack.controller.prefetcher.terminate(operation)
-    assert (result.tokens, again.tokens, again.endpoints) == (4 * PAGE, 0, ())
-    assert operation.ready
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from hicache_storage.hybrid.ranks import (
     check_consistent,
     make_on_all_ranks,
 )
-from hicache_storage.hybrid.stack.stack import RANK_INVARIANT_FIELDS
-from hicache_storage.spec import ConfigError, StorageUnavailableError
+from hicache_storage.hybrid.stack.stack import build_pools
+from hicache_storage.spec import ConfigError, PoolName, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
-from tests.hybrid.stack import PAGE, build, dsa_config, mamba_config
+from tests.hybrid.stack import ATTENTION, PAGE, STATES, build, mamba_config
 from tests.hybrid.storages import is_closed
 
 
@@ -149,6 +149,7 @@ def nothing_is_made():
         ({"bigram": True}, "bigram"),
         ({"prefetch": PrefetchRules(threshold_tokens=9)}, "prefetch"),
         ({"storage": STORAGE}, "storage"),
+        ({"mamba": None, "device_states": 0, "host_states": 0}, r"pools, checkpoint_grid.*"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -180,15 +181,6 @@ def test_whose_bytes_a_storage_keeps_is_the_same_on_all():
 
 
 @pytest.mark.usefixtures("nothing_is_made")
-def test_stacks_of_two_kinds_are_refused():
-    kinds = (mamba_config, dsa_config)
-    found = on_ranks(
-        lambda rank, rank_group: build(configs(rank, kinds[rank]), rank_group=rank_group)
-    )
-    assert all("ranks differ in pools" in str(error) for error in found), found
-
-
-@pytest.mark.usefixtures("nothing_is_made")
 @pytest.mark.parametrize("late", [False, True])
 def test_no_rank_waits_for_one_that_refuses(late):
     """One rank's config is refused, where it is made or where it is looked at; its storage is
@@ -212,32 +204,42 @@ def test_no_rank_waits_for_one_that_refuses(late):
     assert all(is_closed(storage) for storage in storages)
 
 
-def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
-    """Also where its driver calls `sys.exit`."""
+def pools(config, *arguments):
+    if config.parallel.tp_rank:
+        raise SystemExit(1)
+    return build_pools(config, *arguments)
 
-    def create(driver, identity, *arguments, **options):
-        if identity.tp_rank:
-            raise SystemExit(1)
-        return MemoryStorage(identity)
 
-    with mock.patch("hicache_storage.hybrid.stack.stack.create_storage", create):
-        found = on_ranks(
+def storage(driver, identity, *arguments, **options):
+    if identity.tp_rank:
+        raise SystemExit(1)
+    return MemoryStorage(identity)
+
+
+@pytest.mark.parametrize(("name", "make"), [("build_pools", pools), ("create_storage", storage)])
+def test_what_cannot_be_made_is_made_on_no_rank(name, make):
+    """Also where a driver calls `sys.exit`."""
+    with mock.patch(f"hicache_storage.hybrid.stack.stack.{name}", make):
+        first, second = on_ranks(
             lambda rank, rank_group: build(configs(rank, storage=STORAGE), rank_group=rank_group)
         )
-    assert isinstance(found[0], OtherRankError)
-    assert isinstance(found[1], SystemExit)
+    assert str(first) == f"another rank could not make its {make.__name__}"
+    assert isinstance(second, SystemExit)
 
 
-def test_a_storage_that_cannot_be_attached_is_attached_to_no_rank():
-    def attach(rank, rank_group):
-        settings = configs(rank)
-        storage = MemoryStorage(settings.identity("m"))
-        if rank:
-            storage.register_mem_host_pool_v2 = mock.Mock(side_effect=SystemExit(1))
-        build(settings, storage=storage, rank_group=rank_group)
+@pytest.mark.parametrize("name", ["host_tokens", "host_states"])
+def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can(name):
+    """One has twice as many layers. Numbers of slots are nobody else's business."""
 
-    found = on_ranks(attach)
-    assert all(isinstance(error, StorageUnavailableError) for error in found), found
+    def sizes(rank, rank_group):
+        grown = {"attention": replace(ATTENTION, layers=(0, 2, 4, 6)[: 2 + 2 * rank])}
+        grown |= {"mamba": replace(STATES, layers=(1, 3, 5, 7)[: 2 + 2 * rank])}
+        with build(configs(rank, **grown, **{name: "2KiB"}), rank_group=rank_group) as stack:
+            return [stack.host_pools[pool].size for pool in (PoolName.KV, PoolName.MAMBA)]
+
+    kv = 2048 // (2 * ATTENTION.page_bytes(PAGE)) * PAGE if name == "host_tokens" else 16 * PAGE
+    states = 2048 // (2 * STATES.page_bytes(1)) if name == "host_states" else 8
+    assert on_ranks(sizes) == [[kv, states]] * 2
 
 
 @pytest.mark.parametrize(
@@ -290,8 +292,3 @@ def test_what_is_no_config_is_refused():
     for config in ({}, dict):
         with pytest.raises(ConfigError, match="config must be a StackConfig, got dict"):
             build_hybrid_stack(config)
-
-
-def test_every_field_is_one_of_a_config():
-    fields = {*vars(mamba_config()), "checkpoint_grid", "pools", "kv_replicated"}
-    assert set(RANK_INVARIANT_FIELDS) <= fields

@@ -10,9 +10,7 @@ import torch
 
 from hicache_storage import create_storage
 from hicache_storage.hybrid import (
-    OtherRankError,
     ParallelConfig,
-    StorageAttachedError,
     StorageConfig,
 )
 from hicache_storage.hybrid.hashing import page_hashes
@@ -190,15 +188,6 @@ def test_what_a_prefetch_has_brought_outlives_its_storage(config):
         assert stack.drain(60)
 
 
-def test_a_second_storage_is_refused_and_not_touched(config):
-    settings = config()
-    with build(settings, storage=in_dict(settings)) as stack:
-        second = in_dict(settings)
-        with pytest.raises(StorageAttachedError):
-            stack.attach(second)
-        assert second.operations == []
-
-
 def test_close_ends_the_threads_and_the_storage_once(config):
     settings = config()
     storage = in_dict(settings)
@@ -225,17 +214,6 @@ def test_close_waits_for_copies_that_run(config):
         assert host.any()
 
 
-def test_drain_gives_up_when_its_time_is_over(config):
-    settings, hangs = config(), threading.Event()
-    storage = in_dict(settings)
-    storage.before = lambda operation: operation == "write" and hangs.wait(60)
-    with build(settings, storage=storage) as stack:
-        Session(stack).insert()
-        assert not stack.drain(0.05)
-        hangs.set()
-        assert stack.drain(60)
-
-
 def test_drain_waits_for_a_backup_that_was_running_at_a_reset(config, gate):
     """It still reads host memory, which nobody can take meanwhile."""
     settings, writes = config(), gate("write")
@@ -253,58 +231,27 @@ def test_drain_waits_for_a_backup_that_was_running_at_a_reset(config, gate):
         assert slots.available_size() == stack.host_pools[PoolName.KV].size
 
 
-class Pair:
-    """Agrees with a rank that says what it is told to; that rank has the same pools and rules."""
-
-    size = 2
-
-    def __init__(self, *says):
-        self._says = list(says)
-
-    def all_reduce_min(self, values):
-        said = self._says.pop(0) if self._says else None
-        return (
-            list(values) if said is None else [min(pair) for pair in zip(values, said, strict=True)]
-        )
-
-
-PAIR = ParallelConfig(tp_rank=0, tp_size=2)
 FAULTY = {
     "unknown driver": (
         {"storage": StorageConfig(driver="none", model="m")},
-        None,
         "no driver named 'none'",
     ),
     "bad option": (
         {"storage": StorageConfig(driver="file", model="m", options={"paht": "x"})},
-        None,
         "did you mean 'path'",
     ),
-    "memory": ({"device_tokens": 1 << 50}, None, "cannot allocate"),
+    "memory": ({"device_tokens": 1 << 50}, "cannot allocate"),
     "device": (
         {"device": "cuda:1"},
-        None,
         "device is 'cuda:1', and CUDA is not available here; pass 'cpu'",
     ),
     "no group": (
-        {"parallel": PAIR},
-        None,
+        {"parallel": ParallelConfig(tp_rank=0, tp_size=2)},
         "parallel has 2 ranks .* torch.distributed is not initialized",
     ),
     "two storages": (
         {"storage": StorageConfig(driver="file", model="m")},
-        None,
         "storage: config.storage names one, too",
-    ),
-    "pools of another rank": (
-        {"parallel": PAIR},
-        [None, None, [0]],
-        "another rank could not make its pools",
-    ),
-    "storage of another rank": (
-        {"parallel": PAIR},
-        [None] * 4 + [[0]],
-        "another rank could not make its storage",
     ),
 }
 
@@ -312,12 +259,12 @@ FAULTY = {
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_build_that_fails_leaves_nothing(config, monkeypatch, fault):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    fields, says, message = FAULTY[fault]
+    fields, message = FAULTY[fault]
     settings = config(**fields)
     own = fault in ("unknown driver", "bad option")
     storage = None if own else in_dict(settings)
-    with pytest.raises((ConfigError, InvalidPoolError, LookupError, OtherRankError), match=message):
-        build(settings, storage=storage, rank_group=Pair(*says) if says else None)
+    with pytest.raises((ConfigError, InvalidPoolError, LookupError), match=message):
+        build(settings, storage=storage)
     if storage is not None:
         assert is_closed(storage)
         assert storage.operations == []
@@ -354,22 +301,6 @@ def test_a_storage_of_other_bytes_is_refused(config, field, value):
         build(settings, storage=storage)
     assert is_closed(storage)
     assert "connect" not in storage.operations
-
-
-def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
-    """The other rank has more layers: fewer of its pages fit. Numbers of slots are nobody else's
-    business."""
-    settings = mamba_config(
-        parallel=ParallelConfig(pp_rank=0, pp_size=2), host_tokens="2KiB", host_states=6
-    )
-    with build(settings, rank_group=Pair(None, [2 * PAGE, 3])) as stack:
-        assert settings.slots_of("kv")[1] == 8 * PAGE
-        assert stack.host_pools[PoolName.KV].size == 2 * PAGE
-        assert stack.host_pools[PoolName.MAMBA].size == 6
-    settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_states="1KiB")
-    with build(settings, rank_group=Pair(None, [2 * PAGE, 3])) as stack:
-        assert stack.host_pools[PoolName.KV].size == 16 * PAGE
-        assert stack.host_pools[PoolName.MAMBA].size == 3
 
 
 def test_bigram_keys_come_back_from_every_tier(config):

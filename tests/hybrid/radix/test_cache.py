@@ -28,23 +28,6 @@ def computed(world, tokens, *ends):
     return rows, states
 
 
-def test_a_hit_goes_to_the_last_checkpoint_with_a_state(world):
-    served(world, LONG, 8)
-    match = world.cache.match(LONG)
-    assert (match.length, match.host_length, match.needs_load) == (16, 0, False)
-    assert world.cache.match(LONG[:15]).length == 8
-    assert world.cache.match(LONG[:7]).length == 0
-    assert world.cache.match((*LONG[:12], 99, 99, 99, 99)).length == 8
-    assert int(world.device[MAMBA][match.state_slot]) == value("state", LONG[:16])
-
-
-def test_namespaces_share_nothing(world):
-    world.cache.insert(LONG[:4], *computed(world, LONG[:4], 4), namespace="ab" * 32)
-    world.inserted[LONG[:4]] = {"kv", "state"}
-    assert world.cache.match(LONG[:4], namespace="ab" * 32).length == 4
-    assert world.cache.match(LONG[:4]).length == 0
-
-
 def test_a_namespace_that_nobody_uses_is_forgotten(world):
     """There may be one for each request."""
     for number in range(20):
@@ -114,30 +97,6 @@ def test_a_split_between_match_and_lock_is_no_change(world):
     world.cache.evict(100, 100)
     assert world.cache.match(LONG, device_only=True).length == 16
     world.cache.unlock(lock)
-
-
-def test_kv_and_state_come_back_from_the_host(world):
-    served(world, LONG, 8)
-    world.cache.evict(100, 100)
-    match = world.cache.match(LONG)
-    assert (match.length, match.host_length, match.state_on_host, match.state_slot) == (
-        16,
-        16,
-        True,
-        None,
-    )
-    assert world.cache.match(LONG, device_only=True).length == 0
-    slot = world.cache.alloc_state()
-    lock = world.cache.lock(match)
-    loaded = world.cache.load(lock, int(slot))
-    world.controller.wait_for_loads(world.cache.start_loading())
-    assert loaded.state_slot == int(slot)
-    world.check_hit(LONG[:16], loaded.device_indices, slot)
-    # The slot is the request's: the cache's own copy of the state is still the one on the host.
-    assert world.cache.usage().device_states == 0
-    world.settle()
-    world.cache.unlock(lock)
-    world.state_slots.free(slot)
 
 
 def test_two_requests_load_one_prefix(world):

@@ -33,26 +33,6 @@ def test_a_prefix_comes_back_in_its_namespace_only(world):
     world.cache.reset()
 
 
-def test_without_states_what_fits_is_cut_to_a_page(make_world):
-    """MLA with an indexer: of the same 8 pages 5 come back, with their index, and the next request
-    computes from there."""
-    world = make_world(host_kv=18, grid=None)
-    served(world, LONG)
-    forget(world)
-    keeper = tuple(range(80, 88))
-    served(world, keeper)
-    world.cache.evict(100)
-    lock = world.cache.lock(world.cache.match(keeper))
-    assert world.controller.host_slots[KV].available_size() == 5 * PAGE
-    fetch(world, LONG)
-    assert world.cache.match(LONG).host_length == 10
-    world.cache.unlock(lock)
-    request = world.start(LONG)
-    assert world.cache.match(LONG, device_only=True).length == 16
-    world.drop(request)
-    world.running.clear()
-
-
 def test_eviction_is_tried_before_anything_is_cut(make_world):
     world = make_world(host_kv=18, grid=4)
     served(world, LONG, 4)
@@ -133,42 +113,10 @@ def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):
     assert world.cache.match(LONG).length == 16
 
 
-def test_another_storage_gets_what_is_on_the_host_when_it_is_used(world):
-    served(world, LONG)
-    world.cache.end_prefetches()
-    world.controller.detach()
-    world.controller.attach(empty=True)
-    world.cache.storage_changed()
-    lock = world.cache.lock(world.cache.match(LONG))
-    world.cache.unlock(lock)
-    forget(world)
-    fetch(world, LONG)
-    assert world.cache.match(LONG).length == 16
-
-
 def grow(world, tokens):
     """A request whose answer is a page longer each time; the tokens of the conversation then."""
     served(world, (*tokens, tokens[-1] + 1, tokens[-1] + 2))
     return (*tokens, tokens[-1] + 1, tokens[-1] + 2)
-
-
-def test_what_the_storage_has_lost_goes_there_again_once(world):
-    served(world, LONG)
-    stored = world.cache.usage().host_tokens
-    tokens = grow(world, LONG)
-    assert world.cache.usage().tokens_stored_again == 0
-    world.controller.lose(1.0, while_read=False)
-    tokens = grow(world, tokens)
-    world.settle()
-    again = world.cache.usage().tokens_stored_again
-    assert again >= stored
-    for _ in range(3):
-        tokens = grow(world, tokens)
-    world.settle()
-    assert world.cache.usage().tokens_stored_again == again
-    forget(world)
-    fetch(world, tokens)
-    assert world.cache.match(tokens).length >= 20
 
 
 def test_a_storage_that_keeps_nothing_makes_no_storm(world):
