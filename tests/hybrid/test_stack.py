@@ -11,6 +11,7 @@ import torch
 from hicache_storage import create_storage
 from hicache_storage.hybrid import (
     ParallelConfig,
+    StorageAttachedError,
     StorageConfig,
 )
 from hicache_storage.hybrid.hashing import page_hashes
@@ -157,6 +158,9 @@ def test_what_is_kept_goes_to_a_storage_that_comes_later(config):
         assert not stack.controller.attached
         storage = in_dict(settings, objects)
         stack.attach(storage)
+        # Not even made.
+        with pytest.raises(StorageAttachedError):
+            stack.attach(StorageConfig(driver="none", model="m"))
         session.restore()
         assert stack.drain(60)
         states = Session.LENGTH // GRID if settings.checkpoint_grid else 0
