@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hicache_storage import plugins
@@ -70,14 +69,9 @@ class SampleConfig(DriverConfig):
 class SampleStorage(MemoryStorage):
     """Keeps pages in a dict of the process."""
 
-    def __init__(
-        self,
-        identity: StorageIdentity,
-        config: SampleConfig,
-        capabilities: Capabilities = CAPABILITIES,
-    ) -> None:
+    def __init__(self, identity: StorageIdentity, config: SampleConfig) -> None:
         objects = STORES[config.store]
-        super().__init__(identity, objects, driver_name="sample", capabilities=capabilities)
+        super().__init__(identity, objects, driver_name="sample", capabilities=CAPABILITIES)
 
     def objects_exist(self, batches, call):
         return _or_right(_struck("exists", call), super().objects_exist, batches, call)
@@ -133,13 +127,6 @@ class UnrulyStorage(StorageLayer):
         return _or_right(TROUBLE.strike("set"), super().batch_set_v2, *asked, **named)
 
 
-class SealedStorage(SampleStorage):
-    """Cannot be cleared."""
-
-    def __init__(self, identity: StorageIdentity, config: SampleConfig) -> None:
-        super().__init__(identity, config, replace(CAPABILITIES, clears=False))
-
-
 _SPECS = [
     DriverSpec(
         name=name,
@@ -147,11 +134,7 @@ _SPECS = [
         config=f"{__name__}:{SampleConfig.__name__}",
         capabilities=CAPABILITIES,
     )
-    for name, storage in (
-        ("sample", SampleStorage),
-        ("unruly", UnrulyStorage),
-        ("sealed", SealedStorage),
-    )
+    for name, storage in (("sample", SampleStorage), ("unruly", UnrulyStorage))
 ]
 
 

@@ -22,7 +22,6 @@ from hicache_storage.spec import (
     InvalidPoolError,
     StorageClosedError,
     StorageUnavailableError,
-    UnsupportedOperationError,
 )
 from tests.interop.drivers import raise_os_error
 from tests.interop.engine import PAGE_SIZE, mha_pools, tokens, with_mamba
@@ -142,13 +141,6 @@ def test_detach_while_the_store_hangs(ranks, trouble, operation):
     released.set()
     # What hung is closed when it comes back, by the thread that it hung in.
     until_only(before)
-
-
-def test_a_driver_that_cannot_clear_says_so(ranks, trouble):
-    rank = ranks(mha_pools("page_first"))
-    rank.attach("sealed")
-    with pytest.raises(UnsupportedOperationError, match="clears"):
-        rank.bridge.clear()
 
 
 def test_after_a_clear_that_failed_nothing_is_served_until_one_has_happened(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
-import threading
 import time
 
 import pytest
@@ -145,33 +144,6 @@ def test_set_exists_get_delete_clear(attached, make_pools):
             assert fetch(rank, driver, [names[2]]) == [None]
             assert same(fetch(rank, driver, names[3:]), contents[3:])
         driver.clear()
-
-
-def test_two_ranks(attached, server):
-    """The same keys and other bytes, at the same time; a clear of one is not one of the other."""
-    both = [attached(mha_pools("page_first"), parallel) for parallel in TWO_RANKS]
-    contents = [None, None]
-
-    def work(number):
-        rank, driver = both[number]
-        for batch in range(10):
-            stored = store(rank, driver, keys(PAGES, f"{batch}-"), seed=10 * number + batch)
-            contents[number] = contents[number] or stored
-            assert same(fetch(rank, driver, keys(PAGES, f"{batch}-")), stored)
-
-    threads = [threading.Thread(target=work, args=[number]) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert live(server.url) == {"0:kv": 20 * PAGES, "1:kv": 20 * PAGES}
-    first = [fetch(rank, driver, keys(PAGES, "0-")) for rank, driver in both]
-    assert same(first[0], contents[0])
-    assert same(first[1], contents[1])
-    assert not torch.equal(contents[0][0], contents[1][0])
-    both[0][1].clear()
-    assert live(server.url) == {"0:kv": 0, "1:kv": 20 * PAGES}
-    assert same(fetch(*both[1], keys(PAGES, "0-")), contents[1])
 
 
 def test_ranks_of_replicated_kv_share_one_scope(attached, server):

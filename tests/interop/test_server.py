@@ -178,12 +178,3 @@ def test_a_configuration_that_cannot_be_is_refused_and_the_server_goes_on(past, 
     server.attach(past.configuration)
     server.flush()
     assert server.ask(RESTARTED).from_storage == REUSED
-
-
-def test_sglang_does_not_exchange_a_store_that_is_attached(past, server, tmp_path):
-    """Which is why the documents say to detach first; what it then tells of its configuration is
-    not what it uses."""
-    elsewhere = past.configuration | {"driver_config": {"path": str(tmp_path / "elsewhere")}}
-    assert "already enabled" in server.attach(elsewhere)
-    assert "elsewhere" in server.call("GET", "/hicache/storage-backend")
-    assert server.ask(RESTARTED).from_storage == REUSED

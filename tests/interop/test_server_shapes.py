@@ -4,14 +4,10 @@ the host pool, KV that all ranks share, and TP sizes that share a store by `tp_l
 from __future__ import annotations
 
 import json
-import random
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_conformance.harness.concurrency import together
-from hicache_conformance.harness.ports import free_ports
 from tests.interop.engine_server import (
     PAGES,
     REUSED,
@@ -27,9 +23,6 @@ if TYPE_CHECKING:
 
 # One to three starts of a server each; minutes where nothing else leaves it a processor.
 pytestmark = [pytest.mark.slow(seconds=60), pytest.mark.interop, pytest.mark.timeout(900)]
-
-TOGETHER_SECONDS = 60.0
-PROMPTS = range(30, 36)
 
 
 def stored(server: EngineServer, pages: list[int]) -> None:
@@ -98,51 +91,3 @@ def test_each_tp_size_restores_what_the_other_has_stored(tmp_path: Path):
     with EngineServer(tmp_path, command, ranks=2) as two:
         check_restored(two.wait_until_up().ask(prompt(20)), other)
         assert two.counted("read") == [PAGES, PAGES]
-
-
-@pytest.mark.long
-def test_both_tp_sizes_at_once(tmp_path: Path):
-    """For a minute both serve the same few prompts, and forget what they hold now and then.
-
-    Every answer is the one that the prompt has without any cache, and both read what the other has
-    stored.
-    """
-    command = prepare(tmp_path)
-    configuration = json.loads((tmp_path / "hicache.json").read_text())
-    apart = tmp_path / "two"
-    apart.mkdir()
-    (apart / "cache").symlink_to(tmp_path / "cache")
-    (apart / "hicache.json").write_text(
-        json.dumps(configuration | {"metrics_port": free_ports(2)[0]})
-    )
-    with (
-        EngineServer(tmp_path, command, ranks=1) as one,
-        EngineServer(apart, command, ranks=2) as two,
-    ):
-        for server in (one, two):
-            server.wait_until_up()
-        until = time.monotonic() + TOGETHER_SECONDS
-        answers = {server: dict[int, list]() for server in (one, two)}
-
-        def serve(server: EngineServer) -> None:
-            chance = random.Random(server.ranks)
-            while time.monotonic() < until:
-                number = chance.choice(PROMPTS)
-                answers[server].setdefault(number, []).append(server.ask(prompt(number)))
-                server.flush()
-
-        together("CC-2", [lambda: serve(one), lambda: serve(two)])
-        alone = {number: one.ask([*prompt(number)], cache_salt="none") for number in PROMPTS}
-        for number, reference in alone.items():
-            given = [answer for server in (one, two) for answer in answers[server].get(number, [])]
-            assert given
-            assert all(answer.tokens == reference.tokens for answer in given)
-        assert all(min(server.counted("read")) for server in (one, two))
-        # Each page is written once, or by both where they were at it at the same time.
-        restored = [
-            answer.from_storage
-            for given in answers.values()
-            for each in given.values()
-            for answer in each
-        ]
-        assert sum(map(bool, restored)) > len(restored) / 2
