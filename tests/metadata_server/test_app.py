@@ -13,12 +13,9 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.asgi import HEALTH
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES
 from tests.metadata_server.http_calls import SlowStore, of_keys, running
+from tests.metadata_server.protocol.peer import keys_of
 
 SLOTS = 100_000
-
-
-def keys(count, name="k"):
-    return [f"{name}{i:060d}" for i in range(count)]
 
 
 async def test_a_store_with_a_fault_of_its_own_is_an_answer():
@@ -38,7 +35,7 @@ async def test_a_request_that_comes_again_is_done_once():
         await caller.initialize("0:kv", slots=SLOTS)
 
         def ask():
-            return caller.reserve("0:kv", keys(2000), headers={"Idempotency-Key": "once"})
+            return caller.reserve("0:kv", keys_of(2000), headers={"Idempotency-Key": "once"})
 
         first, *others = await asyncio.gather(ask(), ask(), ask())
         assert [*others, await ask()] == [first] * 3
@@ -53,7 +50,7 @@ async def test_short_requests_are_served_between_long_ones():
         order = []
 
         async def ask(count):
-            await caller.post("/v2/lookup", of_keys("0:kv", keys(count)))
+            await caller.post("/v2/lookup", of_keys("0:kv", keys_of(count)))
             order.append(count)
 
         await asyncio.gather(*(ask(4000) for _ in range(6)), ask(1))
@@ -67,7 +64,9 @@ async def test_requests_that_arrive_together_share_a_transaction():
         await caller.initialize("0:kv", slots=SLOTS)
         before = len(store.written)
         store.gate.clear()
-        asked = [asyncio.create_task(caller.reserve("0:kv", keys(4, f"{i}-"))) for i in range(40)]
+        asked = [
+            asyncio.create_task(caller.reserve("0:kv", keys_of(4, f"{i}-"))) for i in range(40)
+        ]
         while caller.service.list_scopes().scopes[0].leased < 160:
             await asyncio.sleep(0)
         assert not any(task.done() for task in asked)
@@ -83,12 +82,12 @@ async def test_a_store_that_fails_is_told_and_nothing_is_lost():
     async with running(store) as caller:
         await caller.initialize("0:kv")
         store.error = StoreError("the disk is full")
-        refused = await caller.reserve("0:kv", keys(3), **once)
+        refused = await caller.reserve("0:kv", keys_of(3), **once)
         assert (refused.status, refused.json["code"]) == (503, "unavailable")
         assert "disk is full" in refused.json["message"]
         assert [await caller.status_of(path) for path in HEALTH] == [200, 503]
         store.error = None
-        again = await caller.reserve("0:kv", keys(3), **once)
+        again = await caller.reserve("0:kv", keys_of(3), **once)
         assert again.json["scopes"][0]["states"] == ["busy"] * 3
         # What could not be written went with the next group.
         assert list(store.written[-1].slots[1].changed) == [0, 1, 2]
@@ -147,9 +146,9 @@ async def test_a_timer_that_loses_its_cancellation_ends_all_the_same():
 async def test_metrics():
     async with running() as caller:
         await caller.initialize("0:kv")
-        await caller.store("0:kv", keys(3))
-        assert await caller.live("0:kv", [*keys(2), "absent"]) == keys(2)
-        await caller.post("/0/exists", {"keys": ["absent", *keys(3)]})
+        await caller.store("0:kv", keys_of(3))
+        assert await caller.live("0:kv", [*keys_of(2), "absent"]) == keys_of(2)
+        await caller.post("/0/exists", {"keys": ["absent", *keys_of(3)]})
         await caller.post("/0/get_page_indices", {"keys": ["absent", "absent"]})
         unknown = await caller.send("GET", "/nothing")
         assert (unknown.status, unknown.json["code"]) == (404, "unknown_route")

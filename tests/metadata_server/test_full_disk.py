@@ -21,6 +21,7 @@ from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server import services
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.http_calls import eventually, running
+from tests.metadata_server.protocol.peer import keys_of
 
 SLOTS = 10_000
 both = pytest.mark.parametrize("durability", [StoreDurability.PROCESS, StoreDurability.MACHINE])
@@ -51,10 +52,6 @@ def told(logs):
     return events
 
 
-def keys(count, name="k"):
-    return [f"{name}{i:060d}" for i in range(count)]
-
-
 async def becomes(caller, status):
     """Ask /readyz alone, as a load balancer does; returns what it says."""
 
@@ -66,7 +63,7 @@ async def becomes(caller, status):
 
 
 async def is_refused(caller, name, count=100):
-    reply = await caller.reserve("0:kv", keys(count, name))
+    reply = await caller.reserve("0:kv", keys_of(count, name))
     return (reply.status, reply.json.get("code", "")) == (503, "unavailable")
 
 
@@ -85,7 +82,7 @@ async def test_a_store_without_room(tmp_path, logs, durability):
     with small_disk(tmp_path) as disk:
         async with on_disk(disk.path, durability) as caller:
             await caller.initialize("0:kv", slots=SLOTS)
-            assert (await caller.store("0:kv", keys(100))).status == 200
+            assert (await caller.store("0:kv", keys_of(100))).status == 200
             await becomes(caller, 200)
             disk.fill()
             assert await is_refused(caller, "a")
@@ -96,15 +93,15 @@ async def test_a_store_without_room(tmp_path, logs, durability):
                 await asyncio.sleep(0.02)
             assert told(logs) == ["store_failing"], "one line for the episode"
             assert await caller.status_of("/healthz") == 200
-            assert await caller.live("0:kv", keys(100)) == keys(100)
+            assert await caller.live("0:kv", keys_of(100)) == keys_of(100)
             assert await is_failing(caller)
             disk.empty()
             await becomes(caller, 200)
             assert told(logs) == ["store_serving"]
             assert not await is_failing(caller)
-            assert (await caller.store("0:kv", keys(10, "new"))).status == 200
+            assert (await caller.store("0:kv", keys_of(10, "new"))).status == 200
         async with on_disk(disk.path, durability) as caller:
-            everything = keys(100) + keys(10, "new")
+            everything = keys_of(100) + keys_of(10, "new")
             assert await caller.live("0:kv", everything) == everything
             assert (await caller.post("/v2/fsck", {})).json["problems"] == []
 
@@ -116,7 +113,7 @@ async def test_a_disk_that_is_full_during_a_compaction(tmp_path, logs, durabilit
     with small_disk(tmp_path) as disk:
         async with on_disk(disk.path, durability) as caller:
             await caller.initialize("0:kv", slots=SLOTS)
-            assert (await caller.store("0:kv", keys(2000))).status == 200
+            assert (await caller.store("0:kv", keys_of(2000))).status == 200
             disk.fill(leave=8192)
             why = await becomes(caller, 503)
             for turn in range(30):
@@ -127,9 +124,9 @@ async def test_a_disk_that_is_full_during_a_compaction(tmp_path, logs, durabilit
             assert await is_failing(caller)
             disk.empty()
             await becomes(caller, 200)
-            assert (await caller.store("0:kv", keys(10, "new"))).status == 200
+            assert (await caller.store("0:kv", keys_of(10, "new"))).status == 200
         async with on_disk(disk.path, durability) as caller:
-            everything = keys(2000) + keys(10, "new")
+            everything = keys_of(2000) + keys_of(10, "new")
             assert await caller.live("0:kv", everything) == everything
 
 
@@ -137,30 +134,30 @@ async def test_a_server_ends_in_good_order_on_a_full_disk(tmp_path, logs):
     with small_disk(tmp_path) as disk:
         async with on_disk(disk.path) as caller:
             await caller.initialize("0:kv", slots=SLOTS)
-            assert (await caller.store("0:kv", keys(100))).status == 200
+            assert (await caller.store("0:kv", keys_of(100))).status == 200
             disk.fill()
             assert await is_refused(caller, "a")
         assert told(logs) == ["store_failing", "unwritten", "stopped"]
         disk.empty()
         async with on_disk(disk.path) as caller:
-            assert await caller.live("0:kv", keys(100)) == keys(100)
+            assert await caller.live("0:kv", keys_of(100)) == keys_of(100)
 
 
 async def test_a_start_on_a_full_disk_serves_what_is_there(tmp_path):
     with small_disk(tmp_path) as disk:
         store, service = services.opened(disk.path)
         services.initialize(service, "0:kv", slots=SLOTS)
-        services.commit(service, services.reserve(service, keys(2000)).leases)
+        services.commit(service, services.reserve(service, keys_of(2000)).leases)
         store.write(service.take_changes())
         services.killed(store)
         disk.fill()
         async with on_disk(disk.path) as caller:
-            assert await caller.live("0:kv", keys(2000)) == keys(2000)
+            assert await caller.live("0:kv", keys_of(2000)) == keys_of(2000)
             assert await is_refused(caller, "a")
             assert f"free space in {disk.path}" in await becomes(caller, 503)
             disk.empty()
             await becomes(caller, 200)
-            assert (await caller.store("0:kv", keys(10, "new"))).status == 200
+            assert (await caller.store("0:kv", keys_of(10, "new"))).status == 200
 
 
 async def test_no_block_is_compacted_with_changes_that_the_log_lacks(tmp_path, monkeypatch):
@@ -168,7 +165,7 @@ async def test_no_block_is_compacted_with_changes_that_the_log_lacks(tmp_path, m
     monkeypatch.setattr(sqlite, "MAX_LOG_BYTES", 1)
     async with on_disk(tmp_path) as caller:
         await caller.initialize("0:kv", slots=SLOTS)
-        assert (await caller.reserve("0:kv", keys(100))).status == 200
+        assert (await caller.reserve("0:kv", keys_of(100))).status == 200
         store, compacted = caller.app.store, []
 
         def fail(changes):
@@ -199,5 +196,5 @@ async def test_changes_are_written_and_checkpoints_are_made_without_a_new_thread
         with monkeypatch.context() as limit:
             limit.setattr(threading.Thread, "start", refuse)
             assert (await caller.initialize("0:kv", slots=SLOTS)).status == 200
-            assert (await caller.store("0:kv", keys(100))).status == 200
+            assert (await caller.store("0:kv", keys_of(100))).status == 200
             await eventually(lambda: checkpointed(caller, before))

@@ -138,14 +138,6 @@ def test_a_log_without_its_database_does_no_harm(tmp_path):
     store.close()
 
 
-def test_a_second_server_is_refused(tmp_path):
-    store, _ = opened(tmp_path)
-    with pytest.raises(StoreError, match=r"another server has this store: `fuser .*m\.db` names"):
-        opened(tmp_path)
-    store.close()
-    opened(tmp_path)[0].close()
-
-
 def test_other_databases_are_left_alone(tmp_path):
     with database(tmp_path) as one:
         one.execute("CREATE TABLE bookmarks (url TEXT)")

@@ -142,7 +142,8 @@ async def test_nothing_is_listed_before_it_is_durable(fails):
         await peer.store(["a"])
         listener = await Listener.on(peer)
         store.gate.clear()
-        deleting = asyncio.create_task(peer.send("/v2/delete", delete_of(peer, "a")))
+        going = p.Delete(scopes=[p.DeleteScope(scope=peer.scope, keys=["a"])])
+        deleting = asyncio.create_task(peer.send("/v2/delete", going))
         await eventually(lambda: gone(peer, "a"))
         asked = p.CollectRemovals(
             scopes=[p.RemovalCursor(scope=peer.scope, cursor=listener.cursor)]
@@ -158,10 +159,6 @@ async def test_nothing_is_listed_before_it_is_durable(fails):
         if fails:
             await eventually(lambda: answers(peer, asked))
         assert await listener.removed() == [("a", REASON.DELETED)]
-
-
-def delete_of(peer, key):
-    return p.Delete(scopes=[p.DeleteScope(scope=peer.scope, keys=[key])])
 
 
 async def gone(peer, key):
