@@ -250,7 +250,7 @@ class LentMemory(PoolMemory):
         return self._pool
 
     def read(self, page: int) -> bytes:
-        return b"".join(self._pool.page_buffers([page * self.page_size])[0])
+        return b"".join(map(bytes, self._pool.page_buffers([page * self.page_size])[0]))
 
     def write(self, page: int, content: bytes) -> None:
         spread(content, self._pool.page_buffers([page * self.page_size])[0])

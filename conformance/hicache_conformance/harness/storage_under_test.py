@@ -380,13 +380,11 @@ class StorageUnderTest:
         """Return the generation of a page of this key that the bytes are; None if they are none."""
         return self._patterns.generation(content, self._owners([key], pool)[0])
 
-    def explain(
-        self, key: str, content: bytes | None, pool: str = PoolName.KV, generation: int = 0
-    ) -> str:
+    def explain(self, key: str, content: bytes | None, pool: str = PoolName.KV) -> str:
         """Describe what is wrong with a page; empty where nothing is, or nothing was delivered."""
         if content is None:
             return ""
-        return self._patterns.explain(content, self._owners([key], pool, generation)[0])
+        return self._patterns.explain(content, self._owners([key], pool)[0])
 
     def compare_holed(
         self,
@@ -461,9 +459,9 @@ class StorageUnderTest:
         except Exception as error:
             raise Violation("", f"{name} raised {type(error).__name__}: {error}") from error
 
-    def own_pages(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int]:
-        """A page of this client for each of the keys."""
-        return list(self._own_pages(self.memories[pool]))[: len(keys)]
+    def own_pages(self, keys: Sequence[str]) -> list[int]:
+        """A KV page of this client for each of the keys."""
+        return list(self._own_pages(self.memories[PoolName.KV]))[: len(keys)]
 
     def _owners(
         self,

@@ -12,12 +12,12 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import msgspec
 
 from hicache_conformance.harness.page_patterns import spent
-from hicache_conformance.harness.pools import GuardedPool, slots_of, spread
+from hicache_conformance.harness.pools import GuardedPool, LentMemory, slots_of
 from hicache_conformance.interfaces.interface import Setup, interface_profile
 from hicache_conformance.interfaces.registration import capabilities
 from hicache_conformance.model.violation import NotPromised
@@ -70,25 +70,23 @@ class Mirror:
     """
 
     def __init__(self, source: HostPool, memory: EngineMemory) -> None:
-        self.source = source
+        self._source = LentMemory(source)
         self._memory = memory
-        self._slots = source.geometry.page_size
-        self._pages = source.geometry.size // self._slots
-        self._idle = (IDLE_MARK * (source.geometry.page_bytes // len(IDLE_MARK) + 1))[
-            : source.geometry.page_bytes
-        ]
+        length = self._source.page_bytes
+        self._idle = (IDLE_MARK * (length // len(IDLE_MARK) + 1))[:length]
         # Counted, because two calls may use one page at the same time; the mark comes back with the
         # last of them.
         self._borrowed = Counter[int]()
         # Guards `_borrowed` and the bytes of both pools. It is not held while the driver works,
         # since calls of several threads have to overlap.
         self._lock = threading.Lock()
-        for page in range(self._pages):
+        for page in range(self._source.pages):
             memory.put(page, self._idle)
 
     def pages(self, host_indices: torch.Tensor) -> list[int]:
         """The pages that a transfer of the case's names."""
-        return [int(slot) // self._slots for slot in host_indices[:: self._slots]]
+        slots = self._source.page_size
+        return [int(slot) // slots for slot in host_indices[::slots]]
 
     @contextmanager
     def sources(self, pages: Sequence[int]) -> Generator[None]:
@@ -113,7 +111,7 @@ class Mirror:
             # destination holds is nobody's business (GET-2).
             with self._lock:
                 for page in pages:
-                    self._write_source(page, self._memory.content(page))
+                    self._source.write(page, self._memory.content(page))
                 self._show_touched()
             self._give_back(pages, self._idle)
 
@@ -121,15 +119,15 @@ class Mirror:
         with self._lock:
             self._borrowed.update(pages)
             for page in pages:
-                self._memory.put(page, self._read_source(page))
+                self._memory.put(page, self._source.read(page))
 
     def _show_touched(self) -> None:
-        for page in range(self._pages):
+        for page in range(self._source.pages):
             if self._borrowed[page]:
                 continue
             found = self._memory.content(page)
             if found not in (self._idle, spent(len(self._idle))):
-                self._write_source(page, found)
+                self._source.write(page, found)
                 self._memory.put(page, self._idle)
 
     def _give_back(self, pages: Sequence[int], content: bytes) -> None:
@@ -138,14 +136,6 @@ class Mirror:
             for page in pages:
                 if not self._borrowed[page]:
                     self._memory.put(page, content)
-
-    def _read_source(self, page: int) -> bytes:
-        return b"".join(
-            bytes(buffer) for buffer in self.source.page_buffers([page * self._slots])[0]
-        )
-
-    def _write_source(self, page: int, content: bytes) -> None:
-        spread(content, self.source.page_buffers([page * self._slots])[0])
 
 
 KeyT = TypeVar("KeyT", bound="Hashable")
@@ -241,7 +231,7 @@ class ForeignStorage(HiCacheStorage):
         self._mirrors: dict[str, Mirror] = {}
         self._driver: Any = None
         self._closed = False
-        self._companions = list[Self]()
+        self._companions = list[ForeignStorage]()
         # Guards the construction of the driver. Reentrant, because a pool that is registered
         # meanwhile attaches by itself.
         self._attaching = threading.RLock()

@@ -101,7 +101,8 @@ def serve(connection: Connection, setup: WorkerStorage, environment: Mapping[str
 
 
 def _attempt(name: str, ask: Callable[[], object], log: CauseLog) -> Done:
-    result, told = None, None
+    result: object = None
+    told: BaseException | None = None
     try:
         result = ask()
     except DriverError as error:

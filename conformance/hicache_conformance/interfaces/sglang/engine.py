@@ -121,12 +121,9 @@ def clears(setup: Setup) -> bool:
 
 def _is_empty(method: object) -> bool:
     """Return whether a function has no body but a docstring, `pass` or `return`."""
-    if not inspect.isfunction(method):
-        return False
-    return all(
-        step.opname in ("RESUME", "NOP", "RETURN_VALUE")
-        or (step.opname in ("LOAD_CONST", "RETURN_CONST") and step.argval is None)
-        for step in dis.get_instructions(method)
+    ends = {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
+    return inspect.isfunction(method) and all(
+        step.opname in ends and step.argval in (None, 0) for step in dis.get_instructions(method)
     )
 
 
