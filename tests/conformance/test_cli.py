@@ -130,6 +130,10 @@ def test_a_driver_that_always_ends_or_hangs_leaves_a_report(site, driver, rule, 
     assert f"fail {rule}: {words}" in ran.output
     assert ran.report["reason"] == f"breaks {rule}; {reason}"
     assert ran.report["totals"]["fail"] == 1
+    [case] = ran.cases.values()
+    # No case was begun, and the driver's frames come first.
+    assert "--case" not in case["reproduce"]
+    assert driver == "Dies" or "in read" in case["detail"].split("File ")[1]
     assert words in (ran.directory / "index.html").read_text("utf-8")
 
 

@@ -22,57 +22,21 @@ SEED = 1
 """Of a run of which a plan lets writes fail."""
 SERVER = Path(__file__).with_name("mutants") / "drivers_server.py"
 
-# Acknowledges pages that could not be written. A driver of the same name without the fault is
-# right.
-DRIVER = """
-import logging
-from drivers_files import SteadyFiles
-
-class Flawed(SteadyFiles):
-    pass
-"""
-FAULT = """
-    def batch_set_v2(self, transfers, extra_info=None):
-        logging.getLogger("flawed").warning("acknowledges whatever comes")
-        return {pool: [True] * len(pages) for pool, pages in super().batch_set_v2(transfers, extra_info).items()}
-"""
-PLUGIN = """
-from drivers_files import STEADY_FILES
-from hicache_storage.hookspecs import DriverSpec, hookimpl
-
-@hookimpl
-def hicache_register_drivers():
-    return [
-        DriverSpec(
-            name="Flawed", target="flawed:Flawed", config=STEADY_FILES.config,
-            trial_config=STEADY_FILES.trial_config, capabilities=STEADY_FILES.capabilities,
-        )
-    ]
-"""
-
 
 @pytest.fixture(scope="module")
-def flawed(site, tmp_path_factory):
-    """A directory with a driver that has a fault, and the report of a run that has found it."""
-    home = tmp_path_factory.mktemp("flawed")
-    info = home / "flawed-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flawed\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hicache_storage.drivers]\nflawed = flawed_plugin\n")
-    (home / "flawed_plugin.py").write_text(PLUGIN)
-    (home / "flawed.py").write_text(DRIVER + FAULT)
-    path = f"{home}:{site.environment['PYTHONPATH']}"
-    line = f"Flawed --level faults --case {CASE[:-1]} --profile smoke --seed {SEED}"
-    ran = site.judge(line, PYTHONPATH=path)
+def flawed(site):
+    """The report of a run that has found a fault."""
+    line = f"AcknowledgesAll --level faults --case {CASE[:-1]} --profile smoke --seed {SEED}"
+    ran = site.judge(line)
     assert ran.status == 1, ran.output
-    return ran, path
+    return ran
 
 
 @pytest.fixture(scope="module")
 def failure(flawed):
     """The rule that was broken, and its failing case in the results."""
-    [(_, rule)] = flawed[0].outcomes.values()
-    return rule, flawed[0].cases[CASE]
+    [(_, rule)] = flawed.outcomes.values()
+    return rule, flawed.cases[CASE]
 
 
 @pytest.mark.long
@@ -84,12 +48,12 @@ def test_the_faults_of_a_case_are_in_the_results(failure):
 
 
 def test_each_failure_is_shown_with_what_repeats_it(flawed, failure):
-    (ran, _), (rule, case) = flawed, failure
+    ran, (rule, case) = flawed, failure
     shown = re.search(rf"fail {rule}: .*\n  again: (.*)", ran.output)[1]
     assert shown == case["reproduce"]
     assert shown in html.unescape((ran.directory / "index.html").read_text("utf-8"))
     words = shlex.split(shown)
-    assert words[:4] == ["hicache", *RUN, "Flawed"]
+    assert words[:4] == ["hicache", *RUN, "AcknowledgesAll"]
     for option, value in (
         ("-c", "path={tmp}/store"),
         ("--seed", str(ran.report["seed"])),
@@ -100,14 +64,14 @@ def test_each_failure_is_shown_with_what_repeats_it(flawed, failure):
         assert words[words.index(option) + 1] == value
 
 
-def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, failure, tmp_path):
+def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, failure, tmp_path):
     rule, case = failure
     words = shlex.split(case["reproduce"])[1:]
-    ran = site.hicache(*words, cwd=tmp_path, PYTHONPATH=flawed[1])
+    ran = site.hicache(*words, cwd=tmp_path)
     assert ran.status == 1, ran.output
     assert f"fail {rule}: page" in ran.output
     log = ran.output.split("Last log lines:\n")[1]
-    assert re.search(r"^  WARNING +flawed:.* acknowledges whatever comes$", log, re.MULTILINE)
+    assert re.search(r"^  WARNING +sample:.* acknowledges whatever comes$", log, re.MULTILINE)
     # Little is left beside a set of one page after the faults have begun.
     shown = ran.output.partition("plan=FaultPlan(")[2].partition("\n\n")[0]
     assert 1 <= len(re.findall(r"'(set|get|exists)'", shown)) <= 4

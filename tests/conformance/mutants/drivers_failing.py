@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
-import threading
+import time
 from pathlib import Path
 
-from drivers_files import Files
-from drivers_memory import PATH, Objects, Plain
-from mutant import IN_PROCESS
+from drivers_files import Files, SteadyFiles
+from drivers_memory import Objects, Plain, PlainPath
 
 from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.objects import ObjectStorage
@@ -60,7 +60,7 @@ class AbortsInLargeReads(Plain):
 
 class Hangs(Plain):
     def read(self, request):
-        threading.Event().wait()
+        time.sleep(3600)
         raise AssertionError
 
 
@@ -83,29 +83,31 @@ class PromisesMore(Objects):
     delete_objects = ObjectStorage.delete_objects
 
 
+class AcknowledgesAll(SteadyFiles):
+    """Acknowledges pages that could not be written."""
+
+    def batch_set_v2(self, transfers, extra_info=None):
+        logging.getLogger("sample").warning("acknowledges whatever comes")
+        answers = super().batch_set_v2(transfers, extra_info)
+        return {pool: [True] * len(some) for pool, some in answers.items()}
+
+
 FAILING = [
     DriverSpec(
         name=driver.__name__,
         target=f"{__name__}:{driver.__name__}",
-        config="drivers_memory:PathConfig",
-        capabilities=IN_PROCESS,
-        trial_config=PATH,
+        capabilities=driver.promises,
+        **(Files if issubclass(driver, Files) else PlainPath).spec,
     )
     for driver in (
         AbortsInLargeReads,
+        AcknowledgesAll,
         CannotOpen,
         Dies,
         Hangs,
         HangsWithTheLock,
         Poisoned,
+        PoisonedByAFullDisk,
         PromisesMore,
-    )
-] + [
-    DriverSpec(
-        name="PoisonedByAFullDisk",
-        target=f"{__name__}:PoisonedByAFullDisk",
-        config="drivers_files:FilesConfig",
-        capabilities=PoisonedByAFullDisk.promises,
-        trial_config=PATH,
     )
 ]

@@ -7,14 +7,14 @@ import fcntl
 import hashlib
 import itertools
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
-from drivers_memory import PATH, SLOT_BYTES, Slots
-from mutant import IN_PROCESS, Base
+from drivers_memory import PATH
+from mutant import IN_PROCESS
 
-from hicache_storage.objects import ObjectRead, ObjectStorage
+from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import DriverConfig, Durability, HungReads, Sharing, parse_bytes
 
 BETWEEN_PROCESSES = replace(
@@ -33,6 +33,7 @@ class Files(ObjectStorage):
     """Keeps a file for each page, in a directory for each namespace; a page appears by a rename."""
 
     promises = BETWEEN_PROCESSES
+    spec = MappingProxyType({"config": "drivers_files:FilesConfig", "trial_config": PATH})
     drafts = itertools.count()
 
     def __init__(self, identity, config):
@@ -101,8 +102,7 @@ class Files(ObjectStorage):
         taken = self.draft(path)
         try:
             path.rename(taken)
-            again = ObjectRead.aside(read.namespace, read.key, verifies_checksum=True)
-            if again.fill(taken.read_bytes()) and again.verify():
+            if not read.has_read(taken.read_bytes()):
                 os.link(taken, path)
         except (FileNotFoundError, FileExistsError):
             pass
@@ -160,6 +160,7 @@ class BoundedFiles(Files):
     """
 
     promises = replace(BETWEEN_PROCESSES, evicts=True)
+    spec = MappingProxyType({**Files.spec, "capacity_option": "capacity"})
     moment = 0
     """Of the last use by this process; no two have the same, however coarse the clock."""
 
@@ -249,88 +250,7 @@ def size(path):
         return 0
 
 
-class FileSlots(Slots):
-    """Keeps the places of pages in a file.
-
-    What a writer was given stays its own until it has written, whatever others do meanwhile.
-    """
-
-    promises = replace(Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
-
-    def __init__(self, identity, config):
-        super().__init__(identity, config)
-        self.file = Path(config.path).with_suffix(".slots")
-
-    def connect(self):
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.touch()
-
-    def take(self, read):
-        with self.medium.lock:
-            slot = self.find(read.namespace, read.key)
-        if slot is None:
-            return False
-        with self.file.open("rb", buffering=0) as file:
-            return read.fill(
-                os.pread(file.fileno(), read.namespace.object_bytes, slot * SLOT_BYTES)
-            )
-
-    def write_batch(self, batch, call):
-        with self.medium.lock:
-            slots = self.reserve(batch.namespace, len(batch.writes))
-            self.medium.reserved |= dict.fromkeys(slots, time.monotonic())
-        done = [False] * len(batch.writes)
-        try:
-            # Is the file still there? Asked after places were given and before they are written.
-            with self.file.open("rb", buffering=0) as file:
-                file.seek(0, os.SEEK_END)
-            with self.file.open("r+b", buffering=0) as file:
-                for number, slot in enumerate(slots):
-                    written = os.pwrite(
-                        file.fileno(), batch.writes[number].tobytes(), slot * SLOT_BYTES
-                    )
-                    done[number] = written > 0 and not call.expired()
-        finally:
-            with self.medium.lock:
-                for slot, write, ok in zip(slots, batch.writes, done, strict=False):
-                    self.settle(slot, (write.namespace.name, write.key), ok=ok)
-        return done
-
-    def settle(self, slot, place, *, ok):
-        """A writer has done with its place: it holds a page now, or nobody's."""
-        self.medium.reserved.pop(slot, None)
-        if ok:
-            self.forget(place)
-            self.medium.index[place] = slot
-        else:
-            self.medium.free.append(slot)
-
-    def discard_objects(self, batches, call):
-        return False
-
-
-FILES = Base(
-    driver=Files,
-    config="drivers_files:FilesConfig",
-    trial_config=PATH,
-    capabilities=BETWEEN_PROCESSES,
-)
-BOUNDED_FILES = replace(
-    FILES, driver=BoundedFiles, capabilities=BoundedFiles.promises, capacity_option="capacity"
-)
-
-
 class SteadyFiles(Files):
     """Says that its directory may hang, and reads into buffers of its own."""
 
     promises = BUFFERED
-
-
-STEADY_FILES = replace(FILES, driver=SteadyFiles, capabilities=BUFFERED)
-FILE_SLOTS = Base(
-    driver=FileSlots,
-    config="drivers_memory:SlotsConfig",
-    trial_config=PATH,
-    capabilities=FileSlots.promises,
-    capacity_option="capacity",
-)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import ClassVar
 
-from mutant import IN_PROCESS, Base
+from mutant import IN_PROCESS
 
 from hicache_storage.objects import ObjectRemoval, ObjectStorage
 from hicache_storage.objects.namespace import Namespace
@@ -67,6 +69,7 @@ class Plain(HiCacheStorage):
     """
 
     promises = IN_PROCESS
+    spec = MappingProxyType({"config": "drivers_memory:PlainConfig"})
     stores: ClassVar[dict] = {}
 
     def __init__(self, identity, config):
@@ -205,11 +208,18 @@ class Plain(HiCacheStorage):
         self.closed = True
 
 
+class PlainPath(Plain):
+    """Has a directory, too."""
+
+    spec = MappingProxyType({"config": "drivers_memory:PathConfig", "trial_config": PATH})
+
+
 class Objects(MemoryStorage):
     """Keeps objects in a dictionary, over `ObjectStorage`."""
 
-    stores: ClassVar[dict] = {}
     promises = IN_PROCESS
+    spec = Plain.spec
+    stores: ClassVar[dict] = {}
     verifies = True
 
     def __init__(self, identity, config):
@@ -226,17 +236,6 @@ class Objects(MemoryStorage):
         for name in list(self.objects):
             if name.startswith(tuple(namespace.name for namespace in namespaces)):
                 self.objects.pop(name, None)
-
-
-class Bounded(Plain):
-    """Refuses what does not fit, and never evicts."""
-
-    def fits(self, page):
-        used = sum(map(len, self.pages.values())) + sum(map(len, page))
-        return used <= parse_bytes(self.config.capacity)
-
-    def put(self, pool, key, page):
-        return (self.there(pool, key) or self.fits(page)) and super().put(pool, key, page)
 
 
 @dataclass
@@ -257,6 +256,13 @@ class Slots(ObjectStorage):
     """Gives each page a place; that of the least recently used page when there is none left."""
 
     promises = replace(IN_PROCESS, evicts=True)
+    spec = MappingProxyType(
+        {
+            "config": "drivers_memory:SlotsConfig",
+            "trial_config": PATH,
+            "capacity_option": "capacity",
+        }
+    )
     media: ClassVar[dict] = {}
 
     def __init__(self, identity, config):
@@ -288,9 +294,14 @@ class Slots(ObjectStorage):
     def take_batch(self, batch):
         return [self.take(read) for read in batch.reads]
 
+    def wait(self):
+        """Nothing to wait for between getting places and writing into them."""
+
     def keep(self, slot, write):
+        place = write.namespace.name, write.key
+        self.forget(place)
         self.medium.slots[slot] = write.tobytes()
-        self.medium.index[write.namespace.name, write.key] = slot
+        self.medium.index[place] = slot
 
     def forget(self, place):
         slot = self.medium.index.pop(place, None)
@@ -306,14 +317,20 @@ class Slots(ObjectStorage):
     def write_batch(self, batch, call):
         writes = [write for write in batch.writes if write.namespace.object_bytes <= SLOT_BYTES]
         with self.medium.lock:
-            for write in writes:
-                self.forget((write.namespace.name, write.key))
             slots = self.reserve(batch.namespace, len(writes))
-            for slot, write in zip(slots, writes, strict=False):
+            self.medium.reserved |= dict.fromkeys(slots, time.monotonic())
+        self.wait()
+        with self.medium.lock:
+            # What a writer was given stays its own until it has written, whatever others do.
+            kept = {} if call.expired() else dict(zip(slots, writes, strict=False))
+            for slot in slots:
+                self.medium.reserved.pop(slot, None)
+            for slot, write in kept.items():
                 self.keep(slot, write)
+            self.medium.free += slots[len(kept) :]
             self.use(batch.namespace, [*call.prefix_keys, *[write.key for write in writes]])
-        kept = {write.key for write in writes[: len(slots)]}
-        return [write.key in kept for write in batch.writes]
+        done = {write.key for write in kept.values()}
+        return [write.key in done for write in batch.writes]
 
     # The driver
     # --------------------------------------------------------------------------------------------------
@@ -398,22 +415,3 @@ class Telling(Slots):
     def collect_removals(self, namespaces, call):
         start, self.heard = self.heard, len(self.medium.told)
         return self.medium.told[start : self.heard], False
-
-
-PLAIN = Base(driver=Plain, config="drivers_memory:PlainConfig")
-PLAIN_PATH = Base(driver=Plain, config="drivers_memory:PathConfig", trial_config=PATH)
-OBJECTS = Base(driver=Objects, config="drivers_memory:PlainConfig")
-BOUNDED = Base(
-    driver=Bounded,
-    config="drivers_memory:SlotsConfig",
-    trial_config=PATH,
-    capacity_option="capacity",
-)
-SLOTS = Base(
-    driver=Slots,
-    config="drivers_memory:SlotsConfig",
-    trial_config=PATH,
-    capabilities=Slots.promises,
-    capacity_option="capacity",
-)
-TELLING = replace(SLOTS, driver=Telling, capabilities=Telling.promises)

@@ -7,33 +7,38 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import xxhash
 from drivers_files import BUFFERED
 from drivers_server import message, received
-from mutant import Base
 
-from hicache_storage.objects import Call, ObjectRead, ObjectStorage
+from hicache_storage.objects import Call, ObjectStorage
 from hicache_storage.spec import (
     DriverConfig,
-    Durability,
     StorageTimeoutError,
     StorageUnavailableError,
 )
 
 ACROSS = replace(BUFFERED, networked=True)
 SPREAD = replace(ACROSS, deletes=False, clears=False)
-VOLATILE = replace(SPREAD, durability=Durability.REOPEN)
+MEMBERS = ("a", "b", "c")
 CONNECT_SECONDS = 2.0
 REQUEST_SECONDS = 0.4
 REST_SECONDS = 1.0
 """How long a server that has failed is left out."""
 FAULTS = (OSError, StorageUnavailableError, StorageTimeoutError)
+
+
+def _server(port):
+    server = Path(__file__).with_name("drivers_server.py")
+    return (sys.executable, "-P", str(server), f"{{port:{port}}}", f"{{tmp}}/{port}.log")
 
 
 class NetworkedConfig(DriverConfig, frozen=True, kw_only=True):
@@ -47,6 +52,13 @@ class Networked(ObjectStorage):
     """
 
     promises = ACROSS
+    spec = MappingProxyType(
+        {
+            "config": "drivers_network:NetworkedConfig",
+            "trial_config": {"port": "{port:pages}"},
+            "trial_services": (_server("pages"),),
+        }
+    )
 
     def __init__(self, identity, config):
         super().__init__(identity, driver_name=type(self).__name__, capabilities=self.promises)
@@ -120,11 +132,11 @@ class Networked(ObjectStorage):
 
     def objects_exist(self, batches, call):
         names = [[name_of(batch.namespace, key) for key in batch.keys] for batch in batches]
-        return _split(self.asked(call, "exists", _joined(names)), names)
+        return split(self.asked(call, "exists", joined(names)), names)
 
     def read_objects(self, batches, call):
         names = [[name_of(batch.namespace, read.key) for read in batch.reads] for batch in batches]
-        pages = _split(self.asked(call, "get", _joined(names)), names)
+        pages = split(self.asked(call, "get", joined(names)), names)
         return [
             [read.fill(page) for read, page in zip(batch.reads, some, strict=True)]
             for batch, some in zip(batches, pages, strict=True)
@@ -135,7 +147,7 @@ class Networked(ObjectStorage):
             [(name_of(batch.namespace, write.key), write) for write in batch.writes]
             for batch in batches
         ]
-        return _split(self.put(_joined(writes), call), writes)
+        return split(self.put(joined(writes), call), writes)
 
     def put(self, writes, call):
         pages = [(name, write.tobytes()) for name, write in writes]
@@ -146,24 +158,20 @@ class Networked(ObjectStorage):
     def discard_objects(self, batches, call):
         for batch in batches:
             names = [name_of(batch.namespace, read.key) for read in batch.reads]
-            pages = self.asked(call, "get", names)
-            found = zip(names, batch.reads, pages, strict=True)
+            found = zip(names, batch.reads, self.asked(call, "get", names), strict=True)
             # What is dropped is what was looked at, and not what somebody puts in its place
             # meanwhile.
-            self.asked(
-                call,
-                "drop",
-                [
-                    (name, page)
-                    for name, read, page in found
-                    if page is not None and not _is_whole(read, page)
-                ],
-            )
+            damaged = [
+                (name, page)
+                for name, read, page in found
+                if page is not None and read.has_read(page)
+            ]
+            self.asked(call, "drop", damaged)
         return True
 
     def delete_objects(self, batches, call):
         names = [[name_of(batch.namespace, key) for key in batch.keys] for batch in batches]
-        return _split(self.asked(call, "delete", _joined(names)), names)
+        return split(self.asked(call, "delete", joined(names)), names)
 
     def clear_namespaces(self, namespaces, call):
         for namespace in namespaces:
@@ -174,20 +182,15 @@ def name_of(namespace, key):
     return f"{namespace.name}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
 
-def _joined(parts):
+def joined(parts):
     return [item for part in parts for item in part]
 
 
-def _split(answers, shape):
+def split(answers, shape):
     if len(answers) != sum(map(len, shape)):
         raise StorageUnavailableError("the server answered for another number of pages")
     told = iter(answers)
     return [[next(told) for _ in some] for some in shape]
-
-
-def _is_whole(read, page):
-    again = ObjectRead.aside(read.namespace, read.key, verifies_checksum=True)
-    return again.fill(page) and again.verify()
 
 
 class SpreadConfig(DriverConfig, frozen=True, kw_only=True):
@@ -202,6 +205,14 @@ class Spread(Networked):
     """
 
     promises = SPREAD
+    spec = MappingProxyType(
+        {
+            "config": "drivers_network:SpreadConfig",
+            "trial_config": {"ports": ",".join(f"{{port:{port}}}" for port in MEMBERS)},
+            "trial_services": tuple(map(_server, MEMBERS)),
+            "trial_members": MEMBERS,
+        }
+    )
     threads = 64
 
     def __init__(self, identity, config):
@@ -220,9 +231,8 @@ class Spread(Networked):
     def member_seconds(self, call):
         return call.timeout(REQUEST_SECONDS)
 
-    def homes(self, name):
-        """Servers that may have a page, in the order in which they are asked."""
-        return [xxhash.xxh32_intdigest(name.encode()) % len(self.members)]
+    def home(self, name):
+        return xxhash.xxh32_intdigest(name.encode()) % len(self.members)
 
     def may_ask(self, home):
         """Return whether a server is not left out; one that was is asked by one call."""
@@ -256,24 +266,21 @@ class Spread(Networked):
         def question(numbers, member):
             return member.asked(call, operation, [items[number] for number in numbers], *rest)
 
-        answers = [None] * len(names)
-        faults = list[Exception]()
-        for turn in range(max((len(self.homes(name)) for name in names), default=0)):
-            shares = dict[int, list[int]]()
-            for number, name in enumerate(names):
-                if not answers[number]:
-                    shares.setdefault(self.homes(name)[turn], []).append(number)
-            jobs = {
-                home: self.pool.submit(self.ask, home, partial(question, numbers))
-                for home, numbers in shares.items()
-                if self.may_ask(home)
-            }
-            for home, job in jobs.items():
-                try:
-                    for number, answer in zip(shares[home], job.result(), strict=True):
-                        answers[number] = answer
-                except FAULTS as fault:
-                    faults.append(fault)
+        answers, faults = [None] * len(names), []
+        shares = defaultdict(list)
+        for number, name in enumerate(names):
+            shares[self.home(name)].append(number)
+        jobs = {
+            home: self.pool.submit(self.ask, home, partial(question, numbers))
+            for home, numbers in shares.items()
+            if self.may_ask(home)
+        }
+        for home, job in jobs.items():
+            try:
+                for number, answer in zip(shares[home], job.result(), strict=True):
+                    answers[number] = answer
+            except FAULTS as fault:
+                faults.append(fault)
         self.note(faults, answers)
         return answers if operation == "get" else list(map(bool, answers))
 
@@ -288,30 +295,3 @@ class Spread(Networked):
     delete_objects = ObjectStorage.delete_objects
     discard_objects = ObjectStorage.discard_objects
     clear_namespaces = ObjectStorage.clear_namespaces
-
-
-def _server(port, log=""):
-    server = Path(__file__).with_name("drivers_server.py")
-    return (sys.executable, "-P", str(server), f"{{port:{port}}}", *filter(None, [log]))
-
-
-NETWORKED = Base(
-    driver=Networked,
-    config="drivers_network:NetworkedConfig",
-    trial_config={"port": "{port:pages}"},
-    trial_services=(_server("pages", "{tmp}/pages.log"),),
-    capabilities=ACROSS,
-)
-_MEMBERS = ("a", "b", "c")
-SPREAD_OUT = Base(
-    driver=Spread,
-    config="drivers_network:SpreadConfig",
-    trial_config={"ports": ",".join(f"{{port:{port}}}" for port in _MEMBERS)},
-    trial_services=tuple(_server(port, f"{{tmp}}/{port}.log") for port in _MEMBERS),
-    trial_members=_MEMBERS,
-    capabilities=SPREAD,
-)
-SPREAD_IN_MEMORY = replace(
-    SPREAD_OUT, trial_services=tuple(map(_server, _MEMBERS)), capabilities=VOLATILE
-)
-"""The servers keep nothing on a disk."""

@@ -21,15 +21,11 @@ def hicache_register_drivers() -> list[DriverSpec]:
         *FAILING,
         *(
             DriverSpec(
-                name=sample.name,
-                target=f"mutant:{sample.name}",
-                config=sample.base.config,
-                capabilities=sample.capabilities,
-                trial_config=sample.base.trial_config,
-                capacity_option=sample.base.capacity_option,
-                trial_services=sample.base.trial_services,
-                trial_members=sample.base.trial_members,
+                name=name,
+                target=f"mutant:{name}",
+                capabilities=getattr(sample.driver, "registered", sample.driver.promises),
+                **sample.driver.spec,
             )
-            for sample in SAMPLES.values()
+            for name, sample in SAMPLES.items()
         ),
     ]

@@ -1,6 +1,6 @@
-"""A tiny page server for `drivers_networked`: a dictionary behind a TCP port.
+"""A tiny page server for `drivers_network`: a dictionary behind a TCP port.
 
-A restarted server reads its log again; one without a log has lost its pages.
+A restarted server reads its log again.
 
 A message is four bytes of length, eight of checksum, and a list in msgpack. A request is an
 operation and its arguments; a message that does not fit its checksum ends the connection.
@@ -52,12 +52,12 @@ def _exactly(read, count):
 
 
 class Pages:
-    """All pages by name; what is stored is in the log, if there is one, before anybody is told."""
+    """All pages by name; what is stored is in the log before anybody is told."""
 
     def __init__(self, log):
         self._pages = dict[str, bytes]()
         self._lock = threading.Lock()
-        self._log = self._replayed(log) if log else None
+        self._log = self._replayed(log)
 
     def answer(self, operation, *arguments):
         with self._lock:
@@ -82,20 +82,16 @@ class Pages:
 
     def _put(self, name, page, replaces):
         if replaces or name not in self._pages:
-            self._write([name, page])
+            self._log.write(message([name, page]))
             self._pages[name] = page
         return True
 
     def _remove(self, name):
         if name not in self._pages:
             return False
-        self._write([name, None])
+        self._log.write(message([name, None]))
         del self._pages[name]
         return True
-
-    def _write(self, record):
-        if self._log:
-            self._log.write(message(record))
 
     def _replayed(self, log):
         """Read the log, and cut off what a killed server has left half-written."""
@@ -127,9 +123,9 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def main():
-    port, *log = sys.argv[1:]
+    port, log = sys.argv[1:]
     with _Server(("127.0.0.1", int(port)), _Handler, bind_and_activate=False) as server:
-        server.pages = Pages(Path(*log) if log else None)
+        server.pages = Pages(Path(log))
         server.server_bind()
         server.server_activate()
         server.serve_forever()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from hicache_storage.spec import Capabilities, Durability, Sharing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 NOTHING = Capabilities(may_hang=False)
 IN_PROCESS = Capabilities(
@@ -28,24 +25,10 @@ SHORT_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
-    """A right driver, and how it is registered."""
-
-    driver: type
-    config: str
-    trial_config: Mapping[str, str] = field(default_factory=dict)
-    capabilities: Capabilities = IN_PROCESS
-    capacity_option: str = ""
-    trial_services: tuple[tuple[str, ...], ...] = ()
-    trial_members: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sample:
     """A mutant or a right driver, and the expected result of the suite."""
 
     name: str
-    base: Base
     driver: type
     breaks: tuple[str, ...] = ()
     """Rules that must be reported as failed; empty for a right driver."""
@@ -59,13 +42,8 @@ class Sample:
     every_case: bool = False
     """Whether a mutant is tried further when it has been found."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        promised: Capabilities = getattr(self.driver, "registered", self.base.capabilities)
-        return promised
 
-
-SAMPLES: dict[str, Sample] = {}
+SAMPLES = {}
 """By name."""
 
 
@@ -76,23 +54,23 @@ class _Notes:
     memo: dict[Any, Any]
     shared: dict[Any, Any]
 
-    def __new__(cls, *_: object, **__: object) -> Self:
+    def __new__(cls, *_, **__):
         self = super().__new__(cls)
         self.seen, self.memo = set(), {}
         return self
 
 
 def mutant(
-    header: str,
-    message: str,
+    header,
+    message,
     *,
-    base: Base,
-    breaks: str = "",
-    where: str = "",
-    injectors: tuple[str, ...] = (),
-    every_case: bool = False,
-    **patches: Any,
-) -> None:
+    base,
+    breaks="",
+    where="",
+    injectors=(),
+    every_case=False,
+    **patches,
+):
     """Register a driver whose steps are patched.
 
     The header has the rules that it breaks, its name, and the cases or classes of cases to try it
@@ -101,14 +79,13 @@ def mutant(
     """
     rules, name, cases = re.fullmatch(r"((?:[A-Z]+-\d+ )*)(\w+)(.*)", header).groups()
     assert name not in SAMPLES, name
-    driver = type(name, (_Notes, base.driver), {"__module__": __name__, "shared": {}})
+    driver = type(name, (_Notes, base), {"__module__": __name__, "shared": {}})
     for short, patch in patches.items():
         step = SHORT_NAMES.get(short, short)
         is_step = isinstance(patch, FunctionType)
         setattr(driver, step, _patched(driver, step, patch) if is_step else patch)
     SAMPLES[name] = Sample(
         name=name,
-        base=base,
         driver=driver,
         breaks=tuple((breaks or rules).split()),
         message=message,
@@ -118,13 +95,13 @@ def mutant(
     )
 
 
-def right(header: str, base: Base, **fields: Any) -> None:
+def right(header, base, **fields):
     """Register a driver that the suite must not blame."""
     mutant(header, "", base=base, **fields)
 
 
-def _patched(driver: type, step: str, patch: FunctionType) -> Callable[..., Any]:
-    def patched(self: Any, *arguments: Any, **named: Any) -> Any:
+def _patched(driver, step, patch):
+    def patched(self, *arguments, **named):
         return patch(getattr(super(driver, self), step), self, *arguments, **named)
 
     patched.__name__ = step
@@ -135,22 +112,32 @@ def _patched(driver: type, step: str, patch: FunctionType) -> Callable[..., Any]
 # ------------------------------------------------------------------------------------------------
 
 
-def always(value: Any) -> Callable[..., Any]:
+def always(value):
     """The step does nothing, and answers with a value."""
     return lambda right, store, *arguments, **named: value
 
 
-def after(change: Callable[[Any], Any]) -> Callable[..., Any]:
+def after(change):
     """The step's answer is changed."""
     return lambda right, store, *arguments, **named: change(right(*arguments, **named))
 
 
-def instead(step: Callable[..., Any]) -> Callable[..., Any]:
+def instead(step):
     """Another function in the place of the step."""
     return lambda right, store, *arguments, **named: step(store, *arguments, **named)
 
 
-def __getattr__(name: str) -> type:
+def works_as(change):
+    """The storage works with another identity than it was given and tells."""
+
+    def init(right, store, identity, config):
+        store.memo["given"] = identity
+        right(change(identity), config)
+
+    return {"init": init, "identity": property(lambda store: store.memo["given"])}
+
+
+def __getattr__(name):
     """The drivers, by which they are registered."""
     if name in SAMPLES:
         return SAMPLES[name].driver

@@ -6,20 +6,20 @@ import copy
 import mmap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from drivers_memory import OBJECTS
-from drivers_network import ACROSS, NETWORKED, Networked, name_of
+from drivers_memory import Objects
+from drivers_network import ACROSS, Networked, joined, name_of, split
 from drivers_server import message, received
-from mutant import mutant, right
+from mutant import mutant, right, works_as
 
 from hicache_storage.objects import Namespace, ObjectWrite, RegisteredPool
-from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import PoolName
 
-objects = partial(mutant, base=OBJECTS)
+objects = partial(mutant, base=Objects)
 
 
 # Calls of the driver
@@ -71,29 +71,23 @@ def through_lists(right, store, batches, call):
     ]
 
 
-def stored(store, read):
-    return store.objects.get(read.namespace.object_name(read.key), b"")
-
-
-def staged(make):
-    """All pages of a batch are copied aside before the first one goes into the host pool."""
-
-    def read_objects(right, store, batches, call):
-        copies = [make(stored(store, read)) for batch in batches for read in batch.reads]
-        answers = right(batches, call)
-        copies.clear()
-        return answers
-
-    return read_objects
-
-
 def mapped(content):
     mapping = mmap.mmap(-1, len(content) or 1)
     mapping[: len(content)] = content
     return mapping
 
 
-def joined(right, store, batches, call):
+def staged(right, store, batches, call):
+    """All pages of a batch are copied aside before the first one goes into the host pool."""
+    reads = [read for batch in batches for read in batch.reads]
+    names = [read.namespace.object_name(read.key) for read in reads]
+    copies = [mapped(store.objects.get(name, b"")) for name in names]
+    answers = right(batches, call)
+    copies.clear()
+    return answers
+
+
+def components_joined(right, store, batches, call):
     whole = [b"".join(write.buffers) for batch in batches for write in batch.writes]
     answers = right(batches, call)
     whole.clear()
@@ -111,8 +105,8 @@ objects(
     objects_exist=through_lists,
 )
 staging = partial(objects, breaks="BU-2", where="Budget")
-staging("StagesInMappings", "a get of 128 pages took memory for", read_objects=staged(mapped))
-staging("JoinsComponents", "a set of 128 pages took memory for", write_objects=joined)
+staging("StagesInMappings", "a get of 128 pages took memory for", read_objects=staged)
+staging("JoinsComponents", "a set of 128 pages took memory for", write_objects=components_joined)
 
 
 # Requests to a server
@@ -122,31 +116,23 @@ staging("JoinsComponents", "a set of 128 pages took memory for", write_objects=j
 class OneRequestAPage(Networked):
     """Stands before a store of one request for each page, with some of them in flight."""
 
+    promises = replace(ACROSS, requests_in_flight=32)
     in_flight = 32
 
-    def connect(self):
-        self.requests = ThreadPool("sample-requests", max_threads=self.in_flight - 1)
-        super().connect()
+    def __init__(self, identity, config):
+        super().__init__(identity, config)
+        self.requests = ThreadPoolExecutor(self.in_flight)
 
     def disconnect(self):
-        self.requests.close(1.0)
+        self.requests.shutdown()
         super().disconnect()
 
     def objects_exist(self, batches, call):
-        answers = [[False] * len(batch.keys) for batch in batches]
-
-        def look(number, index):
-            name = name_of(batches[number].namespace, batches[number].keys[index])
-            [answers[number][index]] = self.asked(call, "exists", [name])
-
-        self.requests.run(
-            [
-                partial(look, number, index)
-                for number, batch in enumerate(batches)
-                for index in range(len(batch.keys))
-            ]
+        names = [[name_of(batch.namespace, key) for key in batch.keys] for batch in batches]
+        answers = self.requests.map(
+            lambda name: self.asked(call, "exists", [name])[0], joined(names)
         )
-        return answers
+        return split([*answers], names)
 
 
 def in_packets(talk):
@@ -187,31 +173,26 @@ def one_by_one(connection, packets):
 
 
 ROUND_TRIPS = "test_one_round_trip[network] test_many_keys"
-PROMISED = replace(
-    NETWORKED, driver=OneRequestAPage, capabilities=replace(ACROSS, requests_in_flight=32)
-)
 waits = partial(mutant, breaks="EX-10", where=ROUND_TRIPS)
-right(f"OneRequestAPage {ROUND_TRIPS}", PROMISED, promises=PROMISED.capabilities)
-right(f"Pipelines {ROUND_TRIPS}", NETWORKED, asked=in_packets(meanwhile))
+right(f"OneRequestAPage {ROUND_TRIPS}", OneRequestAPage)
+right(f"Pipelines {ROUND_TRIPS}", Networked, asked=in_packets(meanwhile))
 waits(
     "EightRequestsInFlight",
     "times for the server with 32 requests in flight, must be 12 at most",
-    base=PROMISED,
-    promises=PROMISED.capabilities,
+    base=OneRequestAPage,
     in_flight=8,
 )
 waits(
     "AsksTwiceForEachPage",
     "made 768 requests, must be 384 at most",
-    base=PROMISED,
-    promises=PROMISED.capabilities,
+    base=OneRequestAPage,
     in_flight=64,
     objects_exist=lambda right, store, batches, call: right([*batches] * 2, call)[: len(batches)],
 )
 waits(
     "WaitsForEachPacket",
     "times for the server, must be 1 at most",
-    base=NETWORKED,
+    base=Networked,
     asked=in_packets(one_by_one),
 )
 
@@ -243,16 +224,6 @@ def whole_ranks(right, store, host_pool, name):
     name, access = PoolName(name), page_access(host_pool)
     pool = RegisteredPool(name, access, Namespace(store.identity, name, access.geometry))
     store._pools = {**store._pools, name: pool}
-
-
-def instead_of(change):
-    """The storage works with another identity than it tells."""
-
-    def init(right, store, identity, config):
-        store.memo["given"] = identity
-        right(change(identity), config)
-
-    return {"init": init, "identity": property(lambda store: store.memo["given"])}
 
 
 def first_holder(identity):
@@ -344,9 +315,9 @@ shards(
     "ID-7 BindsAllPools",
     "'indexer': 0",
     register=bound,
-    **instead_of(lambda identity: replace(identity, tp_replicated_pools=frozenset())),
+    **works_as(lambda identity: replace(identity, tp_replicated_pools=frozenset())),
 )
-shards("ID-8 EveryHolderWrites", "and its set writes", **instead_of(first_holder))
+shards("ID-8 EveryHolderWrites", "and its set writes", **works_as(first_holder))
 shards("ID-8 OneWriterForAll", "is the writer", write_objects=by_rank_0)
 shards("EX-12 LooksAtTheFirstShard", "lacks shard", objects_exist=of_shards(of_the_first))
 shards("EX-12 OneShardIsEnough", "lacks shard", objects_exist=of_shards(of_any))

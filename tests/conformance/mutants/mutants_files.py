@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
+import itertools
 import logging
 import os
 import threading
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from uuid import uuid4
 
-from drivers_files import BUFFERED, FILES, PAGE, STEADY_FILES
+from drivers_files import BUFFERED, PAGE, Files, SteadyFiles
 from mutant import after, always, mutant, right
 
 from hicache_storage.objects import Call, ObjectWrite
 from hicache_storage.spec import Sharing, StorageUnavailableError
 
-files, disk = partial(mutant, base=FILES), partial(mutant, base=STEADY_FILES)
-ONE_PROCESS = replace(FILES.capabilities, sharing=Sharing.PROCESS)
+files, disk = partial(mutant, base=Files), partial(mutant, base=SteadyFiles)
+ONE_PROCESS = replace(Files.promises, sharing=Sharing.PROCESS)
 CANNOT_HANG = replace(BUFFERED, may_hang=False)
 BELOW = "Fault Deadline Plan BitRot Applied FailedClear Stall Directory Process"
-right(f"SteadyFiles {BELOW}", STEADY_FILES, injectors=("disk",))
+right(f"SteadyFiles {BELOW}", SteadyFiles, injectors=("disk",))
 
 
 def pause(milliseconds=2.0):
@@ -112,15 +110,9 @@ races("SET-4 LosersLeaveDrafts", "made the store grow by", publish=if_it_is_new,
 # ------------------------------------------------------------------------------------------------
 
 
-def then_known(known):
-    """What was set is no more, or from now on, among what the storage has seen."""
-
-    def put(right, store, write, call):
-        path = store.path(write.namespace, write.key)
-        (store.seen.add if known else store.seen.discard)(path)
-        return right(write, call)
-
-    return put
+def no_more_known(right, store, write, call):
+    store.seen.discard(store.path(write.namespace, write.key))
+    return right(write, call)
 
 
 def there_for_good(right, store, namespace, key):
@@ -143,40 +135,35 @@ def bad_for_good(right, store, read):
     return done
 
 
-def removals_told(*steps):
-    """Pages that were seen are there until a log that all share says that they are gone.
+def unmarked_late(*steps):
+    """A file beside each page says that it is there, and goes when the whole batch has gone.
 
-    A batch is removed first, and the log written when the batch is done: after `steps`.
+    At the end of a delete, of a clear, and of `steps`.
     """
 
-    def there(right, store, namespace, key):
-        path, log = store.path(namespace, key), store.root / "log"
-        told = log.read_text() if log.exists() else ""
-        store.seen -= set(map(Path, told[store.memo.get("heard", 0) :].split()))
-        store.memo["heard"] = len(told)
-        if path not in store.seen and right(namespace, key):
-            store.seen.add(path)
-        return path in store.seen
+    def mark(path):
+        return path.with_suffix(".there")
 
-    def take(right, store, read):
-        done = right(read)
-        if not done:
-            store.seen.discard(store.path(read.namespace, read.key))
-        return done
+    def publish(right, store, draft, path, write):
+        right(draft, path, write)
+        mark(path).touch()
 
     def remove(right, store, path):
-        store.seen.discard(path)
-        store.memo.setdefault("removed", []).append(path)
+        store.memo.setdefault("removed", []).append(mark(path))
         return right(path)
 
-    def announcing(right, store, *arguments):
+    def unmarking(right, store, *arguments):
         answer = right(*arguments)
-        with (store.root / "log").open("a") as log:
-            log.write("".join(f"{path}\n" for path in store.memo.pop("removed", [])))
+        for gone in store.memo.pop("removed", ()):
+            gone.unlink(missing_ok=True)
         return answer
 
-    told = dict.fromkeys(("delete_objects", "clear_namespaces", *steps), announcing)
-    return {"there": there, "take": take, "put": then_known(True), "remove": remove, **told}
+    return {
+        "there": lambda right, store, namespace, key: mark(store.path(namespace, key)).exists(),
+        "publish": publish,
+        "remove": remove,
+        **dict.fromkeys(("delete_objects", "clear_namespaces", *steps), unmarking),
+    }
 
 
 shared = partial(files, where="Sharing")
@@ -197,7 +184,7 @@ shared(
     "SET-3 NeverForgetsDamage",
     "a get of process one answers False",
     take=bad_for_good,
-    put=then_known(False),
+    put=no_more_known,
 )
 files(
     "SET-1 DiscardsBlindly CorruptObject",
@@ -205,83 +192,60 @@ files(
     discard=lambda right, store, read: store.remove(store.path(read.namespace, read.key)),
 )
 files(
-    "FT-5 ToldOfRemovals test_a_delete_is_killed_at_a_step test_a_clear_is_killed_at_a_step",
+    "FT-5 UnmarksLate test_a_delete_is_killed_at_a_step test_a_clear_is_killed_at_a_step",
     "was killed after step",
     every_case=True,
-    **removals_told(),
+    **unmarked_late(),
 )
 
 
-# Numbered files and an index
+# Numbered files
 # ------------------------------------------------------------------------------------------------
 
 
-def by_number(index):
-    """Pages lie in numbered files, and a file has the number of each page.
+def by_number(number):
+    """Pages lie in numbered files, and each has a link to its own."""
 
-    The number of a page that is removed goes to the next one.
-    """
+    def publish(right, store, draft, path, write):
+        pages = store.root / "pages"
+        pages.mkdir(exist_ok=True)
+        page = number(store, draft, pages)
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(page)
+        right(draft, path, write)
 
-    @contextlib.contextmanager
-    def numbers(store):
-        with contextlib.ExitStack() as stack, store.memo.setdefault("lock", threading.Lock()):
-            file = index(store, stack)
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            known = json.loads(file.read() or "{}")
-            before = dict(known)
-            yield known
-            if known != before:
-                file.seek(0)
-                file.truncate()
-                json.dump(known, file)
-                file.flush()
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-    def path(right, store, namespace, key):
-        name = namespace.object_name(key)
-        with numbers(store) as known:
-            free = (number for number in range(len(known) + 1) if number not in known.values())
-            return store.root / "pages" / f"{known.setdefault(name, next(free))}{PAGE}"
-
-    def remove(right, store, gone):
-        removed = right(gone)
-        with numbers(store) as known:
-            for name in [name for name, number in known.items() if f"{number}{PAGE}" == gone.name]:
-                del known[name]
+    def remove(right, store, path):
+        page, removed = path.resolve(), right(path)
+        if removed:
+            page.unlink(missing_ok=True)
         return removed
 
-    def doomed(right, store, namespace):
-        with numbers(store) as known:
-            own = [number for name, number in known.items() if name.startswith(namespace.name)]
-        return [store.root / "pages" / f"{number}{PAGE}" for number in own]
-
-    def content(right, store, page):
+    def content(right, store, path):
+        page = path.resolve()
         # Long enough for others to give the number to another page, on a busy machine too.
         pause(10)
         return right(page)
 
-    return {"path": path, "remove": remove, "doomed": doomed, "content": content, "take": trusting}
+    return {"publish": publish, "remove": remove, "content": content, "take": trusting}
 
 
-def opened(store, stack):
-    return stack.enter_context((store.root / "index").open("a+"))
+def lowest_free(store, draft, pages):
+    numbers = itertools.count()
+    while True:
+        with contextlib.suppress(FileExistsError):
+            page = pages / str(next(numbers))
+            os.link(draft, page)
+            return page
 
 
-def kept_open(store, stack):
-    if "index" not in store.memo:
-        store.memo["index"] = (store.root / "index").open("a+")
-    return store.memo["index"]
-
-
-def closing(right, store):
-    if "index" in store.memo:
-        store.memo["index"].close()
-    right()
+def counted_on(store, draft, pages):
+    """The storage looks once which numbers there are."""
+    numbers = store.memo.setdefault("numbers", itertools.count(len(os.listdir(pages))))
+    return draft.rename(pages / str(next(numbers)))
 
 
 # Whether a reader meets another's bytes or a page half written is up to the moment.
-races("CC-2 LooksUpAndReads", "CC-2: ", **by_number(opened))
+races("CC-2 LooksUpAndReads", "CC-2: ", **by_number(lowest_free))
 races(
     "CC-2 ReadsInTwoSteps",
     "CC-2: ",
@@ -289,10 +253,9 @@ races(
     content=lambda right, store, path: halves(right(path), pause(10), right(path)),
 )
 files(
-    "GET-1 KeepsItsIndexOpen test_a_store_that_is_deleted_and_opened_anew",
+    "GET-1 GoesOnCounting test_a_store_that_is_deleted_and_opened_anew",
     "holds bytes of key",
-    disconnect=closing,
-    **by_number(kept_open),
+    **by_number(counted_on),
 )
 
 
@@ -353,7 +316,6 @@ killed(
     "PublishesLateOn",
     "was stored (True) and removed by nobody",
     promises=ONE_PROCESS,
-    registered=ONE_PROCESS,
     publish=published_late,
     tidy=always(None),
     content=from_the_drafts,
@@ -385,23 +347,6 @@ def raised(right, store, transfers, *more):
     return right(transfers, *more)
 
 
-def unnoticed(right, store, *arguments):
-    """Every error is taken for a page that is not there."""
-    try:
-        return right(*arguments)
-    except OSError:
-        return False
-
-
-def unnoticed_refusals(right, store, batches, call):
-    answers = [
-        [unnoticed(store.put, store, write, call) for write in one.writes] for one in batches
-    ]
-    # Not even as refused.
-    store.recorder.count("kv", pages_refused=-sum(some.count(False) for some in answers))
-    return answers
-
-
 def resting(right, store, batches, call):
     """After three sets that the disk has refused it leaves the disk alone, gets included."""
     store.memo["refused"] = store.memo.get("refused", 0) + 1
@@ -426,15 +371,7 @@ def collector_last(right, store):
     """A file is opened, then a thread started; where that fails, nobody closes the file."""
     right()
     store.memo["log"] = os.open(store.root / "log", os.O_CREAT | os.O_WRONLY)
-    store.memo["ended"] = threading.Event()
-    store.memo["thread"] = threading.Thread(target=store.memo["ended"].wait, daemon=True)
-    store.memo["thread"].start()
-
-
-def collector_ended(right, store):
-    store.memo["ended"].set()
-    store.memo["thread"].join()
-    os.close(store.memo["log"])
+    threading.Thread(target=int).start()
 
 
 def noted_too_soon(right, store, write, call):
@@ -493,35 +430,21 @@ def aside_and_over(right, store, read):
     return True
 
 
-def envelope_first(right, store, draft, write):
-    draft.write_bytes(b"".join([write.envelope, *write.buffers]))
-
-
-def what_there_is(right, store, read):
-    """The envelope stands in front; a page whose front is there is there."""
+def padded(right, store, read):
+    """A page that is shorter than it should be is filled up with zeros."""
     content = store.content(store.path(read.namespace, read.key))
-    if content is None:
-        return False
-    front = len(read.envelope)
-    read.envelope, pages = content[:front].ljust(front, b"\0"), content[front:]
-    pages = pages.ljust(read.namespace.page_bytes, b"\0")
-    for buffer in read.buffers:
-        buffer[:], pages = pages[: len(buffer)], pages[len(buffer) :]
-    return True
+    return trusting(
+        lambda read: (
+            content is not None and read.fill(content.ljust(read.namespace.object_bytes, b"\0"))
+        ),
+        store,
+        read,
+    )
 
 
 def verifying_nothing(right, store, identity, config):
     right(identity, config)
     store._verifies_checksums = False
-
-
-def written_once(right, store, draft, write):
-    """Nobody looks at how many bytes were written."""
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.write(descriptor, write.tobytes())
-    finally:
-        os.close(descriptor)
 
 
 def opening_for_good(right, store):
@@ -552,17 +475,9 @@ def lost(right, store, write, call):
 
 
 tried = partial(disk, where="test_a_trouble_is_a_miss")
-told = partial(disk, breaks="FT-1", where="test_a_trouble_is_a_miss")
 nothing = partial(disk, breaks="FT-7", where="test_a_store_that_takes_nothing", injectors=("disk",))
 tried("FT-1 RaisesWhatTheDiskRaises", "batch_get_v2 raised OSError", get=raised)
-told(
-    "CountsNoFaults",
-    "get_stats() counts no fault",
-    there=unnoticed,
-    take=unnoticed,
-    write_objects=unnoticed_refusals,
-)
-told("LogsEachPage", "was logged in", take=logged)
+tried("FT-1 LogsEachPage", "was logged in", take=logged)
 nothing(
     "RestsWhenFull",
     "0 of 12 stored pages are found after 3 sets were refused",
@@ -579,9 +494,8 @@ disk(
     "FT-6 StartsItsCollectorLast test_the_process_is_at_its_limit[threads]",
     "store/log)",
     promises=CANNOT_HANG,
-    registered=CANNOT_HANG,
     connect=collector_last,
-    disconnect=collector_ended,
+    disconnect=lambda right, store: os.close(store.memo["log"]),
 )
 disk("FT-6 LeavesDrafts test_failing_sets_leave_nothing", "files behind", tidy=always(None))
 disk(
@@ -620,18 +534,7 @@ disk(
     "was written after the get",
     take=aside_and_over,
 )
-tried(
-    "GET-1 ShortReadsAreHits",
-    "holds zeros",
-    init=verifying_nothing,
-    fill_draft=envelope_first,
-    take=what_there_is,
-)
-tried(
-    "SET-1 ShortWritesAreDone",
-    "was stored (True), and a get answers False",
-    fill_draft=written_once,
-)
+tried("GET-1 ShortReadsAreHits", "holds zeros", take=padded)
 tried("SET-1 LosesTheQueue", "was stored (True), and a get answers False", put=lost)
 disk(
     "SET-6 OnePageFailsAll test_one_page_fails",
@@ -643,16 +546,9 @@ disk(
     ),
 )
 disk(
-    "FT-3 HangsForGood test_a_hung_store",
-    "has not ended",
-    promises=FILES.capabilities,
-    registered=FILES.capabilities,
-)
-disk(
     "FT-3 OpensForAsLongAsItTakes test_a_store_that_is_away",
     "open has not come back",
     promises=CANNOT_HANG,
-    registered=CANNOT_HANG,
     connect=opening_for_good,
 )
 disk(

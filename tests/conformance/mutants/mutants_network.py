@@ -6,25 +6,19 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
-from drivers_network import ACROSS, NETWORKED, SPREAD_IN_MEMORY, SPREAD_OUT, VOLATILE
+from drivers_network import ACROSS, Networked, Spread
 from mutant import always, mutant, right
 
 from hicache_storage.spec import StorageUnavailableError
 
-network, spread = partial(mutant, base=NETWORKED), partial(mutant, base=SPREAD_OUT)
+network, spread = partial(mutant, base=Networked), partial(mutant, base=Spread)
 CANNOT_HANG = replace(ACROSS, may_hang=False)
 right(
     "Networked Fault Deadline Plan BitRot Applied FailedClear Stall Sharing Budget",
-    NETWORKED,
+    Networked,
     injectors=("network", "services"),
 )
-right("Spread Member", SPREAD_OUT)
-right(
-    "FillsUp test_one_of_several_stores[killed]",
-    SPREAD_IN_MEMORY,
-    promises=VOLATILE,
-    homes=lambda right, store, name: list(range(len(store.members))),
-)
+right("Spread Member", Spread)
 
 
 # One server
@@ -58,7 +52,6 @@ network(
     "FT-3 WaitsForEver test_a_hung_store",
     "has not ended",
     promises=CANNOT_HANG,
-    registered=CANNOT_HANG,
     seconds=always(None),
 )
 network(
@@ -85,7 +78,7 @@ def raised(right, store, faults, answers):
         raise faults[0]
 
 
-members = partial(spread, breaks="FT-8", promises=SPREAD_OUT.capabilities)
+members = partial(spread, breaks="FT-8")
 members(
     "OneServerFailsAll test_one_of_several_stores[cut-off]",
     "gets have missed it",

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy
-from drivers_memory import OBJECTS, PLAIN, PLAIN_PATH, Plain, fill
-from mutant import after, always, instead, mutant
+from drivers_memory import Objects, Plain, PlainPath, fill
+from mutant import after, always, instead, mutant, works_as
 
 from hicache_storage.objects import ObjectWrite
 from hicache_storage.objects.requests import PoolRequest
 from hicache_storage.pools.access import PageAccess
-from hicache_storage.spec import HostPool, PoolName
+from hicache_storage.spec import HostPool, PoolName, StorageUnavailableError
 
-plain, objects = partial(mutant, base=PLAIN), partial(mutant, base=OBJECTS)
+plain, objects = partial(mutant, base=Plain), partial(mutant, base=Objects)
 MAX_BATCH = 64
 """Pages of a request, for those that make one request of a batch."""
 WINDOW_SECONDS = 0.002
@@ -82,15 +82,9 @@ def without_the_last(right, store, pool, key, page):
     return right(pool, key, page[:-1] or page)
 
 
-def steps(request):
-    """Distances between the host pages of a batch, in pages."""
-    pairs = zip(request.slots, request.slots[1:], strict=False)
-    return {(b - a) // request.pool.namespace.geometry.page_size for a, b in pairs}
-
-
 def descending_sorted(right, store, request):
-    """Host pages that descend one by one are written in one piece, from the lowest on."""
-    if len(request.keys) >= 4 and steps(request) == {-1}:
+    """Host pages that descend are written in one piece, from the lowest on."""
+    if len(request.keys) >= 4 and request.slots == sorted(request.slots, reverse=True):
         request.slots.sort()
     return right(request)
 
@@ -177,21 +171,15 @@ def scrambled_sources(right, store, request):
     return done
 
 
-def settle(right, store, *arguments):
-    """The pages of a set are named by its list of keys with the next call."""
-    for pool, kept, then in store.memo.pop("lent", []):
-        for was, now in zip(then, kept, strict=False):
-            if was != now and store.place(pool, was) in store.pages:
-                store.pages[store.place(pool, now)] = store.pages.pop(store.place(pool, was))
+def postponed(right, store, transfers, *more):
+    """A set is carried out with the next call, from the caller's own lists."""
+    store.memo["lent"] = lambda: right(transfers, *more)
+    return {transfer.name: [True] * len(transfer.keys or ()) for transfer in transfers}
+
+
+def carried_out(right, store, *arguments):
+    store.memo.pop("lent", int)()
     return right(*arguments)
-
-
-def lent_keys(right, store, transfers, *more):
-    answer = settle(right, store, transfers, *more)
-    store.memo["lent"] = [
-        (store.pools[one.name], one.keys or (), [*(one.keys or ())]) for one in transfers
-    ]
-    return answer
 
 
 def view_kept(right, store, pool, key, page):
@@ -248,7 +236,13 @@ plain("GET-2 OverrunsPages Reading", "touched page", read=overrun)
 plain("GET-2 ReadsThePlainTensor Reading", "touched page", get=of_the_plain_tensor)
 plain("GET-2 ScramblesItsSources Writing", "changed host page", write=scrambled_sources)
 plain("ID-6 EmptiesItsKeys Key", "keys", set=emptied_keys)
-plain("ID-6 KeepsTheCallersKeys Key", "answers False", set=lent_keys, read=settle, there=settle)
+plain(
+    "ID-6 KeepsTheCallersKeys Key",
+    "answers False",
+    set=postponed,
+    read=carried_out,
+    there=carried_out,
+)
 plain("SET-7 KeepsHostPages Writing", "SET-7: page 0 key", put=view_kept, take=copied_late)
 plain("GET-8 FlattensPages HostPool", "was not written", register=flattened)
 plain("GET-8 AlignsDown HostPool", "GET-8: page", deliver=aligned_down)
@@ -263,21 +257,10 @@ plain(
 # ------------------------------------------------------------------------------------------------
 
 
-def rewritten(when):
+def rewritten(right, store, pool, key, page):
     """A page is written anew where it need not be."""
-
-    def put(right, store, pool, key, page):
-        if when(store, pool, store.place(pool, key)):
-            store.pages.pop(store.place(pool, key), None)
-        return right(pool, key, page)
-
-    return put
-
-
-def others_pages(store, pool, place):
-    known = place in store.seen
-    store.seen.add(place)
-    return not known
+    store.pages.pop(store.place(pool, key), None)
+    return right(pool, key, page)
 
 
 def all_or_nothing(right, store, request):
@@ -307,8 +290,7 @@ plain(
     "a page of the envelope's mark",
     put=stored_as(lambda page: page.partition(b"HCP2")[0]),
 )
-plain("SET-3 Rewrites Writing", "a set wrote it anew", put=rewritten(lambda *_: True))
-plain("SET-3 RewritesOthersPages Writing", "wrote it anew", put=rewritten(others_pages))
+plain("SET-3 Rewrites Writing", "a set wrote it anew", put=rewritten)
 plain(
     "SET-6 AllOrNothing Writing",
     "of a batch of existing, repeated and new pages was refused",
@@ -328,16 +310,6 @@ def case_of(store):
 def named(change):
     """A page is kept under the name of another key."""
     return lambda right, store, pool, key: right(pool, change(key))
-
-
-def ignoring(**fields):
-    """The driver goes by another identity than it was given."""
-
-    def init(right, store, identity, config):
-        store.memo["told"] = identity
-        right(replace(identity, **fields), config)
-
-    return {"init": init, "identity": property(lambda store: store.memo["told"])}
 
 
 def any_geometry(right, store, pool, key, page):
@@ -414,7 +386,7 @@ plain(
 plain(
     "ID-1 IgnoresDtype Identity",
     "kv_dtype 'bfloat16' (expected 'float16')",
-    **ignoring(kv_dtype="any"),
+    **works_as(lambda identity: replace(identity, kv_dtype="any")),
 )
 plain(
     "ID-1 IgnoresGeometry Identity",
@@ -437,7 +409,7 @@ plain(
 plain("ID-5 IgnoresCase Key", "holds bytes of key", place=named(str.lower))
 plain("ID-5 PastesKeys Key", "holds bytes of key", place=named(lambda key: key.replace("/", "-")))
 plain("ID-5 CutsKeys Key", "holds bytes of key", place=named(lambda key: key[:255]))
-plain("ID-5 WritesByPath Key", "wrote outside the store", base=PLAIN_PATH, put=by_the_key)
+plain("ID-5 WritesByPath Key", "wrote outside the store", base=PlainPath, put=by_the_key)
 plain("ID-5 StripsKeys Key", "holds bytes of key", place=named(str.strip))
 plain("ID-6 SetLooksElsewhere Key", "was set, and exists looks elsewhere", put=elsewhere)
 plain(
@@ -477,21 +449,15 @@ def from_scratch(right, store, host_pool, name):
 
 def in_the_callers_order(right, store, transfers, *more):
     """The pools of a call are locked one after the other."""
-    from hicache_storage.spec import StorageUnavailableError
-
-    held = []
-    try:
+    with contextlib.ExitStack() as held:
         for name in dict.fromkeys(transfer.name for transfer in transfers):
             lock = store.memo.setdefault(name, threading.Lock())
             # A deadlock ends, so that a test of it takes no minutes.
             if not lock.acquire(timeout=0.5):
                 raise StorageUnavailableError(f"waited too long for the lock of {name!r}")
-            held.append(lock)
+            held.callback(lock.release)
             time.sleep(0.001)
         return right(transfers, *more)
-    finally:
-        for lock in held:
-            lock.release()
 
 
 def blanked(right, store, keys, *, pool=PoolName.KV):
@@ -515,43 +481,18 @@ def listed_first(right, store, pool, key, page):
     return True
 
 
-def in_two_halves(right, store, pool, key, page):
-    """A page is published in two parts with a checksum each, one after the other."""
+def half_first(right, store, pool, key, page):
+    """A page is published when half of it is there."""
     place, whole = store.place(pool, key), b"".join(page)
     if place not in store.pages:
-        half = len(whole) // 2
-        store.pages[place] = sealed(whole[:half])
+        store.pages[place] = whole[: len(whole) // 2].ljust(len(whole), b"\0")
         time.sleep(WINDOW_SECONDS)
-        store.pages[*place, "rest"] = sealed(whole[half:])
+        store.pages[place] = whole
     return True
 
 
-def sealed(part):
-    return zlib.crc32(part).to_bytes(4, "big") + part
-
-
-def of_two_halves(right, store, pool, key, page):
-    place = store.place(pool, key)
-    parts = [store.pages.get(place), store.pages.get((*place, "rest"))]
-    content = b"".join(part[4:] for part in parts if part and part == sealed(part[4:]))
-    for buffer in page:
-        buffer[: len(content)], content = content[: len(buffer)], content[len(buffer) :]
-    return parts[0] is not None
-
-
-def both_halves(right, store, pool, key):
-    store.pages.pop((*store.place(pool, key), "rest"), None)
-    return right(pool, key)
-
-
 threads = partial(plain, where="Concurrency")
-threads(
-    "GET-1 TwoHalves",
-    "read while it was set",
-    put=in_two_halves,
-    take=of_two_halves,
-    drop=both_halves,
-)
+threads("GET-1 HalfFirst", "read while it was set", put=half_first)
 threads(
     "ID-6 FindsBeforeItStores",
     "said to exist",

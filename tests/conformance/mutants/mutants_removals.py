@@ -6,14 +6,14 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from drivers_memory import TELLING
+from drivers_memory import Telling
 from mutant import mutant, right
 
 from hicache_storage.objects import Call
 from hicache_storage.spec import RemovalReason
 
-telling = partial(mutant, base=TELLING, where="Removal")
-right("Telling Removal Eviction", TELLING)
+telling = partial(mutant, base=Telling, where="Removal")
+right("Telling Removal Eviction", Telling)
 
 
 def none_evicted(right, store, reason, place):
@@ -64,14 +64,6 @@ def next_one(right, store, namespace, pages):
     return slots
 
 
-def with_neighbours(right, store, place, reason):
-    """The pages that were stored beside it count as removed, as if they had been moved."""
-    removed = right(place, reason)
-    for other in list(store.medium.index)[:1]:
-        store.tell(reason, other)
-    return removed
-
-
 def last_thousand(right, store, namespaces, call):
     removed, lost = right(namespaces, call)
     return removed[-1000:], lost
@@ -97,7 +89,6 @@ telling("RM-1 TellsEachKeyOnce", "is not reported", collect_removals=each_once)
 telling("RM-2 TellsTwice", "the next call tells again", collect_removals=again)
 telling("RM-3 TellsBeforeItHappens", "is reported, and exists", remove=announced)
 telling("RM-3 TellsOfTheNextVictim", "is reported, and exists", reserve=next_one)
-telling("RM-3 TellsOfNeighbours", "is reported, and exists", remove=with_neighbours)
 telling("RM-4 TellsOfTheLastAlone", "and lost is False", collect_removals=last_thousand)
 telling(
     "RM-4 AlwaysLost",

@@ -5,21 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import time
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from drivers_files import BOUNDED_FILES, DRAFT, FILE_SLOTS, PAGE, mtime
-from drivers_memory import BOUNDED, SLOTS
-from mutant import always, mutant, right
-from mutants_files import removals_told
+from drivers_files import DRAFT, PAGE, BoundedFiles, mtime
+from drivers_memory import Slots
+from mutant import IN_PROCESS, after, always, mutant, right
+from mutants_files import unmarked_late
 
 from hicache_storage.objects import ObjectWrite
+from hicache_storage.spec import HungReads
 
-files = partial(mutant, base=BOUNDED_FILES)
-slots, bounded = partial(mutant, base=SLOTS), partial(mutant, base=BOUNDED)
-right("BoundedFiles EvictionProcess Eviction Space Durability", BOUNDED_FILES)
-right("Slots Eviction Space", SLOTS)
-right("Bounded Space", BOUNDED)
-right("FileSlots Stall", FILE_SLOTS, injectors=("disk",))
+files = partial(mutant, base=BoundedFiles)
+slots = partial(mutant, base=Slots)
+right("BoundedFiles EvictionProcess Eviction Space Durability", BoundedFiles)
+right("Slots Eviction Space", Slots)
 
 
 # What counts
@@ -73,9 +74,9 @@ leftovers(
 )
 files("OB-1 CountsNoEvictions Eviction", "pages_evicted is 0", count_evictions=always(None))
 files(
-    "FT-5 ToldOfEvictions test_an_evictor_is_killed_at_a_step",
+    "FT-5 UnmarksEvictedLate test_an_evictor_is_killed_at_a_step",
     "was killed after step",
-    **removals_told("write_objects"),
+    **unmarked_late("write_objects"),
 )
 
 
@@ -190,9 +191,31 @@ space(
     "everything was deleted",
     forget=lambda right, store, place: store.medium.index.pop(place, None) is not None,
 )
+
+
+def looking(right, store, identity, config):
+    right(identity, config)
+    store.file = Path(config.path) / "pages"
+
+
+def made(right, store):
+    store.file.parent.mkdir(parents=True, exist_ok=True)
+    store.file.touch()
+
+
+MAY_HANG = replace(Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
+ON_DISK = {"promises": MAY_HANG, "init": looking, "connect": made}
+# Is the file still there?
+ON_DISK["wait"] = lambda right, store: store.file.open().close()
 held_up = partial(
-    mutant, breaks="SET-1", message="was stored (True) while", base=FILE_SLOTS, injectors=("disk",)
+    mutant,
+    breaks="SET-1",
+    message="was stored (True) while",
+    base=Slots,
+    injectors=("disk",),
+    **ON_DISK,
 )
+right("SlotsOnDisk Stall", Slots, injectors=("disk",), **ON_DISK)
 held_up("ClearsUnderWriters test_a_clear_in_the_middle_of_a_set", clear_namespaces=under_writers)
 held_up("LeasesRunOut test_a_writer_that_is_held_up", reserve=leased)
 
@@ -201,16 +224,24 @@ held_up("LeasesRunOut test_a_writer_that_is_held_up", reserve=leased)
 # ------------------------------------------------------------------------------------------------
 
 
-def raising(right, store, *page):
-    if not right(*page):
+def raising(right, store, transfers, *more):
+    answers = right(transfers, *more)
+    if not all(map(all, answers.values())):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return True
+    return answers
 
 
-full = partial(bounded, breaks="SET-5", where="Space")
-full("RaisesWhenFull", "raised OSError", put=raising)
-full(
+NEVER_EVICTS = {
+    "promises": IN_PROCESS,
+    "reserve": lambda right, store, namespace, pages: right(
+        namespace, min(pages, len(store.medium.free))
+    ),
+}
+right("NeverEvicts Space", Slots, **NEVER_EVICTS)
+space("RaisesWhenFull", "raised OSError", set=raising)
+space(
     "DropsWhatDoesNotFit",
     "and a get misses it",
-    put=lambda right, store, *page: right(*page) or True,
+    write_objects=after(lambda answers: [[True] * len(some) for some in answers]),
+    **NEVER_EVICTS,
 )

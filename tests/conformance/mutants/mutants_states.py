@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import signal
@@ -16,20 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drivers_memory import OBJECTS, PLAIN, PLAIN_PATH, Plain, fill
+from drivers_memory import Objects, Plain, PlainPath, fill
 from mutant import IN_PROCESS, NOTHING, always, instead, mutant, right
 
 from hicache_storage.spec import PoolName
 
-plain, objects = partial(mutant, base=PLAIN), partial(mutant, base=OBJECTS)
+plain, objects = partial(mutant, base=Plain), partial(mutant, base=Objects)
 
 BASIC = (
     "Existence Reading Writing CorruptObject HostPool Pool Key Identity Clearing "
     "History Concurrency Misuse Stats"
 )
-right(f"Plain {BASIC}", PLAIN)
-right("Objects Budget Stats", OBJECTS)
-right("LeavesChecksumsOut CorruptObject", OBJECTS, verifies=False)
+right(f"Plain {BASIC}", Plain)
+right("Objects Budget Stats", Objects)
+right("LeavesChecksumsOut CorruptObject", Objects, verifies=False)
 
 
 # Promises
@@ -41,10 +40,10 @@ def on_its_own(right, store, identity, config):
     store.objects = {}
 
 
-right("PromisesNothing Identity Clearing Sharing Durability Shard", OBJECTS,
-    promises=NOTHING, registered=NOTHING, init=on_its_own,
+right("PromisesNothing Identity Clearing Sharing Durability Shard", Objects,
+    promises=NOTHING, init=on_its_own,
 )  # fmt: skip
-right("PromisesTooLittle Identity Sharing", OBJECTS, promises=NOTHING, registered=NOTHING)
+right("PromisesTooLittle Identity Sharing", Objects, promises=NOTHING)
 objects("ID-2 PromisesTooMuch Identity", "page 0 key", init=on_its_own)
 plain("LC-6 DeclaresMoreWhenOpen Lifecycle", "declares sharing=process", registered=NOTHING)
 objects(
@@ -58,57 +57,43 @@ objects(
 # ------------------------------------------------------------------------------------------------
 
 
-def place_of(store, pool, key):
-    return store.place(pool, key)
-
-
-def read_cache(name=place_of, cache=lambda store: store.memo, forgets=("drop", "wipe")):
+def read_cache(*forgets):
     """Pages that were read are delivered again, until this storage removes them itself."""
 
     def take(right, store, pool, key, page):
-        kept = cache(store)
-        if fill(page, kept.get(name(store, pool, key))):
+        place = store.place(pool, key)
+        if fill(page, store.memo.get(place)):
             return True
         done = right(pool, key, page)
         if done:
-            kept[name(store, pool, key)] = b"".join(page)
+            store.memo[place] = b"".join(page)
         return done
 
     def drop(right, store, pool, key):
-        cache(store).pop(name(store, pool, key), None)
+        store.memo.pop(store.place(pool, key), None)
         return right(pool, key)
 
     def wipe(right, store):
         right()
-        cache(store).clear()
+        store.memo.clear()
 
-    steps = {"take": take, "drop": drop, "wipe": wipe}
-    return {step: steps[step] for step in ("take", *forgets)}
+    steps = {"drop": drop, "wipe": wipe}
+    return {"take": take, **{step: steps[step] for step in forgets}}
 
 
-def lookup_cache(forgets=("drop", "wipe"), name=place_of):
-    """Pages that a lookup has found are there, until this storage removes them itself."""
+def lookup_cache(name):
+    """Pages that a lookup has found are there, until this storage clears them itself."""
 
     def there(right, store, pool, key):
         if right(pool, key):
             store.seen.add(name(store, pool, key))
         return name(store, pool, key) in store.seen
 
-    return {"there": there, **seen_until(forgets)}
-
-
-def seen_until(forgets=("drop", "wipe")):
-    """What the storage has seen is forgotten when it removes it."""
-
-    def drop(right, store, pool, key):
-        store.seen.discard(store.place(pool, key))
-        return right(pool, key)
-
     def wipe(right, store):
         right()
         store.seen.clear()
 
-    return {step: {"drop": drop, "wipe": wipe}[step] for step in forgets}
+    return {"there": there, "wipe": wipe}
 
 
 def missing_for_good(right, store, pool, key):
@@ -124,18 +109,17 @@ def set_here(right, store, pool, key, page):
     return right(pool, key, page)
 
 
-plain("LC-4 ClearKeepsTheReadCache Clearing History", "was cleared", **read_cache(forgets=["drop"]))
+plain("LC-4 ClearKeepsTheReadCache Clearing History", "was cleared", **read_cache("drop"))
 plain(
     "SET-1 LC-4 ReadCacheMissesOthersRemovals Writing Clearing",
     "by another storage",
-    **read_cache(),
+    **read_cache("drop", "wipe"),
 )
 plain(
-    "ID-1 ReadCacheIgnoresIdentity Identity",
-    "holds",
-    **read_cache(lambda store, pool, key: (pool.name, key), lambda store: store.shared),
+    "SET-1 DeleteKeepsTheLookupCache Writing",
+    "exists says",
+    **lookup_cache(lambda store, pool, key: store.place(pool, key)),
 )
-plain("SET-1 DeleteKeepsTheLookupCache Writing", "exists says", **lookup_cache(["wipe"]))
 plain(
     "ID-2 RemembersMisses Identity",
     "get answers False",
@@ -146,38 +130,27 @@ plain(
 plain(
     "EX-3 LookupCacheIgnoresPools Existence",
     "extra_pool_hit_pages",
-    **lookup_cache(name=lambda store, pool, key: key),
+    **lookup_cache(lambda store, pool, key: key),
 )
 
 
 # What is removed
 # ------------------------------------------------------------------------------------------------
 
-CONTENTS: dict[bytes, bytes] = {}
+
+def with_equal(right, store, pool, key):
+    """Equal pages are taken for one, and go together."""
+    gone, removed = store.pages.get(store.place(pool, key)), right(pool, key)
+    for place in [place for place, page in store.pages.items() if page == gone]:
+        del store.pages[place]
+    return removed
 
 
-def kept_once(right, store, pool, key, page):
-    """Equal pages are kept once."""
-    content = b"".join(page)
-    digest = hashlib.blake2b(content).digest()
-    CONTENTS[digest] = content
-    store.pages.setdefault(store.place(pool, key), digest)
-    return True
-
-
-def by_digest(right, store, pool, key, page):
-    return fill(page, CONTENTS.get(store.pages.get(store.place(pool, key), b"")))
-
-
-def with_its_content(right, store, pool, key):
-    CONTENTS.pop(store.pages.get(store.place(pool, key), b""), None)
-    return right(pool, key)
-
-
-def with_their_contents(right, store):
-    for place in store.doomed():
-        CONTENTS.pop(store.pages[place], None)
+def with_all_equal(right, store):
+    gone = {store.pages[place] for place in store.doomed()}
     right()
+    for place in [place for place, page in store.pages.items() if page in gone]:
+        del store.pages[place]
 
 
 def kept_aside(doomed):
@@ -239,13 +212,7 @@ def made(right, store):
     Path(store.config.path).mkdir(parents=True, exist_ok=True)
 
 
-plain(
-    "SET-1 SharesEqualPages Writing",
-    "get answers False",
-    put=kept_once,
-    take=by_digest,
-    drop=with_its_content,
-)
+plain("SET-1 DeletesEqualPages Writing", "get answers False", drop=with_equal)
 plain(
     "SET-1 ReopeningUndoesDeletes Writing",
     "was deleted",
@@ -256,9 +223,7 @@ plain("SET-1 DeletesInAllPools Pool", "of pool 'kv' was stored", delete=from_all
 plain("SET-1 NoKeysDeleteEverything Writing", "get answers False", delete=all_for_none)
 plain("ID-2 SharesKVOnly Identity", "of pool 'mamba' was stored (True)", place=own_side_pools)
 clears = partial(plain, breaks="LC-4", where="Clearing")
-clears(
-    "ClearsEqualPages", "of equal bytes", put=kept_once, take=by_digest, wipe=with_their_contents
-)
+clears("ClearsEqualPages", "of equal bytes", wipe=with_all_equal)
 clears("ReopeningUndoesClears", "was cleared", close=put_back, wipe=kept_aside(Plain.doomed))
 clears("ClearsOnce", "was cleared", wipe=wiped_once)
 clears("ClearsTwice", "after a clear had returned", wipe=wiped_twice)
@@ -271,7 +236,7 @@ clears("ClearsEverything", "another's clear removed it", doomed=lambda right, st
 clears(
     "ClearsStrangersFiles",
     "a file of somebody else",
-    base=PLAIN_PATH,
+    base=PlainPath,
     open=made,
     wipe=with_strangers,
 )
@@ -292,8 +257,8 @@ def late_once(right, store):
 
 
 MAY_HANG = replace(IN_PROCESS, may_hang=True)
-right("OpensLate test_a_clear_that_hangs test_closing_a_hung_store", OBJECTS,
-    promises=MAY_HANG, registered=MAY_HANG, connect=late_once,
+right("OpensLate test_a_clear_that_hangs test_closing_a_hung_store", Objects,
+    promises=MAY_HANG, connect=late_once,
 )  # fmt: skip
 
 
@@ -327,12 +292,8 @@ def starting_a_process(store):
     LEFT.append(subprocess.Popen(["sleep", "30"], stdin=quiet, stdout=quiet, stderr=quiet))
 
 
-def handling(number):
-    def install(store):
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(number, lambda *_: None)
-
-    return install
+def handling(store):
+    signal.signal(signal.SIGUSR2, lambda *_: None)
 
 
 def exiting(store):
@@ -367,7 +328,7 @@ life = partial(plain, where="Lifecycle")
 left = partial(plain, breaks="LC-2", where="test_nothing_is_left_behind")
 alone = partial(plain, breaks="LC-3", where="test_the_process_is_left_alone")
 life("LC-1 ConnectsAtOnce", "connects (socket.connect)", init=opening(connecting))
-life("LC-1 WritesAtOnce", "wrote into its directory", base=PLAIN_PATH, init=opening(writing))
+life("LC-1 WritesAtOnce", "wrote into its directory", base=PlainPath, init=opening(writing))
 plain(
     "LC-1 ConnectsToSet test_any_call_may_be_the_first",
     "first call",
@@ -399,7 +360,7 @@ life("LC-2 WorksWhenClosed", "after close() raised nothing", check_open=always(N
 plain(
     "LC-2 ClearsWhenClosed test_calls_after_close", "clear after close", clear=instead(Plain.wipe)
 )
-life("LC-3 InstallsAHandler", "the handler of SIGUSR2", open=opening(handling(signal.SIGUSR2)))
+life("LC-3 InstallsAHandler", "the handler of SIGUSR2", open=opening(handling))
 alone(
     "ConfiguresLogging",
     "the root logger's level",
@@ -408,7 +369,7 @@ alone(
 life(
     "LC-3 NeedsTheMainThread",
     "main thread",
-    open=opening(lambda store: signal.signal(signal.SIGUSR2, signal.SIG_DFL)),
+    open=opening(handling),
 )
 life("LC-3 Exits", "tried to end the process", open=opening(exiting))
 life(
