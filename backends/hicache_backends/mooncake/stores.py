@@ -204,7 +204,7 @@ class Requests(Generic[ItemT, MemoryT]):
         if seconds is not None:
             until = time.monotonic() + seconds - min(MAX_MARGIN_SECONDS, 0.1 * seconds)
         # A single request delays no others, and a thread for it takes longer.
-        in_threads = sum(map(len, self._queues.values())) > 1
+        in_threads = sum(map(len, self._queues.values())) != 1
         try:
             with self._changed:
                 begun = in_threads and self._start_workers()

@@ -351,3 +351,10 @@ def test_a_deadline_that_passes_before_a_request_is_a_miss(alone):
         set(),
         [StorageTimeoutError],
     )
+
+
+def test_misses_take_no_memory(alone):
+    made, some = list[memoryview](), reads(3)
+    way = PageReader(Buffers(LENGTH, on_new=made.append), alone, nullcontext())
+    assert way.read(Scripted([], found=[library.NOT_FOUND] * 3), some, Call()).arrived == set()
+    assert made == []
