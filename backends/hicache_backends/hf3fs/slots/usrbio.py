@@ -160,8 +160,8 @@ class _IoRing:
             shared = SimpleNamespace(
                 name=os.path.basename(file.name), size=buffer_bytes, buf=self._memory
             )
-            self._iovec = library.make_iovec(shared, mount_point)
-            self._ring = library.make_ioring(mount_point, ENTRIES, for_read)
+            self._iovec: Any = library.make_iovec(shared, mount_point)
+            self._ring: Any = library.make_ioring(mount_point, ENTRIES, for_read)
 
     def part(self, start: int, length: int) -> memoryview:
         """A slice of the memory."""
