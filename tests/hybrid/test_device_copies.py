@@ -78,6 +78,27 @@ def test_a_layer_is_waited_for_in_the_pools_that_have_it(stack):
     assert counter.done()
 
 
+def test_a_step_waits_for_earlier_loads_too(stack):
+    """A request whose prefix is being loaded for another one, which may have been given up, loads
+    nothing itself."""
+    _, host = written(stack, 2, ends=(2,))
+    device = stack.controller.load(host, [1])
+    stack.simulator.is_held = True
+    first = stack.controller.start_loading()
+    assert stack.controller.completed_loads() == []
+    assert stack.controller.start_loading() is first
+    more = HybridIndices(host.kv[PAGE:], host.states, (1,))
+    stack.controller.load(more, [2])
+    second = stack.controller.start_loading()
+    first.synchronize()
+    assert not second.done(), "a step waits for no load of a later one"
+    second.synchronize()
+    assert second.done()
+    assert stack.holds("device", device, KEYS)
+    assert eventually(stack.controller.completed_loads) == [1, 2]
+    assert stack.controller.start_loading().done()
+
+
 def test_a_state_is_loaded_into_the_slot_of_a_request(stack):
     """Once into the node's slot with its KV, and alone into one that the caller has."""
     _, host = written(stack, 3, ends=(3,))
