@@ -31,7 +31,7 @@ def demo(
             markup=False,
         )
         # Torch is in there, which takes seconds.
-        from hicache_storage.tools.demo import run
+        from hicache_storage.cli.demo_run import run
 
         if not run(driver, store, gib, console):
             raise typer.Exit(1)
