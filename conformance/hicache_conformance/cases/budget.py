@@ -51,7 +51,7 @@ QUIET_SECONDS: Final = (0.02, 0.1, 0.4)
 pauses of its own, but hardly of the last one's length."""
 PATIENCE_SECONDS: Final = 60.0
 """Twice the default deadline of a call."""
-NOTICEABLE_SECONDS: Final = 0.3
+NOTICEABLE_SECONDS: Final = 1.0
 ATTEMPTS: Final = 3
 
 

@@ -33,7 +33,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from itertools import accumulate
 from math import inf
 from operator import itemgetter
@@ -100,9 +99,7 @@ class _Past:
         ordered = sorted(events, key=itemgetter(0))
         self._known = [known for known, _, _ in ordered]
         self._latest: list[Latest] = list(
-            accumulate(
-                (each[1:] for each in ordered), partial(max, key=itemgetter(0)), initial=NOTHING
-            )
+            accumulate((each[1:] for each in ordered), _later, initial=NOTHING)
         )
 
     def before(self, moment: float) -> Latest:
@@ -257,6 +254,10 @@ class HistoryChecker:
 
 def _is_done(event: Event, key: str) -> bool:
     return event.ended is not None and event.ended.done[event.keys.index(key)]
+
+
+def _later(one: Latest, two: Latest) -> Latest:
+    return max(one, two, key=itemgetter(0))
 
 
 def _began_at(event: Event) -> int:
