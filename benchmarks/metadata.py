@@ -52,6 +52,7 @@ PEER_COMMAND = [
     "--port",
 ]
 OUR_COMMAND = [
+    "-P",  # else the packages of the current directory precede those of a checkout
     "-c",
     "from hicache_storage.cli.main import main; main()",
     "metadata",
