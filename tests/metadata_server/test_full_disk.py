@@ -9,7 +9,6 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-import structlog
 
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.http import asgi
@@ -35,14 +34,10 @@ async def on_disk(directory, durability=StoreDurability.PROCESS):
 
 
 @pytest.fixture(autouse=True)
-def logs(monkeypatch):
-    """What the server logs about its store, which it tries again soon. A logger that was configured
-    and used before is out of reach of `structlog.testing.capture_logs`."""
+def logs(monkeypatch, capture_log):
+    """What the server logs about its store, which it tries again soon."""
     monkeypatch.setattr(group_commit, "RETRY_SECONDS", 0.1)
-    captured = structlog.testing.LogCapture()
-    for module in (group_commit, asgi):
-        monkeypatch.setattr(module, "_log", structlog.wrap_logger(None, [captured]))
-    return captured.entries
+    return capture_log(group_commit, asgi)
 
 
 def told(logs):

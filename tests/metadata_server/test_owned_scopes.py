@@ -6,7 +6,6 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
-import structlog
 
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import scope_owner
@@ -120,7 +119,7 @@ async def test_a_server_that_drains_hands_its_scopes_over(redis):
 
 
 async def test_a_scope_that_cannot_be_read_keeps_no_other_from_being_served(
-    redis, monkeypatch, client
+    redis, monkeypatch, client, capture_log
 ):
     monkeypatch.setattr(scope_owner, "UNREADABLE_SECONDS", 0.1)
     client.flushall()
@@ -129,15 +128,15 @@ async def test_a_scope_that_cannot_be_read_keeps_no_other_from_being_served(
             await one.initialize("0:kv")
             await one.initialize("1:kv")
             client.hset("hm:{0:kv}:rest", "0", b"nothing")
-        with structlog.testing.capture_logs() as logs:
-            other = await stack.enter_async_context(server(redis, "two"))
-            assert await other.live("1:kv", ["a"]) == []
-            assert await other.status_of("/readyz") == 200
-            answer = await other.post("/0/exists", {"keys": ["a"]})
-            assert (answer.status, answer.json["code"]) == (503, "moving")
-            # Listed, and counted as one without an owner.
-            assert (await other.scopes())["0:kv"]["owner"] == ""
-            assert "hicache_metadata_unowned_scopes 1.0" in await other.metrics()
+        logs = capture_log(scope_owner)
+        other = await stack.enter_async_context(server(redis, "two"))
+        assert await other.live("1:kv", ["a"]) == []
+        assert await other.status_of("/readyz") == 200
+        answer = await other.post("/0/exists", {"keys": ["a"]})
+        assert (answer.status, answer.json["code"]) == (503, "moving")
+        # Listed, and counted as one without an owner.
+        assert (await other.scopes())["0:kv"]["owner"] == ""
+        assert "hicache_metadata_unowned_scopes 1.0" in await other.metrics()
         (told,) = [log for log in logs if log["event"] == "scope_unreadable"]
         assert told["scope"] == "0:kv"
         assert "cannot be read" in told["error"]

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 from redis.exceptions import ClusterDownError
-from structlog.testing import capture_logs
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.shared import connection as connection_module
 from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall, check_store
 from tests.metadata_server.http_calls import eventually, is_status, of_keys, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
@@ -144,17 +144,19 @@ async def test_a_node_of_a_cluster_that_comes_back_is_found_again(tmp_path):
     ],
     ids=lambda raised: type(raised).__name__,
 )
-async def test_what_redis_py_raises_while_a_node_is_gone_is_a_store_error(raised, monkeypatch):
+async def test_what_redis_py_raises_while_a_node_is_gone_is_a_store_error(
+    raised, monkeypatch, capture_log
+):
     async def fail(*_, **__):
         raise raised
 
     connection = RedisConnection("redis+cluster://127.0.0.1:1")
     monkeypatch.setattr(connection._client, "execute_command", fail)
-    with capture_logs() as logs:
-        with pytest.raises(StoreError, match=str(raised)):
-            await connection.command("GET", "key")
-        with pytest.raises(StoreError, match=str(raised)):
-            await connection.run([ScriptCall("return 1", (b"key",), ())])
+    logs = capture_log(connection_module)
+    with pytest.raises(StoreError, match=str(raised)):
+        await connection.command("GET", "key")
+    with pytest.raises(StoreError, match=str(raised)):
+        await connection.run([ScriptCall("return 1", (b"key",), ())])
     # `store_failing` tells it once for all requests.
     assert logs == []
     await connection.close()
