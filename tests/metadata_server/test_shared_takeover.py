@@ -224,7 +224,7 @@ def test_pages_whose_slots_were_given_away_behind_a_replica_are_misses(pair, mov
                 assert len(new) < 400
             moving.lead_to(replica.port)
             primary.kill()
-            wait(lambda: rig.hits(old) == 4)
+            wait(lambda: rig.hit(old) == 4)
             assert rig.get(old) == [None] * 4, "the map has them, and their slots hold others"
         finally:
             rig.storage.close()

@@ -306,7 +306,7 @@ class Rig:
     ) -> list[bool]:
         for number, key in enumerate(keys):
             self.pool.page(number)[:] = content(key, version, self.page_bytes)
-        answer = self.storage.batch_set_v2([self._transfer(keys)], self._info(prefix, seconds))
+        answer = self.storage.batch_set_v2([self.transfer(keys)], self._info(prefix, seconds))
         return answer["kv"]
 
     def put_again(self, keys: Sequence[str], version: int) -> None:
@@ -320,7 +320,7 @@ class Rig:
     def get(self, keys: Sequence[str], *, seconds: float | None = None) -> list[bytes | None]:
         """Each page's bytes, None where it was not delivered."""
         self.pool.memory[:] = bytes([self.UNTOUCHED]) * len(self.pool.memory)
-        answer = self.storage.batch_get_v2([self._transfer(keys)], self._info((), seconds))["kv"]
+        answer = self.storage.batch_get_v2([self.transfer(keys)], self._info((), seconds))["kv"]
         assert len(answer) == len(keys)
         return [bytes(self.pool.page(number)) if ok else None for number, ok in enumerate(answer)]
 
@@ -354,7 +354,7 @@ class Rig:
     def stats(self):
         return self.storage.get_stats().pools["kv"]
 
-    def _transfer(self, keys: Sequence[str]) -> PoolTransfer:
+    def transfer(self, keys: Sequence[str]) -> PoolTransfer:
         return PoolTransfer("kv", torch.arange(len(keys) * 4), keys=list(keys))
 
     def _info(self, prefix: Sequence[str], seconds: float | None) -> HiCacheStorageExtraInfo:
