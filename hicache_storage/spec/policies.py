@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from hicache_storage.spec.arguments import check_list
 from hicache_storage.spec.errors import InvalidTransferError
@@ -73,6 +73,8 @@ def legal_endpoints(pool: PoolPresence, limit: int) -> range | list[int]:
         return range(1, limit + 1)
     if pool.hit_policy is PoolHitPolicy.ALL_PAGES:
         return range(1, min(leading_pages(pool.present), limit) + 1)
+    if pool.hit_policy is not PoolHitPolicy.TRAILING_PAGES:
+        assert_never(pool.hit_policy)
     window, run, legal = max(1, pool.window_pages), 0, list[int]()
     for endpoint, exists in enumerate(pool.present[:limit], start=1):
         run = run + 1 if exists else 0
@@ -119,11 +121,13 @@ def common_hit(kv: Sequence[bool], pools: Sequence[PoolPresence] = ()) -> PoolTr
         elif pool.hit_policy is PoolHitPolicy.ALL_PAGES:
             verdict = leading_pages(pool.present)
             bound = min(bound, verdict)
-        else:
+        elif pool.hit_policy is PoolHitPolicy.TRAILING_PAGES:
             # Not limited to KV's hit: the verdict is the pool's own longest endpoint (rule EX-6).
             legal = legal_endpoints(pool, len(pool.present))
             verdict = legal[-1] if legal else 0
             common = set(legal) if common is None else common.intersection(legal)
+        else:
+            assert_never(pool.hit_policy)
         verdicts[pool.name] = min(verdict, verdicts.get(pool.name, verdict))
     restorable = (
         list(range(1, bound + 1)) if common is None else sorted(p for p in common if p <= bound)
