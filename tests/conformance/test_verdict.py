@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_conformance.model.case import Case
-from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.outcomes import Outcome, Replay
 from hicache_conformance.model.rules import Level, rules
 from hicache_conformance.model.verdict import Verdict
 from tests.conformance import records
@@ -99,6 +99,14 @@ def test_a_verdict_and_the_outcome_of_a_rule(outcomes, more, verdict, name, outc
     found = rule(judgement, name)
     assert (judgement.verdict, found.outcome, found.reason) == (verdict, outcome, reason)
     assert found.selected
+
+
+def test_named_cases_have_passed_and_are_no_verdict():
+    run = header(replay=Replay(run="r", options={}, cases=["test_"]))
+    judgement = records.judged(*REST, run=run)
+    assert judgement.verdict == "incomplete"
+    assert judgement.reason.startswith(f"{len(REST)} of {len(REST)} cases that were named passed")
+    assert "the suite itself broke" in records.judged(*REST, BROKE, run=run).reason
 
 
 def test_the_cases_that_have_checked_a_rule_are_counted():

@@ -234,6 +234,11 @@ def _verdict(results: list[RuleResult], record: RunRecord) -> tuple[Verdict, str
         return Verdict.INCOMPLETE, "the run ended before its time"
     if broken:
         return Verdict.INCOMPLETE, f"the suite itself broke in {_listed(broken)}"
+    replay = record.header.replay if record.header else None
+    if untested and replay and replay.cases and record.outcomes:
+        passed = sum(case.outcome is Outcome.PASS for case in record.outcomes)
+        named = f"{passed} of {len(record.outcomes)} cases that were named passed"
+        return Verdict.INCOMPLETE, f"{named}; a verdict needs all cases"
     if untested:
         return Verdict.INCOMPLETE, f"{len(untested)} rules untested: {_listed(untested)}"
     # Else a driver that declares nothing, or a level without rules, would conform.
