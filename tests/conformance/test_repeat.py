@@ -14,7 +14,7 @@ import pytest
 from hicache_conformance.model.fault_plan import FaultPlan
 from hicache_conformance.report.results import store_is_fresh
 
-pytestmark = pytest.mark.slow(seconds=90)
+pytestmark = [pytest.mark.slow(seconds=90), pytest.mark.merge]
 
 RUN = ("conformance", "run")
 CASE = "test_random_faults[objects]"
