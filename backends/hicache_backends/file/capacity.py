@@ -60,8 +60,8 @@ MEASURE_SECONDS = 1.0
 """Seconds before the free bytes of the file system are measured again."""
 
 LATE_SECONDS = 1.0
-"""Seconds in which evicted bytes that are not free yet count as free: another process has the file
-open, or the file system frees it in the background."""
+"""Seconds after an eviction in which what is missing to `min_free` is not evicted again: another
+process has the files open, or the file system frees their bytes in the background."""
 
 FULL_DISK_SECONDS = 10.0
 """Seconds without another eviction for a full disk, after one that was in vain: something else takes
@@ -182,8 +182,7 @@ class FreeSpace:
         self._min_free = min_free
         self._spare = 0
         self._measure_at = 0.0
-        self._late = 0
-        self._late_until = 0.0
+        self._settles_at = 0.0
         self._floor = 0
         self._privileged = 0
 
@@ -193,8 +192,13 @@ class FreeSpace:
         Args:
             wanted: if fewer seem to be free, they are measured.
         """
-        if self._spare < wanted or time.monotonic() >= self._measure_at:
-            self._spare = self._measured() + self._late
+        now = time.monotonic()
+        if self._spare < wanted or now >= self._measure_at:
+            self._measure_at = now + MEASURE_SECONDS
+            self._spare = self._measured()
+            if now < self._settles_at:
+                # Sets make room for their own bytes until then.
+                self._spare = max(0, self._spare)
         return self._spare
 
     def take(self, size: int) -> None:
@@ -204,23 +208,14 @@ class FreeSpace:
     def give(self, size: int) -> None:
         """Reckon with the bytes of files that have been removed."""
         self._spare += size
-        if self._spare < 2 * size:
-            measured = self._measured()
-            # Whoever takes room meanwhile is noticed once these seconds are over.
-            if not self._late:
-                self._late_until = time.monotonic() + LATE_SECONDS
-            self._late = max(0, self._spare - measured)
-            self._spare = measured + self._late
+        if (now := time.monotonic()) >= self._settles_at:
+            self._settles_at = now + LATE_SECONDS
 
     def __str__(self) -> str:
         free = max(0, self._spare + self._floor)
         return f"{free:,} bytes are free at {self._path}, min_free is {self._floor:,}"
 
     def _measured(self) -> int:
-        now = time.monotonic()
-        self._measure_at = now + MEASURE_SECONDS
-        if now >= self._late_until:
-            self._late = 0
         try:
             status = os.statvfs(self._path)
         except OSError:

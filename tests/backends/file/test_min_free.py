@@ -150,24 +150,45 @@ def test_a_set_with_enough_room_measures_nothing(engine, disk):
     assert listed == []
 
 
-def test_what_is_freed_late_is_not_evicted_again_and_again(rig, monkeypatch):
-    """Some file systems free the bytes of removed files in the background."""
+@pytest.fixture
+def free(monkeypatch):
+    """The free bytes of a huge file system."""
     monkeypatch.setattr(capacity_module, "MEASURE_SECONDS", 0.0)
     free = [1 << 30]
-    status = SimpleNamespace(f_blocks=1 << 30, f_frsize=1)
     with replaced(
         os,
         "statvfs",
-        lambda _: lambda path: SimpleNamespace(**vars(status), f_bavail=free[0], f_bfree=free[0]),
+        lambda _: (
+            lambda path: SimpleNamespace(
+                f_blocks=1 << 30, f_frsize=1, f_bavail=free[0], f_bfree=free[0]
+            )
+        ),
     ):
-        a = rig(min_free=MIN_FREE)
-        fill(a, "abcdefghij")
-        free[0] = MIN_FREE - BATCH_BYTES
-        for _ in range(5):
-            a.store.capacity.keep_free()
-        assert a.stats().pages_evicted == 8
-        monkeypatch.setattr(capacity_module, "LATE_SECONDS", 0.0)
-        eventually(lambda: a.store.capacity.keep_free() or a.stats().pages_evicted == 16)
+        yield free
+
+
+def test_what_is_freed_late_is_not_evicted_again_and_again(rig, free, monkeypatch):
+    """Some file systems free the bytes of removed files in the background."""
+    a = rig(min_free=MIN_FREE)
+    fill(a, "abcdefghij")
+    free[0] = MIN_FREE - BATCH_BYTES
+    for _ in range(5):
+        a.store.capacity.keep_free()
+    assert a.stats().pages_evicted == 8
+    monkeypatch.setattr(capacity_module, "LATE_SECONDS", 0.0)
+    eventually(lambda: a.store.capacity.keep_free() or a.stats().pages_evicted == 16)
+
+
+def test_what_others_free_is_not_taken_for_what_was_freed_late(rig, free):
+    """Room that was taken and freed by others once counted twice, and was written to."""
+    a = rig(min_free=MIN_FREE)
+    fill(a, "abcdefghij")
+    free[0] = MIN_FREE - 4 * BATCH_BYTES
+    a.store.capacity.keep_free()
+    assert a.stats().pages_evicted == 4 * 8
+    free[0] = MIN_FREE
+    fill(a, "klm")
+    assert a.stats().pages_evicted == 7 * 8
 
 
 def test_a_file_system_without_a_size_is_not_short(rig):
