@@ -45,6 +45,9 @@ ENTRY_BYTES = 32
 MAX_REMOVALS = 32
 """Limit on bundles whose removal is announced at once; a cursor has room for some ten."""
 
+REMOVAL_SECONDS = 2.0
+"""Seconds since a process has announced a removal after which its files are taken for left behind."""
+
 MAX_RELISTS = 8
 """Limit on listing a directory again because other processes change it meanwhile."""
 
@@ -170,17 +173,34 @@ class BundleSet:
             # is removed before that.
             self.index(expired)
             if self.is_current(snapshot) if plan is None else self._end_catch_up(snapshot, plan):
-                # Left behind by killed processes. Their removal is announced again: storages that
-                # do not list may still report the pages.
-                orphans = self._orphans
-                self._orphans = []
                 with contextlib.suppress(OSError):
-                    self.remove_files(orphans, void=True)
+                    self._remove_orphans(snapshot)
                 return
         # Counted as a fault. To go on without the replacements would be misses that nobody counts.
         raise OSError(
             errno.ESTALE, f"bundles in {self.directory} are replaced faster than they are read"
         )
+
+    def _remove_orphans(self, snapshot: FeedSnapshot) -> None:
+        """Remove void files that killed processes have left behind.
+
+        One that a living process is about to remove is left to it, which counts its pages.
+        """
+        orphans = self._orphans
+        self._orphans = []
+        if not orphans:
+            return
+        lately = {
+            writer: cursor
+            for writer, cursor in snapshot.of(self.namespace).items()
+            if cursor.removing and self.feed.idle_seconds(cursor) < REMOVAL_SECONDS
+        }
+        busy = _removing(lately)
+        left = [one for one in orphans if one.name.claim is not None or one.id not in busy]
+        if len(left) < len(orphans):
+            self.invalidate()
+        # Announced again: storages that do not list may still report the pages.
+        self.remove_files(left, void=True)
 
     def _begin_catch_up(
         self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool

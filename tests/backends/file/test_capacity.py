@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicache_backends.file import bundle_set, store
 from hicache_backends.file import capacity as capacity_module
-from hicache_backends.file import store
 from hicache_backends.file import writer as writer_module
 from hicache_backends.file.events import WriterCursor
 from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import TemporaryName
 from tests.backends.file.harness import (
     Rig,
+    at_steps,
     bundle_bytes,
     chain,
     counted,
@@ -279,6 +280,31 @@ def test_what_cannot_be_removed_is_left_and_something_else_goes(room):
     assert hits(a, "abcd") == [8, 0, 8, 8]
     assert a.put(chain("e", 16)) == [True] * 16
     assert disk_bytes(a) <= a.store.capacity.limit
+
+
+@pytest.mark.parametrize(
+    ("seconds", "by"), [(60.0, "the one that evicts"), (0.0, "one that lists")]
+)
+def test_a_removal_is_left_to_its_process_as_long_as_that_may_live(room, monkeypatch, seconds, by):
+    """A process that listed the bundles meanwhile removed them, and no one counted their pages."""
+    monkeypatch.setattr(bundle_set, "REMOVAL_SECONDS", seconds)
+    a, b = room(3), room(3)
+    fill(a, "abc")
+    assert hits(b, "abc") == [8, 8, 8]
+    before, taken = a.bundles(), list[bool]()
+
+    def look(step: int) -> None:
+        if step == 0:
+            b.catch_up(listing=True)
+            taken.append(a.bundles() != before)
+
+    with at_steps(look, ("unlink",), within="/bundles/"):
+        fill(a, "d")
+    assert taken == [by == "one that lists"]
+    assert a.stats().pages_evicted == (0 if taken[0] else 8)
+    for side in (a, b):
+        assert hits(side, "abcd") == [0, 8, 8, 8]
+    assert len(a.bundles()) == 3
 
 
 def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):
