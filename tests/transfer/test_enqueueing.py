@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache_storage.spec import InvalidTransferError
+from hicache_storage.spec import ConfigError, InvalidTransferError
 from hicache_storage.transfer import CudaStream, StreamFailedError, copies, host_slots
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import driver as driver_module
@@ -155,7 +155,7 @@ class Driver:
     """As much of NVIDIA's bindings as copies by DMA need; notes what CUDA is called with."""
 
     def __init__(self, knows_batches):
-        self.calls, self.single, self._knows_batches = [], [], knows_batches
+        self.calls, self._knows_batches = [], knows_batches
         array, size = ctypes.c_void_p, ctypes.c_size_t
 
         @ctypes.CFUNCTYPE(ctypes.c_int, *[array] * 3, size, array, array, size, array, array)
@@ -171,10 +171,6 @@ class Driver:
         assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
         address = ctypes.cast(self._batch, ctypes.c_void_p).value
         return (0, address, 0) if self._knows_batches else (1, 0, 0)
-
-    def cuMemcpyAsync(self, *arguments):
-        self.single.append(arguments)
-        return (0,)
 
     def use(self, monkeypatch):
         monkeypatch.setattr(driver_module, "driver", lambda: self)
@@ -193,12 +189,11 @@ def test_batches_are_called_as_cuda_declares_them(monkeypatch):
     assert (driver.attributes, driver.first) == ([1, 0, 0, 0, 0, 0], 0)
 
 
-def test_without_batches_pieces_are_copied_one_by_one(monkeypatch):
-    driver = Driver(knows_batches=False)
-    driver.use(monkeypatch)
-    to, origin = torch.tensor([1, 2]), torch.tensor([3, 4])
-    assert driver_module.copy_pieces(to.data_ptr(), origin.data_ptr(), 2, 5, 7) == 0
-    assert driver.single == [(1, 3, 5, 7), (2, 4, 5, 7)]
+def test_a_driver_without_batches_is_refused(monkeypatch):
+    Driver(knows_batches=False).use(monkeypatch)
+    monkeypatch.setattr(kernel_module, "memcpy_batch", driver_module.memcpy_batch)
+    with pytest.raises(ConfigError, match=r"CUDA 12\.8 or later"):
+        kernel_module.kernel("sm_90", 16)
 
 
 # What is used again

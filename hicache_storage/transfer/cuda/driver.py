@@ -22,18 +22,9 @@ _STREAM_ORDER: Final = 1
 
 
 def copy_pieces(destinations: int, sources: int, count: int, size: int, stream: int) -> int:
-    """Enqueue copies; returns CUDA's error. See `Stream.copy_pieces`.
-
-    One call for all: NVIDIA's bindings take lists, which costs a conversion for each piece.
-    """
-    batch = memcpy_batch()
-    if batch is not None:
-        sizes = _sizes(1 << count.bit_length(), size).data_ptr()
-        return batch(destinations, sources, sizes, count, stream)
-    # A loop over pieces: a driver before CUDA 12.8 copies them one by one.
-    arrays = ((ctypes.c_uint64 * count).from_address(each) for each in (destinations, sources))
-    errors = (memcpy(to, origin, size, stream) for to, origin in zip(*arrays, strict=True))
-    return next(filter(None, errors), 0)
+    """Enqueue copies; returns CUDA's error. See `Stream.copy_pieces`."""
+    sizes = _sizes(1 << count.bit_length(), size).data_ptr()
+    return memcpy_batch()(destinations, sources, sizes, count, stream)
 
 
 @functools.lru_cache
@@ -47,15 +38,19 @@ def memcpy(destination: int, source: int, size: int, stream: int) -> int:
 
 
 @functools.cache
-def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
-    """Return `cuMemcpyBatchAsync` as CUDA 12.8 declares it; None where the driver has it not.
+def memcpy_batch() -> Callable[[int, int, int, int, int], int]:
+    """Return `cuMemcpyBatchAsync` as CUDA 12.8 declares it.
 
-    It takes arrays of destinations, sources and sizes, their length, and a stream.
+    It takes arrays of destinations, sources and sizes, their length, and a stream. NVIDIA's
+    bindings take lists, which costs a conversion for each piece.
+
+    Raises:
+        ConfigError: the driver is older.
     """
     name = b"cuMemcpyBatchAsync"
     error, address, _ = driver().cuGetProcAddress(name, _FIRST_WITH_BATCHES, 0)
     if int(error) or not address:
-        return None
+        raise ConfigError("copies on CUDA need an NVIDIA driver for CUDA 12.8 or later")
     array, size = ctypes.c_void_p, ctypes.c_size_t
     kinds = (array, array, array, size, array, array, size, array, array)
     function = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(int(address))

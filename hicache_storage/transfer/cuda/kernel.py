@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hicache_storage.spec import InvalidPoolError
-from hicache_storage.transfer.cuda.driver import address, driver, launch, nvidia
+from hicache_storage.transfer.cuda.driver import address, driver, launch, memcpy_batch, nvidia
 from hicache_storage.transfer.plan import MAX_PART_WORDS, geometry, word_bytes
 
 if TYPE_CHECKING:
@@ -134,4 +134,6 @@ def compiled(arch: str) -> Any:
 @functools.cache
 def kernel(arch: str, word: int) -> Any:
     """The kernel that moves words of so many bytes, as the driver launches it."""
+    # Refuses an old driver here, where an engine is made.
+    memcpy_batch()
     return driver().CUfunction(int(compiled(arch).get_kernel(f"rows{word}").handle))
