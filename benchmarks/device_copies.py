@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,10 +202,14 @@ class Case:
         host = host_tensor((self.bytes,), torch.uint8).zero_()
         device = torch.zeros(self.bytes, dtype=torch.uint8, device=self.place)
         stream = self.device.stream("pinned")
-        return {
-            OUT: Copy(lambda: stream.copy(host, device, PINNED), stream.synchronize),
-            IN: Copy(lambda: stream.copy(device, host, PINNED), stream.synchronize),
-        }
+        addresses = torch.tensor([host.data_ptr(), device.data_ptr()])
+
+        def enqueue(to: torch.Tensor, origin: torch.Tensor, *memory: torch.Tensor) -> None:
+            stream.copy_pieces(to.data_ptr(), origin.data_ptr(), 1, self.bytes, PINNED)
+
+        out = partial(enqueue, addresses[:1], addresses[1:], host, device)
+        into = partial(enqueue, addresses[1:], addresses[:1], host, device)
+        return {OUT: Copy(out, stream.synchronize), IN: Copy(into, stream.synchronize)}
 
     def sglang(self, kernels: Any) -> dict[str, Copy]:
         """SGLang's own kernels, as its controller calls them for this layout."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self, cast
 import torch
 
 from hicache_storage.transfer.plan import geometry
-from hicache_storage.transfer.streams import StreamFailedError, own
+from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from hicache_storage.pools.pages import Numbers
-    from hicache_storage.transfer.streams import Event, Priority, RowSide, Stream
+    from hicache_storage.transfer.streams import Priority, RowSide, Stream
 
     Runs = Sequence[tuple[int, int]]
     """Ranges of addresses."""
@@ -67,17 +67,6 @@ class Access:
         return f"{self.what!r} ({self.where}) {deed}"
 
 
-class Race(NamedTuple):
-    """Two operations on the same bytes, at least one of which writes, that nothing orders."""
-
-    first: Access
-    """The one enqueued earlier."""
-    second: Access
-
-    def __str__(self) -> str:
-        return f"{self.second} memory that {self.first}, and nothing orders it behind that"
-
-
 @dataclass(slots=True)
 class _Cell:
     """The last write of a range of bytes, and the last read by each actor since."""
@@ -96,18 +85,19 @@ class ShadowMemory:
         self._starts = [0]
         self._cells = [_Cell()]
 
-    def access(self, access: Access, runs: Runs) -> list[Race]:
+    def access(self, access: Access, runs: Runs) -> list[str]:
         """Note an access to ranges of addresses.
 
         Returns the races that this makes, one for each other operation.
         """
-        found = dict[Access, Race]()
+        found = dict[Access, str]()
         for run in runs:
             for cell in self._between(*run):
                 others = list(cell.reads.values()) if access.writes else []
                 for other in (*others, *([cell.write] if cell.write else [])):
                     if not access.follows(other):
-                        found.setdefault(other, Race(other, access))
+                        told = f"{access} memory that {other}, and nothing orders it behind that"
+                        found[other] = told
                 if access.writes:
                     # What follows this write follows the accesses before it as well, or their race
                     # has been found.
@@ -132,28 +122,6 @@ class ShadowMemory:
 # ---------------------------------------------------------------------------------
 
 
-class SimulatedTable:
-    """Page numbers, and the memory that they come to."""
-
-    def __init__(self, pages: int) -> None:
-        self.numbers = torch.empty(2, 0)
-        self.memory = torch.empty(2, pages, dtype=torch.int64)
-
-
-class SimulatedRows(NamedTuple):
-    """A prepared kernel: what it writes and reads, and the page numbers."""
-
-    sides: tuple[RowSide, RowSide]
-    table: SimulatedTable
-
-    def pages(self, side: int, pages: range) -> torch.Tensor:
-        """The page numbers of one side."""
-        row, numbers = self.sides[side].row, self.table.numbers
-        if row is None:
-            return numbers.new_tensor(range(len(pages)))
-        return numbers[row, pages.start : pages.stop]
-
-
 class StreamSimulator:
     """A device whose streams run on the CPU, in the thread that waits for them.
 
@@ -172,8 +140,9 @@ class StreamSimulator:
     """
 
     def __init__(self, seed: int | str = 0) -> None:
-        self.races: list[Race] = []
-        """Races found so far, in the order of enqueueing."""
+        self.races: list[str] = []
+        """Races found so far, in the order of enqueueing: two operations on the same bytes, at least
+        one of which writes, that nothing orders."""
         self.is_held = False
         """Set to keep copies in flight: nothing runs but what the host waits for."""
         # Reentrant: the garbage collector may settle another engine's copies anywhere.
@@ -206,16 +175,18 @@ class StreamSimulator:
         self.keep([memory])
         return memory
 
-    def page_table(self, pages: int) -> SimulatedTable:
-        return SimulatedTable(pages)
+    def page_table(self, pages: int) -> torch.Tensor:
+        return torch.empty(2, pages, dtype=torch.int64)
 
-    def row_copy(self, destination: RowSide, source: RowSide, table: object) -> SimulatedRows:
+    def row_copy(
+        self, destination: RowSide, source: RowSide, table: torch.Tensor
+    ) -> tuple[RowSide, RowSide, torch.Tensor]:
         # Also of copies by DMA, which know addresses only.
         self.keep([*destination.views, *source.views])
         for views in zip(destination.views, source.views, strict=True):
             # Refuses what the kernel does not know.
             geometry(*views)
-        return SimulatedRows((destination, source), own(SimulatedTable, table))
+        return destination, source, table
 
     def host(
         self, what: str, *, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
@@ -297,45 +268,46 @@ class SimulatedStream:
             join(self.clock, self.simulator.clock)
             return SimulatedEvent(self, self.ran + len(self.queue), dict(self.clock))
 
-    def wait_event(self, event: Event) -> None:
-        event = own(SimulatedEvent, event)
+    def wait_event(self, event: SimulatedEvent) -> None:
         with self.simulator.lock:
             join(self.clock, event.clock)
             self.queue.append(event)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
+        """Enqueue a copy between tensors of one shape, as a model's kernel."""
         self.simulator.keep([destination, source])
         reads, writes = byte_runs(source), byte_runs(destination)
         self._enqueue(what, lambda: destination.copy_(source), reads, writes)
 
-    def upload(self, table: object, numbers: Numbers) -> None:
-        table = own(SimulatedTable, table)
-        table.numbers = torch.tensor(numbers)
-        to = table.memory[:, : numbers.shape[1]]
-        self.copy(to, table.numbers, "upload of page numbers")
+    def upload(self, table: torch.Tensor, numbers: Numbers) -> None:
+        to = table[:, : numbers.shape[1]]
+        # At once: the next kernel's addresses depend on them.
+        to.numpy()[:] = numbers
+        self._enqueue("upload of page numbers", int, [], byte_runs(to))
 
-    def copy_rows(self, rows: object, parts: range, pages: range, what: str) -> None:
-        rows = own(SimulatedRows, rows)
-        to, origin = (rows.pages(side, pages) for side in (0, 1))
+    def copy_rows(
+        self, rows: tuple[RowSide, RowSide, torch.Tensor], parts: range, pages: range, what: str
+    ) -> None:
+        *sides, table = rows
+        uploaded = table[:, pages.start : pages.stop]
+        to, origin = (
+            [*range(len(pages))]
+            if side.row is None
+            else cast("list[int]", uploaded[side.row].tolist())
+            for side in sides
+        )
 
         def run() -> None:
             for part in parts:
                 # As bytes: torch indexes those of every element type.
-                written, read = (side.views[part].view(torch.uint8) for side in rows.sides)
+                written, read = (side.views[part].view(torch.uint8) for side in sides)
                 written[to] = read[origin]
 
         writes, reads = (
-            byte_runs(
-                *(
-                    side.views[part][page]
-                    for part in parts
-                    for page in set(cast("list[int]", numbers.tolist()))
-                )
-            )
-            for side, numbers in zip(rows.sides, (to, origin), strict=True)
+            byte_runs(*(side.views[part][page] for part in parts for page in set(numbers)))
+            for side, numbers in zip(sides, (to, origin), strict=True)
         )
-        uploaded = byte_runs(rows.table.memory[:, pages.start : pages.stop])
-        self._enqueue(what, run, [*reads, *uploaded], writes)
+        self._enqueue(what, run, [*reads, *byte_runs(uploaded)], writes)
 
     def copy_pieces(
         self, destinations: int, sources: int, count: int, size: int, what: str

@@ -5,7 +5,7 @@ The same copies run on a GPU and on the simulator.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from hicache_storage.spec import HiCacheError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from hicache_storage.pools.pages import Numbers
 
-KindT = TypeVar("KindT")
 Priority = Literal["highest", "lowest"]
 """Which kernels' blocks go first where multiprocessors are short."""
 
@@ -75,15 +74,11 @@ class Stream(Protocol):
         """Record a new event behind everything enqueued so far."""
         ...
 
-    def wait_event(self, event: Event) -> None:
-        """Make later operations wait for an event; does not block."""
+    def wait_event(self, event: Any) -> None:
+        """Make later operations wait for an event of the same device; does not block."""
         ...
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
-        """Enqueue a copy between tensors of one shape, both without gaps or on one device."""
-        ...
-
-    def upload(self, table: object, numbers: Numbers) -> None:
+    def upload(self, table: Any, numbers: Numbers) -> None:
         """Enqueue a copy of page numbers to a `Device.page_table`.
 
         Args:
@@ -91,7 +86,7 @@ class Stream(Protocol):
         """
         ...
 
-    def copy_rows(self, rows: object, parts: range, pages: range, what: str) -> None:
+    def copy_rows(self, rows: Any, parts: range, pages: range, what: str) -> None:
         """Enqueue a kernel that copies some pages of some parts.
 
         Args:
@@ -156,7 +151,7 @@ class Device(Protocol):
         """
         ...
 
-    def row_copy(self, destination: RowSide, source: RowSide, table: object) -> object:
+    def row_copy(self, destination: RowSide, source: RowSide, table: Any) -> object:
         """Prepare a kernel that copies pages.
 
         Args:
@@ -169,14 +164,3 @@ class Device(Protocol):
             ConfigError: the kernel cannot be compiled; the message names what is missing.
         """
         ...
-
-
-def own(kind: type[KindT], given: object) -> KindT:
-    """Return a stream, event or prepared copy of the same device.
-
-    Raises:
-        TypeError: it is another device's.
-    """
-    if not isinstance(given, kind):
-        raise TypeError(f"needs a {kind.__name__}, got {type(given).__name__} of another device")
-    return given

@@ -91,11 +91,15 @@ class Simulated:
     def release(self):
         self.device.is_held = False
 
+    def copy(self, stream, destination, source, what):
+        """Launch a kernel."""
+        stream.copy(destination, source, what)
+
     def host(self, what, **touched):
         self.device.host(what, **touched)
 
     def check(self):
-        assert not self.device.races, str(self.device.races[0])
+        assert not self.device.races, self.device.races[0]
 
     def close(self):
         self.device.close()
@@ -135,6 +139,10 @@ class Cuda:
             time.sleep(HEAD_START_SECONDS)
             self._open[: self._gates] = 1
             self._released = self._gates
+
+    def copy(self, stream, destination, source, what):
+        with torch.cuda.stream(stream.native):
+            destination.copy_(source, non_blocking=True)
 
     def host(self, what, **touched):
         """Nothing: the host has waited for what it looks at."""
@@ -296,7 +304,7 @@ class Rig:
             for (name, part), source in zip(parts, content[layer], strict=True):
                 if name in pools:
                     what = f"kernel that writes layer {layer} of device page {page}"
-                    self.compute.copy(part[page], source, what)
+                    self.place.copy(self.compute, part[page], source, what)
 
     def read_layer(self, page, layer):
         """Launch kernels that read a layer of a page; what they will have seen."""
@@ -305,7 +313,7 @@ class Rig:
             seen.append(torch.zeros_like(part[page]))
             if self.place.where == "cuda":
                 torch.cuda.current_stream().synchronize()
-            self.compute.copy(seen[-1], part[page], what)
+            self.place.copy(self.compute, seen[-1], part[page], what)
         return seen
 
     def read_pages(self, pages, counter=None):

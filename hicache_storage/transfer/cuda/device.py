@@ -10,13 +10,13 @@ import torch
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer.cuda.driver import copy_pieces, is_capturing, memcpy
 from hicache_storage.transfer.cuda.kernel import CudaRowCopy
-from hicache_storage.transfer.streams import StreamFailedError, own
+from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.pools.pages import Numbers
-    from hicache_storage.transfer.streams import Event, Priority, RowSide, Stream
+    from hicache_storage.transfer.streams import Priority, RowSide
 
 PREPARED_UPLOADS: Final = 4
 """Page-locked buffers that a page table has from the beginning on."""
@@ -72,23 +72,18 @@ class CudaStream:
         native.record(self.native)
         return CudaEvent(native, self._events)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CudaEvent) -> None:
         if self.may_capture:
             self._refuse_capture()
-        self.native.wait_event(own(CudaEvent, event).native)
+        self.native.wait_event(event.native)
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
-        with torch.cuda.stream(self.native):
-            destination.copy_(source, non_blocking=True)
-
-    def upload(self, table: object, numbers: Numbers) -> None:
-        table = own(CudaPageTable, table)
+    def upload(self, table: CudaPageTable, numbers: Numbers) -> None:
         pinned = table.fill(numbers)
         _check(memcpy(table.rows[0], pinned.data_ptr(), numbers.nbytes, self._handle), "upload")
         table.used.append((pinned, self.record()))
 
-    def copy_rows(self, rows: object, parts: range, pages: range, what: str) -> None:
-        _check(own(CudaRowCopy, rows).launch(self._handle, parts, pages), what)
+    def copy_rows(self, rows: CudaRowCopy, parts: range, pages: range, what: str) -> None:
+        _check(rows.launch(self._handle, parts, pages), what)
 
     def copy_pieces(
         self, destinations: int, sources: int, count: int, size: int, what: str
@@ -157,7 +152,7 @@ class CudaDevice:
         native = torch.cuda.Stream(self._device, priority=number)  # type: ignore[no-untyped-call] # torch does not annotate it
         return CudaStream(native, may_capture=priority is None)
 
-    def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
+    def scratch(self, size: int, streams: Sequence[Any]) -> torch.Tensor:
         try:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
@@ -165,7 +160,7 @@ class CudaDevice:
                 f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a "
                 "smaller staging_bytes, or way='kernel', which needs none"
             ) from error
-        for native in (own(CudaStream, stream).native for stream in streams):
+        for native in (stream.native for stream in streams):
             # A former owner of this memory may still use it, on the current stream.
             native.wait_stream(torch.cuda.current_stream(self._device))
             # torch's allocator would otherwise hand the memory out again while this stream still
@@ -176,10 +171,9 @@ class CudaDevice:
     def page_table(self, pages: int) -> CudaPageTable:
         return CudaPageTable(pages, self._device)
 
-    def row_copy(self, destination: RowSide, source: RowSide, table: object) -> CudaRowCopy:
-        rows = own(CudaPageTable, table).rows
+    def row_copy(self, destination: RowSide, source: RowSide, table: CudaPageTable) -> CudaRowCopy:
         with self.current():
-            return CudaRowCopy((destination, source), rows, self._device)
+            return CudaRowCopy((destination, source), table.rows, self._device)
 
 
 def cuda_device(device: torch.device | str) -> torch.device:
