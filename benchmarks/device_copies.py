@@ -20,7 +20,7 @@ import argparse
 import importlib
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -373,7 +373,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, plans = list[list[str]](), list[list[str]]()
     with ExitStack() as stack:
         device: Device = (
-            CudaDevice() if options.device == "cuda" else stack.enter_context(StreamSimulator())
+            CudaDevice()
+            if options.device == "cuda"
+            else stack.enter_context(closing(StreamSimulator()))
         )
         compute = device.stream("compute")
         products = Products(compute) if options.device == "cuda" else None

@@ -14,14 +14,13 @@ from hicache_storage.transfer.engine import (
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.plan import Way
 from hicache_storage.transfer.simulator import StreamSimulator
-from hicache_storage.transfer.streams import Device, Event, Stream, StreamFailedError
+from hicache_storage.transfer.streams import Device, Stream, StreamFailedError
 
 __all__ = [
     "Acknowledgement",
     "CudaDevice",
     "CudaStream",
     "Device",
-    "Event",
     "HostSlots",
     "Indices",
     "LayerCounter",

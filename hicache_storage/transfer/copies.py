@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SideT = TypeVar("SideT")
 STAGING_BYTES: Final = 128 << 20
-"""Length of a staging buffer; a direction whose plan needs them has two."""
+"""Longest staging buffer; a direction whose plan needs them has two."""
 MAX_PIECES: Final = 1024
 """Pieces of a transfer that go by DMA; the kernel takes the other pages.
 
@@ -60,7 +60,6 @@ class Lane:
     Args:
         stream: of the direction.
         table: has the page numbers of a transfer.
-        staging_bytes: as `PageTransfers` has it.
         direction: `OUT` or `IN`.
     """
 
@@ -70,7 +69,6 @@ class Lane:
         group: PartGroup,
         stream: Stream,
         table: object,
-        staging_bytes: int,
         direction: str,
     ) -> None:
         self._device = device
@@ -96,7 +94,7 @@ class Lane:
             self.filler = device.stream(f"staging of a {direction}", PRIORITIES[direction])
             page_bytes = group.parts * group.layer_bytes * max(map(len, runs))
             pages = min(self._max_pages, group.host[0].shape[0])
-            size = max(1, min(staging_bytes // page_bytes, pages)) * page_bytes
+            size = max(1, min(STAGING_BYTES // page_bytes, pages)) * page_bytes
             self.memory = [device.scratch(size, (self.filler, stream)) for _ in range(2)]
             self._turn = 0
         self.runs = [self._run(layers) for layers in runs]

@@ -8,16 +8,16 @@ from __future__ import annotations
 import logging
 import weakref
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from hicache_storage.pools.pages import page_numbers
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.copies import DEVICE, HOST, IN, OUT, PRIORITIES, STAGING_BYTES, Lane
+from hicache_storage.transfer.copies import DEVICE, HOST, IN, OUT, PRIORITIES, Lane
 from hicache_storage.transfer.host_slots import HostSlots, PageFences
-from hicache_storage.transfer.plan import describe, make_plan
+from hicache_storage.transfer.plan import make_plan
 from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 WRITTEN: Final = {OUT: HOST, IN: DEVICE}
 """The side that each direction writes."""
-NAMES: Final = ("device_indices", "host_indices")
-"""By side."""
 
 
 class PoolPair(NamedTuple):
@@ -61,7 +59,7 @@ class PoolCopies:
     Args:
         streams: by direction.
         name: of the pool, for messages.
-        way, staging_bytes: as `PageTransfers` has them.
+        way: as `PageTransfers` has it.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class PoolCopies:
         name: str,
         pair: PoolPair,
         way: Way | None,
-        staging_bytes: int,
     ) -> None:
         device_pool, host_pool = pair
         device_pool.check_host_pool(host_pool)
@@ -87,8 +84,7 @@ class PoolCopies:
         }
         self.lanes = {
             direction: [
-                Lane(device, group, streams[direction], table, staging_bytes, direction)
-                for group in self.plan
+                Lane(device, group, streams[direction], table, direction) for group in self.plan
             ]
             for direction, table in self._tables.items()
         }
@@ -100,8 +96,8 @@ class PoolCopies:
         self.host_slots = HostSlots(host_pool, self.fences.values())
         # Half as long as page numbers: less to read, and no pool has 2^31 pages.
         self._marks = np.zeros(pages, np.int32)
-        self._numbers = np.arange(pages, dtype=np.int32)
-        logger.info("copies of %s, %s: %s", name, type(host_pool).__name__, describe(self.plan))
+        plan = "; ".join(map(str, self.plan))
+        logger.info("copies of %s, %s: %s", name, type(host_pool).__name__, plan)
 
     def pages(self, direction: str, indices: Indices) -> Numbers:
         """The page numbers of a transfer in two rows, `DEVICE` and `HOST`.
@@ -115,12 +111,17 @@ class PoolCopies:
             raise InvalidTransferError(
                 f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}"
             )
-        pages = self._existing(indices)
+        pages = self.existing(indices)
         # What is only read may occur twice.
         side = WRITTEN[direction]
-        if self._has_repeated(pages[side]):
+        written = pages[side]
+        order = np.arange(written.size, dtype=np.int32)
+        # Of two marks on a page one remains.
+        self._marks[written] = order
+        if self._marks.take(written).tobytes() != order.tobytes():
             raise InvalidTransferError(
-                f"{NAMES[side]} hold a page twice; what it would hold then is undefined"
+                f"{Indices._fields[side]}_indices hold a page twice; what it would hold then is "
+                "undefined"
             )
         return pages
 
@@ -134,46 +135,27 @@ class PoolCopies:
         for lane in self.lanes[direction]:
             lane.begin(pages)
 
-    def end(self, direction: str, pages: Numbers, until: Event) -> None:
-        """Fence the pages until an event that was recorded behind all copies."""
-        self.fences[direction].note(pages, until)
-
     def give_up(self, direction: str, pages: Numbers) -> None:
         """Fence the pages of a transfer that failed: some of its copies may have been enqueued."""
         with suppress(Exception):
-            self.end(direction, pages, self._streams[direction].record())
+            self.fences[direction].note(pages, self._streams[direction].record())
             return
         # A stream that refuses to record tells nothing any more: none can wait for it, and the host
         # pages are not handed out again.
         self.host_slots.keep(torch.from_numpy(pages[HOST]))
 
-    def before_overwrite(self, compute: Stream, device_indices: torch.Tensor) -> None:
-        """Let `compute` wait for the copies that use device pages."""
-        if device_indices.numel():
-            pages = self._existing([device_indices])
-            for fences in self.fences.values():
-                fences.wait(compute, pages)
-
-    def _existing(self, sides: Sequence[torch.Tensor]) -> Numbers:
+    def existing(self, sides: Sequence[torch.Tensor]) -> Numbers:
         """The page numbers of indices of the device, or of both sides."""
         pages = page_numbers(sides, self.page_size)
         # Negative numbers are the largest unsigned ones.
         largest = pages.view("u8").max(axis=1).tolist()
-        for name, count, last in zip(NAMES, self._page_nums, largest, strict=False):
+        for name, count, last in zip(Indices._fields, self._page_nums, largest, strict=False):
             if last >= count:
                 raise InvalidTransferError(
-                    f"{name} must be slots in [0, {count * self.page_size}), got "
+                    f"{name}_indices must be slots in [0, {count * self.page_size}), got "
                     "pages that are not there"
                 )
         return pages
-
-    def _has_repeated(self, pages: Numbers) -> bool:
-        if pages.size > self._marks.size:
-            return True
-        # Of two marks on a page one remains.
-        numbers = self._numbers[: pages.size]
-        self._marks[pages] = numbers
-        return self._marks.take(pages).tobytes() != numbers.tobytes()
 
 
 class Acknowledgement:
@@ -227,9 +209,8 @@ class PageTransfers:
     A load copies one layer of the model after the other. Pools without pages in a transfer are left
     out of it. How pages are copied follows from the lengths of the pools; the log says it once.
 
-    To be closed, or used in a `with` statement, before the pools' memory goes: it keeps all pools
-    until its copies are over, also when it is garbage collected without being closed, which then
-    waits for them.
+    To be closed before the pools' memory goes: it keeps all pools until its copies are over, also
+    when it is garbage collected without being closed, which then waits for them.
 
     Args:
         device: makes the streams.
@@ -238,8 +219,6 @@ class PageTransfers:
         way: None lets lengths decide. `kernel`: a kernel reads and writes the host memory. `dma`:
             DMA wherever pieces are contiguous, for loads in growing groups of layers. For
             benchmarks, and machines that differ from those that were measured.
-        staging_bytes: length of each of the two staging buffers that a direction of a pool has
-            where its copies pass through some; a page at least, and not longer than the pool needs.
 
     Raises:
         InvalidPoolError: the pools of a pair do not fit each other, and the message names the
@@ -256,7 +235,6 @@ class PageTransfers:
         pools: Mapping[str, PoolPair],
         *,
         way: Way | None = None,
-        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         if not pools:
             raise InvalidPoolError("pools must hold at least one pool")
@@ -268,8 +246,7 @@ class PageTransfers:
         """By direction: `OUT` and `IN`. All pools share them, so that one event behind the copies
         stands for all."""
         self.pools = {
-            name: PoolCopies(device, self.streams, name, pair, way, staging_bytes)
-            for name, pair in pools.items()
+            name: PoolCopies(device, self.streams, name, pair, way) for name, pair in pools.items()
         }
         self.host_slots = {name: pool.host_slots for name, pool in self.pools.items()}
         """Allocators of host pages, by pool."""
@@ -283,12 +260,6 @@ class PageTransfers:
         # memory anyway.
         used = [*pools.values(), *self.pools.values()]
         weakref.finalize(self, _settle, self.streams.values(), used).atexit = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def write_back(self, pages: Mapping[str, Indices]) -> Acknowledgement:
         """Copy device pages to host pages, behind every kernel launched so far on `compute`.
@@ -319,8 +290,12 @@ class PageTransfers:
 
         To be called before a kernel overwrites them.
         """
-        for pool, indices in [(self._pool(name), each) for name, each in device_indices.items()]:
-            pool.before_overwrite(self._compute, indices)
+        for name, indices in device_indices.items():
+            pool = self._pool(name)
+            if indices.numel():
+                pages = pool.existing([indices])
+                for fences in pool.fences.values():
+                    fences.wait(self._compute, pages)
 
     def close(self) -> None:
         """Wait for the copies that run, and take no more. Idempotent.
@@ -384,7 +359,7 @@ class PageTransfers:
                     pool.give_up(direction, pages[name])
                 raise
         for name, pool in pools.items():
-            pool.end(direction, pages[name], events[-1])
+            pool.fences[direction].note(pages[name], events[-1])
         return events
 
     def _pool(self, name: str) -> PoolCopies:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -51,11 +50,6 @@ class Geometry(NamedTuple):
     def bytes(self) -> int:
         return self.outer[0] * self.inner[0] * self.width
 
-    @property
-    def reach(self) -> int:
-        """Bytes of the `to` side from the first to the last."""
-        return self.width + sum((count - 1) * step for count, step, _ in (self.outer, self.inner))
-
 
 def geometry(to: torch.Tensor, origin: torch.Tensor) -> Geometry:
     """The geometry of two views (pages, rows per page, ...) of one shape and element type.
@@ -89,11 +83,6 @@ def geometry(to: torch.Tensor, origin: torch.Tensor) -> Geometry:
     return Geometry((to.stride(0) * size, origin.stride(0) * size), outer, inner, width)
 
 
-def word_bytes(shape: Geometry, addresses: Sequence[int]) -> int:
-    """The longest word, 16 bytes at most, that all pieces consist of and all of them begin at."""
-    return math.gcd(16, shape.width, *shape.pitches, *shape.outer[1:], *shape.inner[1:], *addresses)
-
-
 @dataclass(frozen=True, slots=True)
 class PartGroup:
     """Parts of each layer that have the same lengths, and how they are copied."""
@@ -111,6 +100,12 @@ class PartGroup:
     @property
     def layer_num(self) -> int:
         return len(self.host) // self.parts
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parts} part(s) of {self.layer_num} layers: write-back {self.out}, load "
+            f"{self.into} ({self.layer_bytes} bytes a layer of a page)"
+        )
 
 
 def make_plan(device: DevicePages, host: PagedHostPool, way: Way | None) -> list[PartGroup]:
@@ -146,15 +141,6 @@ def make_plan(device: DevicePages, host: PagedHostPool, way: Way | None) -> list
     ]
 
 
-def describe(plan: Sequence[PartGroup]) -> str:
-    """One line for the log: what the plan is, and why."""
-    return "; ".join(
-        f"{group.parts} part{'s' * (group.parts > 1)} of {group.layer_num} layers: write-back "
-        f"{group.out}, load {group.into} ({group.layer_bytes} bytes a layer of a page)"
-        for group in plan
-    )
-
-
 def _choose(shape: Geometry, steps: Sequence[int], way: Way | None) -> tuple[How, How]:
     """Return how pages go out and come in.
 
@@ -171,8 +157,9 @@ def _choose(shape: Geometry, steps: Sequence[int], way: Way | None) -> tuple[How
         return How.DIRECT, How.DIRECT
     page_bytes = len(steps) * shape.bytes
     # A page of all layers is one piece of host memory.
+    end = max(steps) + sum((count - 1) * step for count, step, _ in (shape.outer, shape.inner))
     is_block = shape.pitches[0] == page_bytes and min(steps) == 0
-    is_block = is_block and max(steps) + shape.reach <= page_bytes
+    is_block = is_block and end + shape.width <= page_bytes
     if way is None:
         return How.STAGED if is_block and page_bytes >= MIN_DMA_BYTES else How.KERNEL, How.KERNEL
     alone = How.DIRECT if is_piece else How.KERNEL

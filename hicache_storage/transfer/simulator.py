@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Final, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -31,8 +31,6 @@ Clock = dict[int, int]
 """A vector clock: the last known step of each actor."""
 QUERY_STEPS: Final = (0, 1, 10, 1000)
 """How many operations run during a query: drawn, so that streams overtake each other."""
-POISON: Final = 0xA5
-"""Value of every byte of new scratch memory, which exposes reads of unwritten memory."""
 
 
 # Race detector: conflicting accesses to memory without an order
@@ -57,10 +55,6 @@ class Access:
     clock: Clock
     """Vector clock of the access, itself included."""
     writes: bool
-
-    def follows(self, other: Access) -> bool:
-        """Return True if `other` is before it by a stream's order, by events, or by the host."""
-        return self.clock.get(other.actor, 0) >= other.clock[other.actor]
 
     def __str__(self) -> str:
         deed = "writes" if self.writes else "reads"
@@ -93,9 +87,9 @@ class ShadowMemory:
         found = dict[Access, str]()
         for run in runs:
             for cell in self._between(*run):
-                others = list(cell.reads.values()) if access.writes else []
-                for other in (*others, *([cell.write] if cell.write else [])):
-                    if not access.follows(other):
+                for other in (*(cell.reads.values() if access.writes else ()), cell.write):
+                    # Neither a stream's order, nor an event, nor the host orders them.
+                    if other and access.clock.get(other.actor, 0) < other.clock[other.actor]:
                         told = f"{access} memory that {other}, and nothing orders it behind that"
                         found[other] = told
                 if access.writes:
@@ -132,8 +126,7 @@ class StreamSimulator:
     nor a wait of the host puts in order. It depends on what was enqueued, in which order, and not
     on when it ran.
 
-    The host is one actor: calls from several threads have to be ordered by the caller. To be
-    closed, or used in a `with` statement: that runs what is left.
+    The host is one actor: calls from several threads have to be ordered by the caller.
 
     Args:
         seed: of the order.
@@ -141,8 +134,8 @@ class StreamSimulator:
 
     def __init__(self, seed: int | str = 0) -> None:
         self.races: list[str] = []
-        """Races found so far, in the order of enqueueing: two operations on the same bytes, at least
-        one of which writes, that nothing orders."""
+        """Races found so far, in the order of enqueueing: two operations on the same bytes, one of
+        which writes, and nothing orders them."""
         self.is_held = False
         """Set to keep copies in flight: nothing runs but what the host waits for."""
         # Reentrant: the garbage collector may settle another engine's copies anywhere.
@@ -154,12 +147,6 @@ class StreamSimulator:
         self._streams: list[SimulatedStream] = []
         self._kept = dict[int, "torch.Tensor"]()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -170,8 +157,8 @@ class StreamSimulator:
         return stream
 
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
-        """Memory that holds `POISON`, and is kept as long as the simulator is."""
-        memory = torch.full((size,), POISON, dtype=torch.uint8)
+        # No zeros: they would hide reads of unwritten memory.
+        memory = torch.full((size,), 0xA5, dtype=torch.uint8)
         self.keep([memory])
         return memory
 
@@ -290,12 +277,8 @@ class SimulatedStream:
     ) -> None:
         *sides, table = rows
         uploaded = table[:, pages.start : pages.stop]
-        to, origin = (
-            [*range(len(pages))]
-            if side.row is None
-            else cast("list[int]", uploaded[side.row].tolist())
-            for side in sides
-        )
+        numbers: list[list[int]] = [*uploaded.tolist(), [*range(len(pages))]]
+        to, origin = (numbers[-1 if side.row is None else side.row] for side in sides)
 
         def run() -> None:
             for part in parts:
@@ -304,8 +287,8 @@ class SimulatedStream:
                 written[to] = read[origin]
 
         writes, reads = (
-            byte_runs(*(side.views[part][page] for part in parts for page in set(numbers)))
-            for side, numbers in zip(sides, (to, origin), strict=True)
+            byte_runs(*(side.views[part][page] for part in parts for page in set(used)))
+            for side, used in zip(sides, (to, origin), strict=True)
         )
         self._enqueue(what, run, [*reads, *byte_runs(uploaded)], writes)
 

@@ -4,6 +4,7 @@ at the end."""
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def in_dict(config, objects=None):
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_bytes_come_back_from_every_tier(config, layout):
     settings = config(layout=layout)
-    with StreamSimulator(7) as simulator:
+    with closing(StreamSimulator(7)) as simulator:
         streams = simulator, simulator.stream("compute")
         with build(settings, storage=in_dict(settings), streams=streams) as stack:
             session = Session(stack)
@@ -207,7 +208,7 @@ def test_close_ends_the_threads_and_the_storage_once(config):
 
 def test_close_waits_for_copies_that_run(config):
     """Nothing else lets the copy go on, and close does not come back before it is over."""
-    with StreamSimulator() as simulator:
+    with closing(StreamSimulator()) as simulator:
         stack = build(config(), streams=(simulator, simulator.stream("compute")))
         simulator.is_held = True
         Session(stack).insert()

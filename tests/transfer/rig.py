@@ -9,12 +9,20 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from hicache_storage.pools import DevicePool, PagedHostPool, host_tensor
-from hicache_storage.transfer import CudaDevice, Indices, PageTransfers, PoolPair, StreamSimulator
+from hicache_storage.transfer import (
+    CudaDevice,
+    Indices,
+    PageTransfers,
+    PoolPair,
+    StreamSimulator,
+    copies,
+)
 from hicache_storage.transfer.cuda.kernel import SOURCE, address, driver
 from tests.support.pools import SHAPES, make_pool
 
@@ -209,9 +217,8 @@ class Rig:
         self.device = {name: pair.device_pool for name, pair in pairs.items()}
         self.host = {name: pair.host_pool for name, pair in pairs.items()}
         self.page_sizes = {name: pool.page_size for name, pool in self.host.items()}
-        self.engine = PageTransfers(
-            place.device, self.compute, pairs, way=way, staging_bytes=staging_bytes
-        )
+        with patch.object(copies, "STAGING_BYTES", staging_bytes):
+            self.engine = PageTransfers(place.device, self.compute, pairs, way=way)
         self.layer_num = self.engine.layer_num
         self.host_slots = self.engine.host_slots
         self.pool = self.engine.pools[min(pairs)]

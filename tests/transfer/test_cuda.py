@@ -267,7 +267,9 @@ def test_a_device_without_a_number_is_the_one_that_was_current():
 
 
 def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match=r"device is 'cuda:99', and there are \d+ CUDA devices"):
+    with pytest.raises(
+        ConfigError, match=r"of which there are \d+, such as 'cuda:0'; got 'cuda:99'"
+    ):
         CudaDevice("cuda:99")
     with pytest.raises(ConfigError, match="must be a CUDA device"):
         CudaDevice("cpu")

@@ -45,7 +45,8 @@ def engine(kind, layout, way, pages=PAGES, staging_bytes=1, device=None):
     device = device or StubbedDevice()
     pools = pools_of(kind, layout, pages=pages)
     compute = device.stream("compute")
-    return one_pool(device, compute, *pools, way=way, staging_bytes=staging_bytes), *pools
+    with patch.object(copies, "STAGING_BYTES", staging_bytes):
+        return one_pool(device, compute, *pools, way=way), *pools
 
 
 def parts(pool):

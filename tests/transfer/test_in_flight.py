@@ -35,10 +35,10 @@ def held_copy(rig, direction=OUT):
 @DIRECTION
 def test_closing_waits_for_copies_and_takes_no_more(simulated, direction):
     rig = Rig(simulated, "mha", "page_first", None)
-    with rig.engine as engine:
-        held = held_copy(rig, direction)
+    held = held_copy(rig, direction)
+    rig.engine.close()
     assert held.done()
-    engine.close()
+    rig.engine.close()
     for call in (OUT, IN):
         with pytest.raises(InvalidTransferError, match="closed"):
             copy(rig, call, rig.slots(0))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hicache_storage.pools import PagedHostPool
 from hicache_storage.spec import ConfigError, InvalidPoolError
 from hicache_storage.transfer.cuda.kernel import compiled, make_move
-from hicache_storage.transfer.plan import geometry, word_bytes
+from hicache_storage.transfer.plan import geometry
 from hicache_storage.transfer.streams import RowSide
 from tests.support.pool_strategies import pool_pairs
 from tests.support.pools import make_pool
@@ -69,9 +69,10 @@ def test_the_widest_words_are_moved(heads):
     shape = {"size": 8, "page_size": 2, "layers": range(2), "head_num": heads, "head_dim": 8}
     host = make_pool(PagedHostPool, "mha", **shape, dtype=torch.bfloat16, layout="page_head")
     device = torch.zeros(4, 2, heads, 8, dtype=torch.bfloat16)
-    (view, _), form = host.layer(1), geometry(host.layer(1)[0], device)
-    assert word_bytes(form, [view.data_ptr(), device.data_ptr()]) == 16
-    assert word_bytes(form, [view.data_ptr() + 4, device.data_ptr()]) == 4
+    view, _ = host.layer(1)
+    sides = RowSide([view], 0), RowSide([device], 0)
+    assert make_move(sides, [[view.data_ptr()], [device.data_ptr()]])[1] == 16
+    assert make_move(sides, [[view.data_ptr() + 4], [device.data_ptr()]])[1] == 4
 
 
 def test_what_the_kernel_does_not_know_is_refused():

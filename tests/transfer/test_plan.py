@@ -16,7 +16,7 @@ from hicache_storage.pools import (
     host_tensor,
 )
 from hicache_storage.transfer.copies import growing
-from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, describe, make_plan
+from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, make_plan
 from tests.transfer.rig import LAYERS, pools_of
 
 KERNEL, STAGED, DIRECT = How.KERNEL, How.STAGED, How.DIRECT
@@ -88,10 +88,10 @@ def test_the_log_says_what_and_why():
     pool = PagedHostPool(
         MLAGeometry(layers=range(61), kv_lora_rank=576, dtype=BF16), size=128, page_size=64
     )
-    (group,) = plan = planned(pool)
+    (group,) = planned(pool)
     assert group.layer_bytes * 61 >= MIN_DMA_BYTES > group.layer_bytes
-    assert describe(plan) == (
-        "1 part of 61 layers: write-back DMA and a kernel, load rows by a kernel (73728 bytes a "
+    assert str(group) == (
+        "1 part(s) of 61 layers: write-back DMA and a kernel, load rows by a kernel (73728 bytes a "
         "layer of a page)"
     )
 

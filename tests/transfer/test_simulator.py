@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hicache_storage.transfer.simulator import byte_runs
 
 @pytest.fixture
 def simulator():
-    with StreamSimulator("tests") as made:
+    with closing(StreamSimulator("tests")) as made:
         yield made
 
 
@@ -27,7 +28,7 @@ def test_streams_overtake_each_other():
     """Nothing orders two streams: by the seed, either is first, and the host sees both orders."""
     last, seen = set(), set()
     for seed in range(20):
-        with StreamSimulator(seed) as simulator:
+        with closing(StreamSimulator(seed)) as simulator:
             memory, events = numbers(0), []
             for value, name in ((1, "a"), (2, "b")):
                 stream = simulator.stream(name)

@@ -32,7 +32,6 @@ from hicache_storage.transfer import (
     PoolPair,
     StreamSimulator,
 )
-from hicache_storage.transfer.cuda.device import cuda_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -293,7 +292,7 @@ def _check(
             raise ConfigError(
                 f"device is {config.device!r}, and CUDA is not available here; pass 'cpu'"
             )
-        cuda_device(place)
+        CudaDevice(place)
 
 
 def _make_rank_group(config: StackConfig, closing: ExitStack) -> RankGroup:
@@ -326,7 +325,8 @@ def _host_slots(config: StackConfig, rank_group: RankGroup) -> dict[PoolName, in
 def _own_streams(place: torch.device, closing: ExitStack) -> tuple[Device, Stream]:
     if place.type == "cuda":
         return CudaDevice(place), CudaStream(torch.cuda.current_stream(place))
-    simulator = closing.enter_context(StreamSimulator())
+    simulator = StreamSimulator()
+    closing.callback(simulator.close)
     return simulator, simulator.stream("compute")
 
 

@@ -66,15 +66,13 @@ class CudaStream:
         self._events = deque[torch.cuda.Event]()
 
     def record(self) -> CudaEvent:
-        if self.may_capture:
-            self._refuse_capture()
+        self._refuse_capture()
         native = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call] # torch does not annotate it
         native.record(self.native)
         return CudaEvent(native, self._events)
 
     def wait_event(self, event: CudaEvent) -> None:
-        if self.may_capture:
-            self._refuse_capture()
+        self._refuse_capture()
         self.native.wait_event(event.native)
 
     def upload(self, table: CudaPageTable, numbers: Numbers) -> None:
@@ -96,7 +94,7 @@ class CudaStream:
     def _refuse_capture(self) -> None:
         # A copy would become part of the graph, or end its capture: each replay needs events and
         # pages of its own.
-        if is_capturing(self._handle):
+        if self.may_capture and is_capturing(self._handle):
             raise InvalidTransferError(
                 "a CUDA graph is being captured on this stream; call the cache, and "
                 "LayerCounter.wait for the graph's last layer, before the graph is replayed"
@@ -134,14 +132,22 @@ class CudaDevice:
     """Makes streams of one CUDA device.
 
     Args:
-        device: such as `"cuda:0"`; without a number, or None, the one that is current now.
+        device: such as `"cuda:0"`; without a number the one that is current now.
 
     Raises:
         ConfigError: there is no such device.
     """
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = cuda_device("cuda" if device is None else device)
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        place, count = torch.device(device), torch.cuda.device_count()
+        if place.type != "cuda" or (place.index or 0) >= count:
+            raise ConfigError(
+                f"device must be a CUDA device, of which there are {count}, such as 'cuda:0'; got "
+                f"{str(device)!r}"
+            )
+        # Each thread has a current device of its own, and a new thread's is the first.
+        index = place.index if ":" in str(place) else torch.cuda.current_device()
+        self._device = torch.device("cuda", index)
 
     def current(self) -> torch.cuda.device:
         return torch.cuda.device(self._device)
@@ -157,8 +163,8 @@ class CudaDevice:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             raise InvalidPoolError(
-                f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a "
-                "smaller staging_bytes, or way='kernel', which needs none"
+                f"cannot allocate {size} bytes of staging on {self._device} ({error}); free some, "
+                "or pass way='kernel', which needs none"
             ) from error
         for native in (stream.native for stream in streams):
             # A former owner of this memory may still use it, on the current stream.
@@ -174,26 +180,6 @@ class CudaDevice:
     def row_copy(self, destination: RowSide, source: RowSide, table: CudaPageTable) -> CudaRowCopy:
         with self.current():
             return CudaRowCopy((destination, source), table.rows, self._device)
-
-
-def cuda_device(device: torch.device | str) -> torch.device:
-    """Return a CUDA device with its number.
-
-    Each thread has a current device of its own, and a new thread's is the first.
-
-    Raises:
-        ConfigError: it is no CUDA device, or not there.
-    """
-    place = torch.device(device)
-    if place.type != "cuda":
-        raise ConfigError(f"device must be a CUDA device such as 'cuda:0', got {str(device)!r}")
-    index = place.index if ":" in str(place) else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device is {str(device)!r}, and there are {torch.cuda.device_count()} CUDA devices, "
-            "counted from 0"
-        )
-    return torch.device("cuda", index)
 
 
 def _pinned(rows: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,7 @@ import torch
 
 from hicache_storage.spec import InvalidPoolError
 from hicache_storage.transfer.cuda.driver import address, driver, launch, memcpy_batch, nvidia
-from hicache_storage.transfer.plan import MAX_PART_WORDS, geometry, word_bytes
+from hicache_storage.transfer.plan import MAX_PART_WORDS, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,13 +98,15 @@ def make_move(
         geometry(*views) for views in zip(*(side.views for side in sides), strict=True)
     }
     pages = max(side.views[0].shape[0] for side in sides)
-    word = word_bytes(shape, [start for starts in addresses for start in starts])
+    (outer, *outer_steps), (inner, *inner_steps) = shape.outer, shape.inner
+    starts = [start for each in addresses for start in each]
+    # All pieces consist of such words, and begin at them.
+    word = math.gcd(16, shape.width, *shape.pitches, *outer_steps, *inner_steps, *starts)
     if others or pages * shape.bytes // word >= MAX_PART_WORDS:
         raise InvalidPoolError(
             f"layers must have the same strides, and less than {MAX_PART_WORDS * word} bytes; got "
             f"{[shape, *others]} and {pages} pages"
         )
-    (outer, *outer_steps), (inner, *inner_steps) = shape.outer, shape.inner
     to, origin = (
         _Side(0, 0, *steps) for steps in zip(shape.pitches, outer_steps, inner_steps, strict=True)
     )
