@@ -12,6 +12,7 @@ import pytest
 
 from hicache_conformance.harness.log_records import MAX_CAUSES, cause_log
 from hicache_conformance.injectors.active_faults import ActiveFaults
+from hicache_conformance.model.case import Violation
 from hicache_conformance.model.cause import (
     Cause,
     cause_of,
@@ -21,7 +22,6 @@ from hicache_conformance.model.cause import (
 )
 from hicache_conformance.model.fault_plan import Fault, FaultKind
 from hicache_conformance.model.outcomes import Outcome
-from hicache_conformance.model.violation import Violation
 from hicache_conformance.runner.session import violation_finding
 from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage

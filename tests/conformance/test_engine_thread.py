@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hicache_conformance.interfaces.engine_thread import EngineThread
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.case import Violation
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hicache_conformance.cases import random_calls
 from hicache_conformance.fixtures import process_group
 from hicache_conformance.fixtures.fault_calls import wait_until_serving
 from hicache_conformance.fixtures.process_group import ProcessGroup
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.case import Violation
 from hicache_storage.spec import StorageUnavailableError
 
 ALLOWED = 0.05

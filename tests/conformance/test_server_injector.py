@@ -12,8 +12,8 @@ from hicache_conformance.fixtures.environment import DriverSetup
 from hicache_conformance.harness.ports import accepts
 from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import MemberInjector, ServerInjector, Servers
+from hicache_conformance.model.case import Inconclusive, NotPromised
 from hicache_conformance.model.fault_plan import FaultKind
-from hicache_conformance.model.violation import Inconclusive, NotPromised
 from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault, killed_after
 from tests.support.waiting import eventually
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_conformance.model.case import Case
-from hicache_conformance.model.outcomes import Outcome, Replay
+from hicache_conformance.model.outcomes import Case, Outcome, Replay
 from hicache_conformance.model.rules import Level, rules
 from hicache_conformance.model.verdict import Verdict
 from tests.conformance import records

@@ -17,9 +17,8 @@ from hicache_conformance.harness.storage_under_test import (
     trailing,
 )
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import Inconclusive, NotPromised, check, covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, NotPromised, check
 from hicache_storage.layers import StorageOptions, innermost
 from hicache_storage.spec import PoolName, PoolStats, PoolTransfer, PoolTransferResult
 from hicache_storage.spec.stats import OPERATIONS

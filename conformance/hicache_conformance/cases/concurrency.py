@@ -12,8 +12,7 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
 from hicache_conformance.history.events import Call
-from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import check
+from hicache_conformance.model.case import check, covers
 from hicache_storage.spec import PoolName, Sharing
 
 if TYPE_CHECKING:

@@ -28,10 +28,9 @@ from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnd
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
 from hicache_conformance.injectors.servers import ServerInjector
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import Inconclusive, NotPromised, check, covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Inconclusive, NotPromised, check
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:

@@ -28,11 +28,10 @@ from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.page_patterns import spent
 from hicache_conformance.harness.process_state import OpenResources, left_open
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_raises
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import Violation, check, checked, covers
 from hicache_conformance.model.cause import places_in_driver
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.layers import StorageOptions
 from hicache_storage.layers.deadline import MAX_HUNG_CALLS
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError

@@ -11,9 +11,8 @@ from hicache_conformance.fixtures.fault_calls import check_hits
 from hicache_conformance.fixtures.small_store import BATCH, capacity_of, open_long_pages
 from hicache_conformance.fixtures.target import DIRECTORY
 from hicache_conformance.harness.concurrency import eventually
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import check, covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import check
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from hicache_conformance.harness.oracle import drawn
 from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
 from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.events import Call
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import Inconclusive, check, covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, check
 from hicache_conformance.processes.worker import KillSchedule, WorkerProcess
 from hicache_storage.spec import HiCacheStorageExtraInfo
 

@@ -16,9 +16,8 @@ from hicache_conformance.harness.storage_under_test import (
     block_groups,
     trailing,
 )
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import check, covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
 if TYPE_CHECKING:

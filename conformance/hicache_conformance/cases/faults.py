@@ -34,10 +34,9 @@ from hicache_conformance.injectors.active_faults import failure
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
 from hicache_conformance.injectors.named_faults import NAMED_FAULTS, REFUSALS, UNAVAILABLE
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import check, covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import check
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, is_refusal
 

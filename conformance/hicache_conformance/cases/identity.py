@@ -9,9 +9,8 @@ import pytest
 
 from hicache_conformance.harness.pools import GuardedPool, kv_and_state
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import check, covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import check
 from hicache_storage.spec import IDENTITY_FIELDS, PoolName
 
 if TYPE_CHECKING:

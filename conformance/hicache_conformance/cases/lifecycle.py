@@ -20,8 +20,7 @@ from hicache_conformance.harness.import_probe import probe
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.process_state import OpenResources, left_open, unchanged_globals
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_raises
-from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import Violation, check, checked
+from hicache_conformance.model.case import Violation, check, checked, covers
 from hicache_storage.plugins import registry
 from hicache_storage.spec import (
     HiCacheError,

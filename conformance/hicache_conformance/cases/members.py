@@ -24,10 +24,9 @@ from hicache_conformance.fixtures.target import SEVERAL_STORES
 from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.injectors.servers import OUTAGES, MemberInjector
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import NotPromised, Violation, check, checked, covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import NotPromised, Violation, check, checked
 from hicache_storage.layers import StorageOptions
 
 if TYPE_CHECKING:

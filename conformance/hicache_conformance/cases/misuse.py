@@ -17,8 +17,7 @@ from hicache_conformance.harness.storage_under_test import (
     block_groups,
     check_raises,
 )
-from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import check
+from hicache_conformance.model.case import check, covers
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import (
     HiCacheError,

@@ -26,10 +26,9 @@ from hicache_conformance.fixtures.small_store import BATCH, capacity_of, open_lo
 from hicache_conformance.harness.concurrency import Pending
 from hicache_conformance.harness.driver_calls import CallSteps
 from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import Inconclusive, NotPromised, check, checked, covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, NotPromised, check, checked
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from hicache_conformance.harness.pools import (
     slots_of,
 )
 from hicache_conformance.harness.storage_under_test import PageGroup
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import NotPromised, Violation, check, checked, covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import NotPromised, Violation, check, checked
 from hicache_storage.pools import (
     AttentionGeometry,
     IndexerGeometry,

@@ -15,9 +15,8 @@ from hicache_conformance.harness.pools import GuardedPool, PoolShape
 from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call, Event
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import Inconclusive, Violation, check, checked, covers
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
 from hicache_conformance.processes.worker import KillSchedule, WorkerProcess
 from hicache_storage.spec import PoolName
 

@@ -38,10 +38,9 @@ from hicache_conformance.harness.storage_under_test import (
 from hicache_conformance.history.events import Call
 from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.named_faults import KILLED_ENGINE, MENU
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import Violation, check, checked, covers
 from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Violation, check, checked
 from hicache_conformance.processes.worker import KillSchedule
 from hicache_storage.layers import StorageOptions
 from hicache_storage.plugins import registry

@@ -11,8 +11,7 @@ from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.pools import GuardedPool, PoolMemory, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
-from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import check
+from hicache_conformance.model.case import check, covers
 from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer
 
 if TYPE_CHECKING:

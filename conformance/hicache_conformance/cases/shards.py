@@ -18,9 +18,8 @@ from hicache_conformance.harness.storage_under_test import (
     all_pages,
     trailing,
 )
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import check, covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolName, StorageIdentity
 
 if TYPE_CHECKING:

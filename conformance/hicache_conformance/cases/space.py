@@ -23,9 +23,8 @@ from hicache_conformance.fixtures.small_store import (
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
-from hicache_conformance.model.case import covers
+from hicache_conformance.model.case import Inconclusive, check, covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, check
 from hicache_storage.layers import innermost
 from hicache_storage.objects import Call, ObjectStorage, WriteBatch
 from hicache_storage.spec import PoolName

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from hicache_conformance.model.violation import Violation, checked
+from hicache_conformance.model.case import Violation, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

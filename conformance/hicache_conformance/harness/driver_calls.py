@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache_conformance.model.violation import Inconclusive
+from hicache_conformance.model.case import Inconclusive
 from hicache_storage.layers import innermost
 from hicache_storage.objects import ObjectStorage
 

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.harness.process_state import unchanged_globals
-from hicache_conformance.model.violation import Inconclusive
+from hicache_conformance.model.case import Inconclusive
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP
 from hicache_storage.plugins import create_storage, discover, registry
 from hicache_storage.spec import StorageIdentity

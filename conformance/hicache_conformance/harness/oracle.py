@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.violation import check, checked
+from hicache_conformance.model.case import check, checked
 from hicache_storage.spec import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from hicache_conformance.harness.page_patterns import (
     spent,
 )
 from hicache_conformance.harness.pools import PoolMemory, slots_of
-from hicache_conformance.model.violation import Violation, check, checked
+from hicache_conformance.model.case import Violation, check, checked
 from hicache_storage.spec import (
     HiCacheStorage,
     HiCacheStorageExtraInfo,

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.page_patterns import Page, PagePatterns, short
 from hicache_conformance.history.events import Call, Event
-from hicache_conformance.model.violation import Violation, checked
+from hicache_conformance.model.case import Violation, checked
 
 if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
 from hicache_conformance.injectors.injector import PATIENCE_SECONDS, ProcessInjector, obey
+from hicache_conformance.model.case import Inconclusive
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.model.violation import Inconclusive
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -18,9 +18,9 @@ from hicache_conformance.harness.store_files import copy_file
 from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
+from hicache_conformance.model.case import Inconclusive, NotPromised
 from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
 from hicache_conformance.model.settings import filled, port_names
-from hicache_conformance.model.violation import Inconclusive, NotPromised
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence

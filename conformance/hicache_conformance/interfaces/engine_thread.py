@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hicache_conformance.interfaces.interface import PATIENCE_SECONDS
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.case import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

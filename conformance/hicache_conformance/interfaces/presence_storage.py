@@ -22,7 +22,7 @@ from hicache_conformance.interfaces.foreign_storage import (
     load_class,
     rounds,
 )
-from hicache_conformance.model.violation import NotPromised
+from hicache_conformance.model.case import NotPromised
 from hicache_storage.spec import (
     DriverConfig,
     HiCacheStorageExtraInfo,

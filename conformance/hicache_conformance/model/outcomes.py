@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from hicache_conformance.model import OUTCOME_PROPERTY
-from hicache_conformance.model.case import Case
 from hicache_conformance.model.cause import Cause  # noqa: TC001 - msgspec reads the annotations
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
+from hicache_conformance.model.rules import Level  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     import pytest
@@ -28,6 +28,20 @@ class Outcome(StrEnum):
     """Nobody found out."""
     ERROR = "error"
     """The suite itself broke."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One test function of the suite."""
+
+    name: str
+    rules: tuple[str, ...]
+    levels: tuple[Level, ...]
+    needs: tuple[str, ...]
+    """Capabilities without which it says nothing."""
+    corrupts: bool
+    """Needs a way to damage a stored page below the API."""
+    summary: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.outcomes import CaseOutcome, Outcome, RunRecord
+from hicache_conformance.model.outcomes import Case, CaseOutcome, Outcome, RunRecord
 from hicache_conformance.model.rules import LEVEL_NEEDS, Level, Rule, rules
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from hicache_conformance.model.case import Case
     from hicache_conformance.model.cause import Cause
 
 # A rule ends as the first of these that any of its cases ended as.

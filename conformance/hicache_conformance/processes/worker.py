@@ -34,8 +34,8 @@ from hicache_conformance.harness.pools import GuardedPool, PoolShape
 from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
 from hicache_conformance.history.workload import Client, Workload
+from hicache_conformance.model.case import Inconclusive, Violation
 from hicache_conformance.model.cause import Cause, cause_of
-from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import DriverError, PoolName, PoolStats, StorageIdentity
 

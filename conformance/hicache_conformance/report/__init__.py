@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from hicache_conformance.model.case import Case
-    from hicache_conformance.model.outcomes import Header
+    from hicache_conformance.model.outcomes import Case, Header
     from hicache_conformance.model.verdict import Judgement
 
 __all__ = ["write_report"]

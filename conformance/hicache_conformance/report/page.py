@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from hicache_conformance.model.outcomes import Header, Outcome
+from hicache_conformance.model.outcomes import Case, Header, Outcome
 from hicache_conformance.model.rules import Level
 from hicache_conformance.report.results import reproduction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.model.case import Case
     from hicache_conformance.model.verdict import Judgement
 
 LEVEL_SUMMARIES: Final = {

@@ -25,10 +25,10 @@ import pytest
 
 from hicache_conformance.harness.process_state import processes
 from hicache_conformance.model import PLUGINS, RUN_VARIABLE
-from hicache_conformance.model.case import Case
 from hicache_conformance.model.outcomes import (
     DETAIL_LIMIT,
     PREFLIGHT,
+    Case,
     CaseOutcome,
     Header,
     Outcome,

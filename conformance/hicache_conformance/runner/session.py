@@ -21,6 +21,7 @@ from hicache_conformance.fixtures.target import (
 )
 from hicache_conformance.interfaces.foreign_storage import process_is_full
 from hicache_conformance.model import OUTCOME_PROPERTY
+from hicache_conformance.model.case import NotPromised, Violation
 from hicache_conformance.model.cause import Cause, cause_of
 from hicache_conformance.model.outcomes import (
     DETAIL_LIMIT,
@@ -34,7 +35,6 @@ from hicache_conformance.model.outcomes import (
 )
 from hicache_conformance.model.pytest_keys import CASE_MARK, FULL_STATUS
 from hicache_conformance.model.verdict import Judgement, Verdict, judge
-from hicache_conformance.model.violation import NotPromised, Violation
 from hicache_conformance.report.header import blank_header
 from hicache_conformance.runner.preflight import check_driver
 

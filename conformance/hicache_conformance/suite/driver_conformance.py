@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 from hicache_conformance.cases.budget import BudgetCases, StatsCases
 from hicache_conformance.cases.clearing import ClearingCases, FailedClearCases
@@ -28,7 +29,10 @@ from hicache_conformance.cases.shards import ShardCases
 from hicache_conformance.cases.space import SpaceCases
 from hicache_conformance.cases.writing import WritingCases
 from hicache_conformance.fixtures.target import DriverTarget
-from hicache_conformance.model.case import Case, cases_of
+from hicache_conformance.model.case import cases_of
+
+if TYPE_CHECKING:
+    from hicache_conformance.model.outcomes import Case
 
 
 # pytest runs the cases of the last base first.

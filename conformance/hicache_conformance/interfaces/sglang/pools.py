@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hicache_conformance.harness.pools import slots_of
 from hicache_conformance.interfaces.foreign_storage import element_type, torch_type
 from hicache_conformance.interfaces.sglang.engine import has_sglang
-from hicache_conformance.model.violation import NotPromised
+from hicache_conformance.model.case import NotPromised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -41,7 +41,7 @@ from hicache_conformance.interfaces.sglang.engine import (
     types,
 )
 from hicache_conformance.interfaces.sglang.pools import EnginePages
-from hicache_conformance.model.violation import NotPromised, check
+from hicache_conformance.model.case import NotPromised, check
 from hicache_storage.spec import (
     Capabilities,
     DriverConfig,

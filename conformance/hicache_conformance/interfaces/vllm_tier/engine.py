@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from hicache_conformance.interfaces.engine_thread import START_SECONDS, EngineThread
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.case import Violation
 from hicache_storage.spec import StorageIdentity
 
 if TYPE_CHECKING:
