@@ -12,7 +12,7 @@ from hicache_conformance.fixtures.small_store import SHAPES as LONG_PAGES
 from hicache_conformance.fixtures.target import CAPACITY
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, PoolShape
-from hicache_conformance.harness.store_files import disk_usage
+from hicache_conformance.harness.store_files import disk_usage, store_files
 from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call, Event
 from hicache_conformance.model.case import Inconclusive, Violation, check, checked, covers
@@ -289,6 +289,8 @@ LITTER_POOL: Final[Mapping[str, PoolShape]] = {
     PoolName.KV: PoolShape(pages=LITTER_KEYS, components=(PAGE_BYTES - 16_000, 16_000))
 }
 LITTER_KILLS: Final = 8
+LITTER_NAMES: Final = 5
+"""Files that a message names, the largest ones."""
 CAPACITY_BYTES: Final = 2 << 20
 
 
@@ -354,7 +356,7 @@ class DurabilityCases:
     def test_killed_writers_leave_no_litter(self, context: CaseContext) -> None:
         """Processes killed in the middle of long writes, one after another."""
         group, random = ProcessGroup(context, LITTER_POOL), context.chance("strikes")
-        engine, sizes, payload = group.worker("engine0"), list[int](), 0
+        engine, files, payload = group.worker("engine0"), list[dict[str, int]](), 0
         for kill in range(LITTER_KILLS):
             # Of fresh keys, and more than are set, because a set of pages that exist writes
             # nothing; of several calls, which tell how long one takes.
@@ -369,16 +371,20 @@ class DurabilityCases:
                 engine.clear()
             elif kill:
                 payload += PAGE_BYTES * sum(content is not None for content in engine.get(keys))
-            sizes.append(disk_usage(context.config, context.tmp))
+            files.append(store_files(context.config, context.tmp))
         group.judge("FT-5", rules=FT_5)
-        grown = sizes[-1] - sizes[0]
+        first, last = files[0], files[-1]
+        grown = sum(last.values()) - sum(first.values())
         # Three pages of slack, because the store's own files grow too. A call writes two pages at
         # most, so that eight kills leave up to sixteen in a store that collects none.
+        allowed = payload + 3 * PAGE_BYTES
+        new = sorted(last.keys() - first.keys(), key=lambda name: -last[name])
         check(
-            grown <= payload + 3 * PAGE_BYTES,
+            grown <= allowed,
             "FT-5",
-            f"{LITTER_KILLS} killed writers made the store grow by {grown} bytes; its pages "
-            f"take {payload}",
+            f"{LITTER_KILLS} killed writers made the store grow by {grown} bytes, must be {allowed} "
+            f"at most; its pages take {payload}, and {len(new)} files are new, such as "
+            f"{', '.join(f'{name} ({last[name]} bytes)' for name in new[:LITTER_NAMES])}",
         )
 
 
