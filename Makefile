@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
-EXAMPLES := redis object
+EXAMPLES := redis s3
 
 .PHONY: demo push test test-merge merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark quickstarts soak fuzz races servers hostile clean
 
@@ -64,10 +64,12 @@ PROFILE := smoke
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --profile $(PROFILE) --report out/conformance
 
-# The packages of the networked examples, installed as users do, and judged on servers of their protocols; all levels.
+# What `hicache new` makes of networked stores, installed as users do, and judged on servers of their protocols; all levels.
 examples: $(VENV)/.installed
 	rm -rf out/examples
-	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target out/examples/site $(addprefix examples/hicache-,$(EXAMPLES:=-driver))
+	mkdir -p out/examples
+	for store in $(EXAMPLES); do $(VENV)/bin/hicache new $$store --store $$store --directory out/examples/$$store-driver || exit; done
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target out/examples/site $(EXAMPLES:%=out/examples/%-driver)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync $(EXAMPLES:%=judge-%)
 
 $(EXAMPLES:%=judge-%): judge-%:

@@ -135,4 +135,5 @@ def _shown(file: Path, *, alone: bool) -> str:
     heading = "" if alone else f"\n## `{file.relative_to(ROOT)}`\n"
     text = file.read_text("utf-8")
     fence = "````" if "```" in text else "```"
-    return f"{heading}\n{fence}{LANGUAGES.get(file.suffix, 'text')}\n{text.rstrip()}\n{fence}\n"
+    language = LANGUAGES.get(Path(file.name.removesuffix(".in")).suffix, "text")
+    return f"{heading}\n{fence}{language}\n{text.rstrip()}\n{fence}\n"

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 import hicache_conformance
+from hicache_storage.tools.scaffold import check_name, make_package
 
 SUITE = Path(hicache_conformance.__file__).with_name("suite")
 MUTANTS = Path(__file__).with_name("mutants")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hicache-memory-driver"
 HICACHE = "from hicache_storage.cli.main import main; main()"
 
 
@@ -68,13 +68,17 @@ class Site:
         self.directory = directory
         self.reports = directory / "reports"
         self.reports.mkdir()
+        self.package = directory / "hicache-memory-driver"
+        """A driver as `hicache new` makes it."""
+        make_package(check_name("memory"), self.package)
         self._install("hicache-samples", "samples = drivers_plugin")
         self._install("hicache-memory-driver", "memory = hicache_memory_driver.plugin")
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
             "PYTHONPATH": os.pathsep.join(
                 filter(
-                    None, map(str, [directory, MUTANTS, EXAMPLE, os.environ.get("PYTHONPATH", "")])
+                    None,
+                    map(str, [directory, MUTANTS, self.package, os.environ.get("PYTHONPATH", "")]),
                 )
             ),
             "COLUMNS": "160",

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -15,14 +14,13 @@ from hicache_conformance.runner import verify
 
 pytestmark = pytest.mark.slow(seconds=40)
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hicache-memory-driver"
 VERIFY = ("conformance", "verify")
 PACKAGE = "hicache_memory_driver"
 
 
 @pytest.fixture(scope="module")
 def published(site):
-    """The report of the example driver."""
+    """The report of a new driver."""
     ran = site.judge("memory --level core --profile smoke --seed 7")
     assert ran.status == 0, ran.output
     return ran.directory
@@ -54,8 +52,10 @@ def rewrite(report, **changes):
 
 
 def altered(site, home, before, after):
-    """An environment in which the example driver is another by one replacement."""
-    shutil.copytree(EXAMPLE / PACKAGE, home / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    """An environment in which the new driver is another by one replacement."""
+    shutil.copytree(
+        site.package / PACKAGE, home / PACKAGE, ignore=shutil.ignore_patterns("__pycache__")
+    )
     driver = home / PACKAGE / "driver.py"
     text = driver.read_text()
     assert before in text
@@ -63,13 +63,13 @@ def altered(site, home, before, after):
     return {"PYTHONPATH": f"{home}:{site.environment['PYTHONPATH']}"}
 
 
-def test_the_digest_is_what_sha256sum_says(published, results):
+def test_the_digest_is_what_sha256sum_says(site, published, results):
     """A reader needs no suite to check it."""
-    (EXAMPLE / PACKAGE / "__pycache__").mkdir(exist_ok=True)
+    (site.package / PACKAGE / "__pycache__").mkdir(exist_ok=True)
     said = subprocess.run(
         f"find {PACKAGE} -type f ! -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum",
         shell=True,
-        cwd=EXAMPLE,
+        cwd=site.package,
         capture_output=True,
         text=True,
         check=True,

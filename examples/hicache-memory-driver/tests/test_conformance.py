@@ -1,5 +1,0 @@
-from hicache_conformance import DriverConformance
-
-
-class TestMemory(DriverConformance):
-    driver = "memory"

@@ -1,1 +1,0 @@
-"""The HiCacheStorage driver `object`."""

@@ -1,5 +1,0 @@
-from hicache_conformance import DriverConformance
-
-
-class TestObject(DriverConformance):
-    driver = "object"
