@@ -29,34 +29,23 @@ errors.
 from __future__ import annotations
 
 import errno
-from typing import ClassVar, Final
+from typing import Final
 
 
 class HiCacheError(Exception):
-    """Base of what storages raise, and what finds and makes them.
-
-    `code` is stable and append-only.
-    """
-
-    code: ClassVar[str] = "hicache"
+    """Base of what storages raise, and what finds and makes them."""
 
 
 class DriverError(HiCacheError):
     """A driver could not be found, loaded or configured."""
 
-    code = "driver"
-
 
 class DriverNotFoundError(DriverError, LookupError):
     """No installed plugin registers a driver of this name."""
 
-    code = "driver-not-found"
-
 
 class DriverConflictError(DriverError):
     """Two plugins register the same driver name; neither is preferred."""
-
-    code = "driver-conflict"
 
 
 class DriverUnavailableError(DriverError, ImportError):
@@ -65,49 +54,33 @@ class DriverUnavailableError(DriverError, ImportError):
     `__cause__` has the reason.
     """
 
-    code = "driver-unavailable"
-
 
 class DriverContractError(DriverError, TypeError):
     """A driver does not offer what its spec or the contract promises."""
-
-    code = "driver-contract"
 
 
 class ConfigError(DriverError, ValueError):
     """An option is unknown or has an unusable value; the message names it and the fix."""
 
-    code = "config"
-
 
 class UnsupportedOperationError(HiCacheError):
     """An optional operation was called that the driver does not declare."""
-
-    code = "unsupported"
 
 
 class InvalidIdentityError(HiCacheError, ValueError):
     """A field of a `StorageIdentity` is out of range or contradicts another."""
 
-    code = "invalid-identity"
-
 
 class InvalidPoolError(HiCacheError, ValueError):
     """A host pool cannot be served; raised at registration, before any transfer."""
-
-    code = "invalid-pool"
 
 
 class InvalidTransferError(HiCacheError, ValueError):
     """The arguments of a call contradict each other; a bug of the caller."""
 
-    code = "invalid-transfer"
-
 
 class UnknownPoolError(InvalidTransferError):
     """A get or set names a pool that was never registered."""
-
-    code = "unknown-pool"
 
 
 class SlotError(HiCacheError, ValueError):
@@ -116,25 +89,17 @@ class SlotError(HiCacheError, ValueError):
     The message names them.
     """
 
-    code = "slot"
-
 
 class MayHangError(HiCacheError):
     """A call with `from_memory` cannot be answered without I/O."""
-
-    code = "may_hang"
 
 
 class StorageClosedError(HiCacheError, RuntimeError):
     """The storage was closed by its owner."""
 
-    code = "closed"
-
 
 class StorageForkedError(HiCacheError, RuntimeError):
     """The storage was opened before a fork and is used in the child; open a new one there."""
-
-    code = "forked"
 
 
 class StorageUnavailableError(HiCacheError):
@@ -144,8 +109,6 @@ class StorageUnavailableError(HiCacheError):
     `clear()` let it through.
     """
 
-    code = "unavailable"
-
 
 class StorageRefusedError(StorageUnavailableError):
     """The store works and refuses this caller: it is full, a quota is used up, requests come too fast.
@@ -154,13 +117,9 @@ class StorageRefusedError(StorageUnavailableError):
     all the same, but it is no fault, and opens no circuit breaker.
     """
 
-    code = "refused"
-
 
 class StorageTimeoutError(StorageUnavailableError, TimeoutError):
     """The outside world did not answer before the deadline."""
-
-    code = "timeout"
 
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
