@@ -162,18 +162,6 @@ def test_what_the_identity_does_not_know(words, tier, said):
     assert [said in line for line in bad(of_vllm(transfer(tier), *words))] == [True] * bool(said)
 
 
-@pytest.mark.parametrize(
-    ("words", "extra", "said"),
-    [
-        (("-tp", "2"), {}, "TP 2; no other TP size shares"),
-        (("-tp", "2"), {"canonical_layout": True}, "TP 2; TP sizes share, by canonical_layout"),
-    ],
-)
-def test_which_tp_sizes_share(words, extra, said):
-    found = [str(finding) for finding in of_vllm(transfer(extra=extra), *words)]
-    assert any(said in line for line in found), found
-
-
 # LMCache
 # --------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from hicache_storage.tools.doctor.engine_command import (
 from hicache_storage.tools.doctor.finding import fail, ok, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
@@ -37,54 +37,55 @@ DEVICES: Final = ("nvidia[0-9]*", "dxg", "kfd", "davinci[0-9]*")
 
 def check_lmcache(target: DoctorTarget) -> Iterator[Finding]:
     """Check version, keys, transfer mode and the configuration of the adapter."""
-    command = EngineCommand.parse(target.command_line)
+    command, check = EngineCommand.parse(target.command_line), "lmcache: adapter"
     yield from check_version("lmcache", ("lmcache",), VERSIONS)
     yield _keys(command)
     if "server" in command.arguments:
         yield _transfer(command)
-    texts = command.configurations(ADAPTER)
-    if not texts:
-        yield warn("lmcache: adapter", f"no {ADAPTER} was given; none was checked", EXAMPLE)
+    if not command.configurations(ADAPTER):
+        yield warn(check, f"no {ADAPTER} was given; none was checked", EXAMPLE)
         return
     try:
-        adapters = list(filter(_is_ours, map(read_object, texts)))
+        adapters = _adapters(command)
     except ValueError as error:
         yield fail(f"lmcache: {ADAPTER}", str(error), "write it as JSON, in single quotes")
         return
     if not adapters:
-        yield fail("lmcache: adapter", f"no {ADAPTER} names the bridge", EXAMPLE)
+        yield fail(check, f"no {ADAPTER} names the bridge", EXAMPLE)
     for adapter in adapters:
-        yield _adapter(adapter)
+        if adapter.get("serde") is None:
+            yield ok(check, f"driver {object_of(adapter, 'adapter_params').get('driver')}")
+        else:
+            detail = (
+                "serde: the length of what LMCache transforms is not known at a lookup, and none of "
+                "it is stored"
+            )
+            yield fail(check, detail, "remove serde")
     if len(adapters) > 1:
         detail = f"{len(adapters)} name the bridge; the first one's store was opened"
-        yield warn("lmcache: adapter", detail, "one")
+        yield warn(check, detail, "one")
 
 
 def adapter_options(target: DoctorTarget) -> dict[str, object]:
     """Return the bridge's options, as they are given; empty if there are none."""
-    texts = EngineCommand.parse(target.command_line).configurations(ADAPTER)
     try:
-        ours = list(filter(_is_ours, map(read_object, texts)))
+        ours = _adapters(EngineCommand.parse(target.command_line))
     except ValueError:
         return {}
     return object_of(ours[0], "adapter_params") if ours else {}
 
 
-def _is_ours(adapter: Mapping[str, object]) -> bool:
-    return any(adapter.get(key) == NAMES[key] for key in ("module_path", "class_name"))
+def _adapters(command: EngineCommand) -> list[dict[str, object]]:
+    """Return the values that name the bridge.
 
-
-def _adapter(adapter: Mapping[str, object]) -> Finding:
-    """Check the value that names the bridge."""
-    if adapter.get("serde") is not None:
-        return fail(
-            "lmcache: adapter",
-            "serde: the length of what LMCache transforms is not known at a lookup, and none of it "
-            "is stored",
-            "remove serde",
-        )
-    driver = object_of(adapter, "adapter_params").get("driver")
-    return ok("lmcache: adapter", f"driver {driver}")
+    Raises:
+        ValueError: a value is no JSON object.
+    """
+    return [
+        adapter
+        for adapter in map(read_object, command.configurations(ADAPTER))
+        if any(adapter.get(key) == NAMES[key] for key in ("module_path", "class_name"))
+    ]
 
 
 def _keys(command: EngineCommand) -> Finding:

@@ -52,15 +52,13 @@ def check_vllm(target: DoctorTarget) -> Iterator[Finding]:
         yield fail(f"vllm: {TRANSFER}", str(error), "write it as JSON, in single quotes")
         return
     extra = _extra(transfer)
-    yield _connector(transfer, extra, command)
-    yield from _tiers(extra, command)
+    yield from _connector(transfer, extra, command)
+    yield from _tier(extra, command)
 
 
 def tier_options(target: DoctorTarget) -> dict[str, object]:
     """Return the bridge's options, as they are given; empty if there are none."""
-    entries = _entries(connector_options(target))
-    ours = [_own(entry) for entry in entries if _is_ours(entry)]
-    return ours[0] if ours else {}
+    return next(iter(_tiers(connector_options(target))), {})
 
 
 def connector_options(target: DoctorTarget) -> dict[str, object]:
@@ -76,27 +74,25 @@ def _extra(transfer: Mapping[str, object]) -> dict[str, object]:
     """Return the options of the offloading connector, alone or among several."""
     extra = object_of(transfer, "kv_connector_extra_config")
     if transfer.get("kv_connector") == "MultiConnector":
-        for connector in _objects(extra.get("connectors")):
+        for connector in _objects(extra, "connectors"):
             if connector.get("kv_connector") == CONNECTOR:
                 return object_of(connector, "kv_connector_extra_config")
     return extra
 
 
-def _objects(value: object) -> list[dict[str, object]]:
+def _objects(options: Mapping[str, object], name: str) -> list[dict[str, object]]:
+    value = options.get(name)
     found = cast("list[object]", value) if isinstance(value, list) else []
     return [cast("dict[str, object]", each) for each in found if isinstance(each, dict)]
 
 
-def _entries(extra: Mapping[str, object]) -> list[dict[str, object]]:
-    return _objects(extra.get("secondary_tiers"))
-
-
-def _is_ours(entry: Mapping[str, object]) -> bool:
-    return any(entry.get(key) == value for key, value in TIER.items())
-
-
-def _own(entry: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in entry.items() if name not in ENGINE_KEYS}
+def _tiers(extra: Mapping[str, object]) -> list[dict[str, object]]:
+    """Return the bridge's own options in each entry that names it."""
+    return [
+        {name: value for name, value in entry.items() if name not in ENGINE_KEYS}
+        for entry in _objects(extra, "secondary_tiers")
+        if any(entry.get(key) == value for key, value in TIER.items())
+    ]
 
 
 def _keys(command: EngineCommand) -> Finding:
@@ -104,11 +100,14 @@ def _keys(command: EngineCommand) -> Finding:
     check, seed = "vllm: keys", os.environ.get(SEED_VARIABLE)
     algorithm = command.value("--prefix-caching-hash-algo", default="sha256")
     by_cbor = "--prefix-caching-hash-algo sha256_cbor"
+    seeded = "vLLM's fixed seed"
+    if seed is not None:
+        seeded = f"seed {SEED_VARIABLE}={seed}, which has to be the same for every engine"
     if algorithm == "sha256_cbor":
-        return ok(check, f"{algorithm}, {_seed(seed)}")
+        return ok(check, f"{algorithm}, {seeded}")
     if not algorithm.startswith("xxhash"):
         detail = "hashes what Python pickles, which another version of Python may do otherwise"
-        return warn(check, f"{algorithm} {detail}; {_seed(seed)}", by_cbor)
+        return warn(check, f"{algorithm} {detail}; {seeded}", by_cbor)
     if seed is None:
         detail = "keys are random in each process, and nothing is found after a restart or by another engine"
         return fail(check, f"{algorithm} without {SEED_VARIABLE}: {detail}", by_cbor)
@@ -116,70 +115,42 @@ def _keys(command: EngineCommand) -> Finding:
     return warn(check, f"{algorithm} {detail}", by_cbor)
 
 
-def _seed(seed: str | None) -> str:
-    if seed is None:
-        return "vLLM's fixed seed"
-    return f"seed {SEED_VARIABLE}={seed}, which has to be the same for every engine and restart"
-
-
 def _connector(
     transfer: Mapping[str, object], extra: Mapping[str, object], command: EngineCommand
-) -> Finding:
+) -> Iterator[Finding]:
     """Check that the connector has secondary tiers."""
-    check, name, spec = "vllm: connector", transfer.get("kv_connector"), extra.get("spec_name")
+    check, name = "vllm: connector", transfer.get("kv_connector")
     if name == "LMCacheMPConnector":
-        return fail(
-            check,
-            "LMCacheMPConnector leads to LMCache's server, which has no secondary tiers",
-            "hicache doctor lmcache server ..., with that server's command line",
-        )
-    if name not in (CONNECTOR, "MultiConnector") and not command.given("--kv-offloading-size"):
+        detail = "LMCacheMPConnector leads to LMCache's server, which has no secondary tiers"
+        fix = "hicache doctor lmcache server ..., with that server's command line"
+        yield fail(check, detail, fix)
+    elif name not in (CONNECTOR, "MultiConnector") and not command.given("--kv-offloading-size"):
         detail = f"kv_connector is {name!r}; secondary tiers are of {CONNECTOR}"
-        return fail(check, detail, f'"kv_connector": "{CONNECTOR}"')
-    if spec is None:
+        yield fail(check, detail, f'"kv_connector": "{CONNECTOR}"')
+    elif extra.get("spec_name") is None:
         detail = "no spec_name: vLLM takes CPUOffloadingSpec, which ignores secondary_tiers"
-        return fail(check, detail, f'"spec_name": "{SPEC}" in kv_connector_extra_config')
-    return ok(check, f"{name}, {spec}")
+        yield fail(check, detail, f'"spec_name": "{SPEC}" in kv_connector_extra_config')
 
 
-def _tiers(extra: Mapping[str, object], command: EngineCommand) -> Iterator[Finding]:
-    """Check the entry that names the bridge, its options, and what they mean for hits."""
-    check = "vllm: tier"
-    entries = _entries(extra)
-    ours = [_own(entry) for entry in entries if _is_ours(entry)]
+def _tier(extra: Mapping[str, object], command: EngineCommand) -> Iterator[Finding]:
+    """Check the entry that names the bridge, and what its options mean for hits."""
+    check, ours = "vllm: tier", _tiers(extra)
     if not ours:
-        kinds = ", ".join(str(entry.get("type")) for entry in entries) or "no tier"
-        fix = f'"secondary_tiers": [{json.dumps({**TIER, "driver": "file"})}]'
-        yield fail(check, f"secondary_tiers has {kinds}, and not the bridge", fix)
+        kinds = [str(entry.get("type")) for entry in _objects(extra, "secondary_tiers")]
+        detail = f"secondary_tiers has {', '.join(kinds) or 'no tier'}, and not the bridge"
+        yield fail(check, detail, f'"secondary_tiers": [{json.dumps({**TIER, "driver": "file"})}]')
         return
+    tier = ours[0]
     if len(ours) > 1:
         yield warn(check, f"{len(ours)} entries name the bridge; the first was checked", "one each")
-    yield ok(check, f"driver {ours[0].get('driver')}")
-    yield _generated(extra)
-    yield from _sharing(extra, ours[0], command)
-    yield _weights(ours[0], command)
-
-
-def _generated(extra: Mapping[str, object]) -> Finding:
-    check, prompts = "vllm: generated tokens", extra.get("offload_prompt_only")
-    if prompts is None:
-        return warn(
-            check,
+    yield ok(check, f"driver {tier.get('driver')}")
+    if extra.get("offload_prompt_only") is None:
+        yield warn(
+            "vllm: generated tokens",
             "offload_prompt_only is true by default: answers are not stored, and the next turn of a "
             "chat computes them again",
             '"offload_prompt_only": false in kv_connector_extra_config; true says that it is meant',
         )
-    return ok(check, "not stored, as offload_prompt_only says" if prompts else "stored")
-
-
-def _sharing(
-    extra: Mapping[str, object], tier: Mapping[str, object], command: EngineCommand
-) -> Iterator[Finding]:
-    """Report what separates the pages of engines, and what should and does not."""
-    ranks = command.number("--tensor-parallel-size", "-tp", default=1)
-    canonical = extra.get("canonical_layout")
-    alone = "TP sizes share, by canonical_layout" if canonical else "no other TP size shares"
-    yield ok("vllm: sharing", f"TP {ranks}; {alone}")
     if (option := command.given(*CHANGES_KV)) and not (tier.get("revision") or tier.get("salt")):
         yield warn(
             "vllm: sharing",
@@ -187,17 +158,10 @@ def _sharing(
             "without it is served this one's pages",
             f'"revision": "{option.lstrip("-")} {command.value(option)[:40]}" beside "driver"',
         )
-
-
-def _weights(tier: Mapping[str, object], command: EngineCommand) -> Finding:
-    check = "vllm: weights"
-    if tier.get("on_reset") == "keep":
-        return ok(check, "on_reset keep: pages are served whatever the weights are by then")
-    if command.given("--enable-sleep-mode"):
-        return warn(
-            check,
+    if command.given("--enable-sleep-mode") and tier.get("on_reset") != "keep":
+        yield warn(
+            "vllm: weights",
             "on_reset is miss, and vLLM resets its caches when it sleeps: nothing is served from "
             "then on",
             '"on_reset": "keep" beside "driver", if the weights stay the same',
         )
-    return ok(check, "on_reset miss: nothing is served after a reset, until a restart")
