@@ -187,7 +187,6 @@ class MooncakeStorage(ObjectStorage):
         return _by_batch(batches, answers)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        self.handle.replace_stale()
         with self.handle as connection:
             outcome = read_verified(
                 self._reader, connection, [read for batch in batches for read in batch.reads], call
@@ -196,7 +195,6 @@ class MooncakeStorage(ObjectStorage):
         return [[read in outcome.arrived for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        self.handle.replace_stale()
         writes = [write for batch in batches for write in batch.writes]
         with self.handle as connection:
             # The library overwrites nothing, and takes what is still damaged as stored.

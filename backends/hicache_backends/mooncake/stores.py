@@ -123,12 +123,6 @@ class Stores:
         """Return whether a store has been left out for so long that it does not just stall."""
         return self._out_since.get(store, math.inf) < time.monotonic() - LOST_SECONDS
 
-    def out_seconds(self, seconds: float) -> float:
-        """Return for how long the first store has been left out, of those tried within `seconds`."""
-        now = time.monotonic()
-        lately = [store for store, at in list(self._retry_at.items()) if now - at < seconds]
-        return max((now - self._out_since.get(store, now) for store in lately), default=0.0)
-
     def try_again(self, store: str) -> bool:
         """Return True if the caller is to try a store that is left out, and to note the end."""
         now = time.monotonic()

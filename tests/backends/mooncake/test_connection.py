@@ -1,4 +1,4 @@
-"""Requests that are repeated, and clients that are to be replaced."""
+"""Requests that are repeated, and stores that are left out."""
 
 from __future__ import annotations
 
@@ -70,63 +70,11 @@ def clock(monkeypatch):
     return made
 
 
-def settings(*, protocol="tcp", global_segment_size=0, metadata_server="http://m/metadata"):
-    return SimpleNamespace(
-        master=None,
-        protocol=protocol,
-        global_segment_size=global_segment_size,
-        metadata_server=metadata_server,
-    )
-
-
-def use(client, clock, seconds, *, failed=True):
-    """Ask a store every five seconds, for so long."""
-    until = clock.now + seconds
-    while clock.now < until:
-        token = client.stores.begin("store", 0)
-        clock.now += 5
-        client.stores.end("store", token, failed=failed)
-
-
-def test_a_client_is_stale_while_one_store_fails(clock):
-    client = Connection(settings())
-    use(client, clock, 20)
-    # Another client may not help either, so the next one comes later.
-    assert not client.is_stale
-    clock.now += connection.MIN_AGE_SECONDS
-    use(client, clock, 10, failed=False)
-    use(client, clock, 15)
-    assert not client.is_stale
-    use(client, clock, 5)
-    assert client.is_stale
-    use(client, clock, 5, failed=False)
-    assert not client.is_stale
-    use(client, clock, 20)
-    # Nobody asks for what was on it.
-    clock.now += 60
-    assert not client.is_stale
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"protocol": "rdma"},
-        {"global_segment_size": 1 << 30},
-        {"metadata_server": "P2PHANDSHAKE"},
-    ],
-    ids=["rdma", "lends memory", "ports in names"],
-)
-def test_a_client_that_is_never_replaced(clock, others):
-    client = Connection(settings(**others))
-    use(client, clock, 180)
-    assert not client.is_stale
-
-
 def test_where_one_store_keeps_all_pages_the_master_is_seldom_asked(clock, monkeypatch):
     where, asked, again = {"a": ["one"], "b": ["one"], "c": ["two"]}, [], []
     store = SimpleNamespace(batch_get_session_start=lambda names: again.append(names) or [0])
     monkeypatch.setattr(connection, "set_up", lambda settings: store)
-    client = Connection(settings())
+    client = Connection(SimpleNamespace(master=None))
 
     def copies(names):
         asked.append(names)

@@ -191,7 +191,7 @@ def test_a_forked_child_is_refused_and_opens_none_of_its_own(rig, cluster):
 
     for work, answer in (
         (lambda: str(one.hits(["parent's"])), "StorageForkedError"),
-        (lambda: connections.acquire(connection.settings, connection), "StorageForkedError"),
+        (lambda: connections.acquire(connection.settings), "StorageForkedError"),
         (in_own_storage, "[False]"),
     ):
         assert in_child(work, 60.0).startswith(answer)

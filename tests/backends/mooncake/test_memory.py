@@ -92,30 +92,6 @@ def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(registering):
     handle.close()
 
 
-def test_a_connection_that_is_replaced(rig, monkeypatch):
-    """Calls in flight end with the former one; the other storages go on with it."""
-    one, two = rig(), rig()
-    for each in (one, two):
-        each.storage.open()
-    former, closed = one.connection, []
-    monkeypatch.setattr(former, "close", lambda close=former.close: closed.append(close()))
-    with one.driver.handle as connection:
-        with monkeypatch.context() as stale:
-            stale.setattr(type(former), "is_stale", True)
-            one.driver.handle.replace_stale()
-        assert connection is former
-        newer = one.connection
-        assert newer is not former
-        assert connection.exist(["nobody's"]) == [False]
-    assert two.connection is former
-    assert two.put(["a"]) == [True]
-    one.expect(["a"])
-    assert not closed
-    two.storage.close()
-    assert len(closed) == 1
-    assert one.put(["b"]) == [True]
-
-
 def test_a_pool_that_is_refused_changes_nothing(cluster):
     one = Rig(cluster.options, protocol="rdma")
     copied = EngineHostPool(page_size=one.storage.identity.page_size)

@@ -34,11 +34,6 @@ SETS: Final = "sets"
 """In place of an endpoint: the master chooses the stores of objects that are written."""
 REPEAT_SECONDS: Final = 0.5
 """Failed transfers are repeated within this time."""
-STALE_SECONDS: Final = 12.0
-"""Longer than the master lists a store that has been killed (10 s by default)."""
-MIN_AGE_SECONDS: Final = 120.0
-"""A client is replaced after this time at the earliest: where a store cannot be reached, another
-client does not help, and closing one takes a second."""
 PAUSE_SECONDS: Final = 10.0
 """Transfers that have not failed for so long do not fail any more."""
 PROBE_SECONDS: Final = 2.0
@@ -88,7 +83,7 @@ def set_up(settings: ClientSettings) -> Store:
         DriverUnavailableError: the library is missing or too old.
         StorageUnavailableError: the library refuses.
     """
-    store = library.new_store()
+    store = library.new_store(refreshes=settings.metadata_server != "P2PHANDSHAKE")
     library.set_transfer_timeouts()
     variables = {
         **_time_limits(settings),
@@ -144,20 +139,15 @@ class Connection:
 
     Handles count the calls in flight. A closed client must not be used.
 
-    Args:
-        settings: of the client.
-        stores: health of the stores, from a connection that this one replaces.
-
     Raises:
         DriverUnavailableError: the library is missing or too old.
         StorageUnavailableError: the master cannot be reached, or refuses.
     """
 
-    def __init__(self, settings: ClientSettings, stores: Stores | None = None) -> None:
+    def __init__(self, settings: ClientSettings) -> None:
         self.settings = settings
         self.users = 0
         """Storages that use it, counted by the cache of connections."""
-        self.is_replaced = False
         # The set-up holds the GIL, so a master that hangs must be found before it.
         check_master(settings)
         self._store = set_up(settings)
@@ -165,7 +155,6 @@ class Connection:
         """Guards changes of `_unrevoked`."""
         # Set without a lock: a race costs or saves a probe.
         self._suspect = False
-        self._opened = time.monotonic()
         self._sets_failed = -math.inf
         self._memory = threading.Lock()
         """Guards the registrations. A lock of its own, because pinning a large pool takes long."""
@@ -174,7 +163,7 @@ class Connection:
         self._keeping = threading.Lock()
         self._kept = Counter[str]()
         """Uses of the lookups of each name."""
-        self.stores = stores or Stores()
+        self.stores = Stores()
         self._seen: dict[str, float] = {}
         """Stores of objects that were read, and when that was."""
         self._look_at = 0.0
@@ -185,22 +174,6 @@ class Connection:
     def close(self) -> None:
         """Disconnect. No call may be in flight."""
         self._store.close()
-
-    @property
-    def is_stale(self) -> bool:
-        """Return whether a store has been left out for more than `STALE_SECONDS`.
-
-        Over TCP a client remembers the port of each store by the store's name, until it is closed.
-        A store that was restarted under its old name has another port. Never true where ports are
-        in the names, nor of a client that lends memory, because the pages in it would leave with
-        it.
-        """
-        is_young = time.monotonic() - self._opened < MIN_AGE_SECONDS
-        if is_young or self.stores.out_seconds(PAUSE_SECONDS) <= STALE_SECONDS:
-            return False
-        settings = self.settings
-        has_names = settings.metadata_server != "P2PHANDSHAKE"
-        return settings.protocol == "tcp" and has_names and not settings.global_segment_size
 
     @property
     def has_failed_lately(self) -> bool:

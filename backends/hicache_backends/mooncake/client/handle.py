@@ -40,12 +40,8 @@ class _Connections:
         self._reset()
         os.register_at_fork(after_in_child=self._reset_after_fork)
 
-    def acquire(self, settings: ClientSettings, stale: Connection | None = None) -> Connection:
+    def acquire(self, settings: ClientSettings) -> Connection:
         """Return the connection with these settings, and count one more user.
-
-        Args:
-            stale: a connection to be replaced. It keeps its users, and is closed when the last of
-                them has released it.
 
         Raises:
             StorageForkedError: the library was used before this process was forked.
@@ -58,16 +54,12 @@ class _Connections:
                 "hang. Start processes by spawn, or before the first storage is opened"
             )
         with self._lock:
-            present = next(
-                (c for c in self._open if c.settings == settings and not c.is_replaced), None
-            )
-            if present is None or present is stale:
+            present = next((one for one in self._open if one.settings == settings), None)
+            if present is None:
                 # Also if the set-up fails: the library may have started threads by then.
                 self._used = True
-                self._open.append(Connection(settings, stale.stores if stale else None))
-                if stale is not None:
-                    stale.is_replaced = True
-                present = self._open[-1]
+                present = Connection(settings)
+                self._open.append(present)
             present.users += 1
             return present
 
@@ -82,9 +74,7 @@ class _Connections:
             self._open.append(connection)
             idle = [one for one in self._open if not one.users]
             # Lent memory is the cluster's to fill: a client without a user must not go on lending.
-            spare = [
-                one for one in idle if not (one.settings.global_segment_size or one.is_replaced)
-            ]
+            spare = [one for one in idle if not one.settings.global_segment_size]
             closing = [one for one in idle if one not in spare[-MAX_IDLE:]]
             for one in closing:
                 self._open.remove(one)
@@ -130,8 +120,6 @@ class ConnectionHandle:
 
     def __init__(self, settings: ClientSettings) -> None:
         self._connection = connections.acquire(settings)
-        self._replacing = threading.Lock()
-        """Held by the one thread that replaces the connection; nobody waits for it."""
         self._lock = threading.Lock()
         # The lock guards all that follows. It is never held during a call of the library, which
         # takes long to pin or release the memory of a large pool.
@@ -141,8 +129,6 @@ class ConnectionHandle:
         self._pools: dict[str, _Memory] = {}
         self._buffers = _Memory([])
         self._retired = list[_Memory]()
-        self._former = list[Connection]()
-        """Replaced connections, which calls in flight may still use."""
 
     def __enter__(self) -> Connection:
         """Begin a call.
@@ -159,30 +145,9 @@ class ConnectionHandle:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._calls -= 1
-            if self._calls or not (self._retired or self._former or self._closing):
+            if self._calls or not (self._retired or self._closing):
                 return
         self._release_retired()
-
-    def replace_stale(self) -> None:
-        """Use a newer connection from the next call on, if this one is stale.
-
-        Raises:
-            StorageUnavailableError: `close` has begun, or the master does not answer.
-        """
-        if not self._connection.is_stale:
-            return
-        with self as connection:
-            if not self._replacing.acquire(blocking=False):
-                return
-            try:
-                # Another thread may have been faster.
-                if connection is self._connection:
-                    newer = connections.acquire(connection.settings, connection)
-                    with self._lock:
-                        self._connection = newer
-                        self._former.append(connection)
-            finally:
-                self._replacing.release()
 
     def register(self, pool: str, regions: Sequence[Region], owner: object) -> None:
         """Register a pool's memory, and retire the memory that was registered under its name.
@@ -220,21 +185,18 @@ class ConnectionHandle:
                 return
             retired = self._retired
             self._retired = []
-            former = self._former
-            self._former = []
-            present = self._connection
             # Decided within the lock, so that one thread releases the connection, and once.
-            if self._closing and not self._released:
+            ends = self._closing and not self._released
+            if ends:
                 self._released = True
                 retired += [*self._pools.values(), self._buffers]
                 self._pools.clear()
-                former.append(present)
         # Before the release, which may close the client.
         for memory in retired:
             for region in memory.regions:
-                present.unregister(*region)
-        for connection in former:
-            connections.release(connection)
+                self._connection.unregister(*region)
+        if ends:
+            connections.release(self._connection)
 
 
 def _registered(connection: Connection, pool: str, regions: Sequence[Region]) -> list[Region]:
