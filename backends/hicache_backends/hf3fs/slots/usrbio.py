@@ -13,21 +13,21 @@ import mmap
 import os
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
 from hicache_backends.posix.buffers import split
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import Handle, scatter
-from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
+from hicache_storage.objects import ENVELOPE_BYTES
+from hicache_storage.objects.namespace import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from hicache_storage.objects import Call
 
@@ -70,12 +70,12 @@ class _RegisteredHandle(Handle):
         super().__del__()
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
+class _Request(NamedTuple):
     """The I/O request of one job."""
 
     job: SlotRead | SlotWrite
     handle: Handle
+    """Open until the result has arrived, also after the call has left."""
     start: int
     """Offset in the shared memory."""
 
@@ -127,18 +127,100 @@ class UsrbioEngine(SlotEngine):
     def _move(
         self, pool: _RingPool, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call
     ) -> None:
-        if not jobs:
-            return
+        """Move all jobs, as many at a time as fit into a ring and its memory."""
+        left = call.remaining()
+        until = time.monotonic() + (DEFAULT_TIMEOUT_SECONDS if left is None else left)
+        every: list[SlotRead | SlotWrite] = [*jobs]
         try:
-            ring = pool.acquire(call)
+            with pool.lend(call, until) as ring:
+                for some in split(every, _aligned_size, ring.size, ENTRIES):
+                    self._serve(ring, some, call, until)
         except OSError as error:
-            for job in jobs:
+            for job in every:
                 job.fault = detached(error)
+
+    def _serve(
+        self, ring: _IoRing, jobs: Sequence[SlotRead | SlotWrite], call: Call, until: float
+    ) -> None:
+        requests, start = list[_Request](), 0
+        for job in jobs:
+            try:
+                requests.append(_Request(job, _prepared(ring, job, start, call), start))
+            except OSError as error:
+                job.fault = detached(error)
+            start += _aligned_size(job)
+        if not requests:
             return
+        left, fault = set(requests), OSError(errno.ETIMEDOUT, "3FS has not answered in time")
         try:
-            _Transfer(ring, call, verifies=self._verifies).move(jobs)
-        finally:
-            pool.release(ring)
+            ring.submit(requests)
+            while left:
+                seconds = min(POLL_SECONDS, until - time.monotonic())
+                if seconds <= 0 or call.expired():
+                    break
+                for result in ring.results(seconds):
+                    left.discard(result.userdata)
+                    self._settle(ring, result.userdata, result.result, call)
+        except OSError as error:
+            fault = detached(error)
+        for job, *_ in left:
+            job.fault = fault
+            if isinstance(job, SlotWrite):
+                job.in_doubt = True
+
+    def _settle(self, ring: _IoRing, request: _Request, result: int, call: Call) -> None:
+        """Take the result of a request: bytes moved, or an error number below 0."""
+        job = request.job
+        if result < 0:
+            job.fault = OSError(-result, os.strerror(-result))
+            # The descriptor may belong to a dead mount.
+            job.file.forget(request.handle)
+        elif result == 0 and isinstance(job, SlotRead):
+            # End of file: neither whole nor a fault.
+            return
+        elif result != job.size:
+            job.fault = OSError(errno.EIO, f"3FS has moved {result} bytes of {job.size}")
+        elif isinstance(job, SlotWrite):
+            job.whole = True
+        else:
+            self._deliver(job, ring.part(request.start, job.size), call)
+
+    def _deliver(self, job: SlotRead, page: memoryview, call: Call) -> None:
+        """Verify a page in the shared memory, and copy it to host memory if it is valid."""
+        job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
+        if job.read.verify(checksum([page[:-ENVELOPE_BYTES]]) if self._verifies else None):
+            with call.shield() as active:
+                if not active:
+                    job.fault = OSError(errno.ETIMEDOUT, "the caller has returned")
+                    return
+                scatter(page, job.read.buffers)
+        # Also if it is not valid: the reader decides whether that is damage or a slot with a new
+        # page.
+        job.whole = True
+
+
+def _prepared(ring: _IoRing, job: SlotRead | SlotWrite, start: int, call: Call) -> Handle:
+    """Return the open file of a job; the page of a write is in the shared memory then."""
+    if ring.in_flight:
+        # The daemon may access the memory until the requests return.
+        raise OSError(errno.ETIMEDOUT, "requests hang in the ring")
+    if call.expired() or (isinstance(job, SlotWrite) and job.late):
+        raise OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
+    if job.size > ring.size:
+        raise OSError(
+            errno.EMSGSIZE,
+            f"a page is longer than usrbio_buffer, {ring.size} bytes; make that larger",
+        )
+    handle = job.file.borrow(writes=isinstance(job, SlotWrite))
+    if isinstance(job, SlotWrite):
+        page, at = ring.part(start, job.size), 0
+        for source in job.write.buffers:
+            page[at : at + len(source)] = source
+            at += len(source)
+        # Of the copy: the caller's memory may change after its deadline.
+        job.write.seal(checksum([page[:at]]))
+        page[at:] = job.write.envelope
+    return handle
 
 
 class _IoRing:
@@ -167,7 +249,7 @@ class _IoRing:
         """A slice of the memory."""
         return self._memory[start : start + length]
 
-    def submit(self, requests: Iterable[_Request]) -> None:
+    def submit(self, requests: Sequence[_Request]) -> None:
         """Submit requests to the daemon."""
         for request in requests:
             job = request.job
@@ -193,13 +275,10 @@ class _IoRing:
 
     def is_idle(self) -> bool:
         """Collect results of abandoned requests. True if no request is in flight any more."""
-        while self.in_flight:
-            try:
-                if not self.results(0.0):
-                    return False
-            except OSError:
-                return False
-        return True
+        with contextlib.suppress(OSError):
+            while self.in_flight and self.results(0.0):
+                pass
+        return not self.in_flight
 
     def close(self) -> None:
         """Release the ring and its memory."""
@@ -218,24 +297,35 @@ class _RingPool:
     def __init__(self, make: Callable[[], _IoRing]) -> None:
         self._make = make
         self._changed = threading.Condition()
-        self._free = list[_IoRing]()
-        self._draining = list[_IoRing]()
+        self._spare = list[_IoRing]()
         self._lent = 0
 
-    def acquire(self, call: Call) -> _IoRing:
-        """Acquire a ring.
+    @contextlib.contextmanager
+    def lend(self, call: Call, until: float) -> Generator[_IoRing]:
+        """Lend a ring for a call.
 
         Raises:
             OSError: no ring can be created, or none becomes free in time.
         """
-        until = time.monotonic() + DEFAULT_TIMEOUT_SECONDS
+        ring = self._take(call, until)
+        try:
+            yield ring
+        finally:
+            with self._changed:
+                self._lent -= 1
+                self._spare.append(ring)
+                self._changed.notify()
+
+    def _take(self, call: Call, until: float) -> _IoRing:
         with self._changed:
             while True:
-                # Nobody else collects the results of abandoned requests.
-                self._reclaim()
-                # Draining rings count: a daemon that hangs would take one ring after the other.
-                if self._free or self._lent + len(self._draining) < RINGS:
-                    ring = self._free.pop() if self._free else self._make()
+                ring = next((one for one in self._spare if one.is_idle()), None)
+                if ring is not None:
+                    self._spare.remove(ring)
+                # Rings that hang count: a daemon that hangs would take one after the other.
+                elif self._lent + len(self._spare) < RINGS:
+                    ring = self._make()
+                if ring is not None:
                     self._lent += 1
                     return ring
                 if call.expired() or time.monotonic() > until:
@@ -247,17 +337,10 @@ class _RingPool:
                 # notify nobody.
                 self._changed.wait(POLL_SECONDS)
 
-    def release(self, ring: _IoRing) -> None:
-        """Release a ring."""
-        with self._changed:
-            self._lent -= 1
-            (self._draining if ring.in_flight else self._free).append(ring)
-            self._changed.notify()
-
     def stuck(self) -> int:
         """Count the abandoned requests that have not returned."""
         with self._changed:
-            return sum(ring.in_flight for ring in self._draining)
+            return sum(ring.in_flight for ring in self._spare)
 
     def close(self) -> None:
         """Close all rings.
@@ -266,131 +349,12 @@ class _RingPool:
         """
         until = time.monotonic() + CLOSE_SECONDS
         with self._changed:
-            while self._draining and time.monotonic() < until:
-                self._reclaim()
-                self._changed.wait(POLL_SECONDS if self._draining else 0)
-            free = self._free
-            self._free = []
-        for ring in free:
-            ring.close()
-
-    def _reclaim(self) -> None:
-        idle = [ring for ring in self._draining if ring.is_idle()]
-        self._free += idle
-        self._draining = [ring for ring in self._draining if ring not in idle]
-
-
-class _Transfer:
-    """Transfer of one call's jobs through one ring."""
-
-    def __init__(self, ring: _IoRing, call: Call, *, verifies: bool) -> None:
-        self._ring = ring
-        self._call = call
-        self._verifies = verifies
-        left = call.remaining()
-        self._until = time.monotonic() + (DEFAULT_TIMEOUT_SECONDS if left is None else left)
-
-    def move(self, jobs: Sequence[SlotRead] | Sequence[SlotWrite]) -> None:
-        """Move all jobs, as many at a time as fit into the ring and its memory."""
-        every: list[SlotRead | SlotWrite] = [*jobs]
-        for some in split(every, _aligned_size, self._ring.size, ENTRIES):
-            requests, start = list[_Request](), 0
-            for job in some:
-                try:
-                    requests.append(self._request(job, start))
-                except OSError as error:
-                    job.fault = detached(error)
-                start += _aligned_size(job)
-            if requests:
-                self._serve(requests)
-
-    def _request(self, job: SlotRead | SlotWrite, start: int) -> _Request:
-        """Make the request of a job, with the bytes of a write in the shared memory."""
-        if self._ring.in_flight:
-            # The daemon may access the memory until the requests return.
-            raise OSError(errno.ETIMEDOUT, "requests hang in the ring")
-        if self._call.expired() or (isinstance(job, SlotWrite) and job.late):
-            raise OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
-        if job.size > self._ring.size:
-            raise OSError(
-                errno.EMSGSIZE,
-                f"a page is longer than usrbio_buffer, {self._ring.size} bytes; make that larger",
-            )
-        handle = job.file.borrow(writes=isinstance(job, SlotWrite))
-        if isinstance(job, SlotWrite):
-            _fill(self._ring.part(start, job.size), job)
-        return _Request(job, handle, start)
-
-    def _serve(self, requests: Sequence[_Request]) -> None:
-        open_requests = dict.fromkeys(requests)
-        try:
-            self._ring.submit(requests)
-            while self._ring.in_flight:
-                seconds = min(POLL_SECONDS, self._until - time.monotonic())
-                if seconds <= 0 or self._call.expired():
-                    break
-                for result in self._ring.results(seconds):
-                    request = cast("_Request", result.userdata)
-                    self._settle(request, result.result)
-                    del open_requests[request]
-        except OSError as error:
-            _fail(open_requests, detached(error))
-            return
-        _fail(open_requests, OSError(errno.ETIMEDOUT, "3FS has not answered in time"))
-
-    def _settle(self, request: _Request, result: int) -> None:
-        job = request.job
-        if result < 0:
-            job.fault = OSError(-result, os.strerror(-result))
-            # The descriptor may belong to a dead mount.
-            job.file.forget(request.handle)
-        elif result == 0 and isinstance(job, SlotRead):
-            # End of file: neither whole nor a fault.
-            return
-        elif result != job.size:
-            job.fault = OSError(errno.EIO, f"3FS has moved {result} bytes of {job.size}")
-        elif isinstance(job, SlotWrite):
-            job.whole = True
-        else:
-            self._deliver(job, self._ring.part(request.start, job.size))
-
-    def _deliver(self, job: SlotRead, page: memoryview) -> None:
-        """Verify a page in the shared memory, and copy it to host memory if it is valid."""
-        read, length = job.read, len(page) - ENVELOPE_BYTES
-        read.envelope = bytes(page[length:])
-        checksum = running_checksum()
-        if self._verifies:
-            checksum.update(page[:length])
-        if read.verify(checksum.intdigest() if self._verifies else None):
-            with self._call.shield() as active:
-                if not active:
-                    job.fault = OSError(errno.ETIMEDOUT, "the caller has returned")
-                    return
-                scatter(page, read.buffers)
-        # Also if it is not valid: the reader decides whether that is damage or a slot with a new
-        # page.
-        job.whole = True
+            for ring in self._spare:
+                while not ring.is_idle() and time.monotonic() < until:
+                    self._changed.wait(POLL_SECONDS)
+                if not ring.in_flight:
+                    ring.close()
 
 
 def _aligned_size(job: SlotRead | SlotWrite) -> int:
     return -(-job.size // ALIGNMENT) * ALIGNMENT
-
-
-def _fill(page: memoryview, job: SlotWrite) -> None:
-    """Copy a page and its envelope into the shared memory."""
-    start = 0
-    for source in job.write.buffers:
-        page[start : start + len(source)] = source
-        start += len(source)
-    # Of the copy: the caller's memory may change after its deadline.
-    checksum = running_checksum()
-    checksum.update(page[:start])
-    job.write.seal(checksum.intdigest())
-    page[start:] = job.write.envelope
-
-
-def _fail(requests: dict[_Request, None], error: OSError) -> None:
-    for request in requests:
-        request.job.fault = error
-        if isinstance(request.job, SlotWrite):
-            request.job.in_doubt = True
