@@ -203,19 +203,18 @@ def test_a_file_of_quotas(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[default]\nmax_pages = 1", "default.max_pages: there is no such key; did you mean"),
-        ("[tenants.acme]\nmax_slot = 1", "tenants.acme.max_slot: .* did you mean 'max_slots'?"),
-        ("[defaults]\nmax_slots = 1", "defaults: there is no such key; did you mean 'default'?"),
-        ("zzz = 1", "zzz: there is no such key; there are default, tenants"),
-        ("[tenants.a]\nmax_slots = -1", "tenants.a.max_slots"),
-        ("[tenants.a]\nmax_bytes = 'much'", "tenants.a.max_bytes"),
+        ("[default]\nmax_pages = 1", "default: .* unknown field `max_pages`"),
+        ("[tenants.acme]\nmax_slot = 1", "tenants.acme: .* unknown field `max_slot`"),
+        ("[defaults]\nmax_slots = 1", "unknown field `defaults`"),
+        ("[tenants.a]\nmax_slots = -1", "tenants.a: .*max_slots"),
+        ("[tenants.a]\nmax_bytes = 'much'", "tenants.a: .*'much'"),
         ("[tenants.a]\nrequests_per_second = 0", "requests_per_second"),
         ("[tenants.a]\nrequests_per_second = inf", "requests_per_second"),
         ("[tenants.a]\nburst = 5", "burst needs requests_per_second"),
-        ("[tenants.'a b']\n", "a tenant is called"),
-        ("[tenant.a]\n", "tenant"),
-        ("most", "no TOML"),
-        ("\xff", "no TOML"),
+        ("[tenants.'a b']\n", "key"),
+        ("[tenants]\na = 1", "tenants"),
+        ("most", "the file: "),
+        ("\xff", "the file: .*utf-8"),
     ],
 )
 def test_a_file_of_quotas_that_means_nothing_is_refused(tmp_path, content, said):

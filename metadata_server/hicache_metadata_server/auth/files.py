@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
 import hashlib
 import os
-import re
 import secrets
 import stat
-import tomllib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct, structs
@@ -21,15 +18,13 @@ from hicache_metadata_server.core.limits import NAME, Quota, Quotas
 from hicache_storage.spec.config import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator
+    from collections.abc import Generator
     from pathlib import Path
 
 PREFIX: Final = "hmt_"
 """Prefix of generated tokens, so that secret scanners can recognize them."""
 TOKEN_BYTES: Final = 32
 WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
-TABLES: Final = ("default", "tenants")
-LIMITS: Final = tuple(field.encode_name for field in structs.fields(Quota))
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)")]
 TenantName = Annotated[str, Meta(pattern=rf"^({NAME})?$(?!\n)")]
@@ -55,6 +50,13 @@ class TokenFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     version: Literal[1] = 1
     tokens: list[TokenRecord] = []
+
+
+class TenantsFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of a tenants file. Quotas are decoded one by one, so that errors name the tenant."""
+
+    default: dict[str, Any] = {}
+    tenants: dict[Annotated[str, Meta(pattern=rf"^{NAME}$(?!\n)")], dict[str, Any]] = {}
 
 
 class TokenFileError(ValueError):
@@ -203,47 +205,18 @@ def read_tenants_file(path: Path) -> Quotas:
         ValueError: the content is invalid, or others than the owner may change the file.
         OSError: the file cannot be read.
     """
+    content, where = _content(path), "the file"
     try:
-        found = tomllib.loads(_content(path).decode())
-    except (tomllib.TOMLDecodeError, UnicodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
-    try:
-        _check_keys(found, TABLES, "")
-        tenants = msgspec.convert(found.get("tenants", {}), dict[str, Any])
-        for name in tenants:
-            # No token can have a tenant of another form: such a quota would limit nobody.
-            if not re.fullmatch(NAME, name):
-                raise ValueError(f"a tenant is called {NAME}, not {name!r}")
-        return Quotas(
-            {name: _quota(one, f"tenants.{name}") for name, one in tenants.items()},
-            _quota(found.get("default", {}), "default"),
-        )
+        found = msgspec.toml.decode(content, type=TenantsFile)
+        quotas: dict[str, Quota] = {}
+        for name, table in (("", found.default), *found.tenants.items()):
+            where = f"tenants.{name}" if name else "default"
+            if isinstance(size := table.get("max_bytes"), str):
+                table["max_bytes"] = parse_bytes(size)
+            quotas[name] = msgspec.convert(table, Quota)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _quota(table: Any, where: str) -> Quota:
-    if isinstance(table, dict):
-        limits = cast("dict[str, Any]", table)
-        _check_keys(limits, LIMITS, f"{where}.")
-        if isinstance(size := limits.get("max_bytes"), str):
-            try:
-                table = {**limits, "max_bytes": parse_bytes(size)}
-            except ValueError as error:
-                raise ValueError(f"{where}.max_bytes: {error}") from error
-    try:
-        return msgspec.convert(table, Quota)
-    except msgspec.ValidationError as error:
-        message, _, field = str(error).partition(" - at `$")
-        raise ValueError(f"{where}{field.rstrip('`')}: {message}") from error
-
-
-def _check_keys(table: Collection[str], known: Collection[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise ValueError(f"{where}{key}: there is no such key; {hint}")
+        raise ValueError(f"{path}: {where}: {error}") from error
+    return Quotas(default=quotas.pop(""), by_tenant=quotas)
 
 
 def _content(path: Path) -> bytes:

@@ -261,7 +261,7 @@ class TenantUsage(NamedTuple):
         )
 
 
-class Quota(Struct, frozen=True):
+class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one tenant, as its file names them; None for no limit."""
 
     scopes: Natural | None = field(default=None, name="max_scopes")
