@@ -110,7 +110,7 @@ def backup(
 
     The file is a store: to restore it, copy it to the place of the lost one. Pages without a
     checksum are left out: a reader of an older copy could not tell that their slots hold others.
-    Exits with 1 if the store contradicts itself; what does is left out.
+    Exits with 1 if the store contradicts itself; a start leaves out what does.
     """
     import sqlite3
 
@@ -142,7 +142,7 @@ def backup(
                     with suppress(sqlite3.OperationalError):
                         target.execute("DELETE FROM counters WHERE name = ?", (INODE,))
                         target.commit()
-                problems, pages = _repaired(copy)
+                problems, pages = _checked(copy)
                 with closing(sqlite3.connect(copy)) as target, target:
                     # Whatever file has this content counts as a copy, also this one.
                     target.execute("UPDATE counters SET ceiling = 0 WHERE name = ?", (INODE,))
@@ -150,13 +150,13 @@ def backup(
                 fail(f"{source} cannot be copied to {file}: {error}")
             copy.rename(file)
     for problem in problems:
-        typer.echo(f"left out: {problem}")
+        typer.echo(f"a start leaves out: {problem}")
     typer.echo(f"{pages:,} pages: {file}, {file.stat().st_size:,} bytes")
     raise typer.Exit(FOUND_PROBLEMS if problems else 0)
 
 
-def _repaired(copy: Path) -> tuple[list[str], int]:
-    """Recover a copy as a server does, and write it without what contradicts itself.
+def _checked(copy: Path) -> tuple[list[str], int]:
+    """Recover a copy as a server does, and delete its pages without a checksum.
 
     Returns:
         Its problems, and the number of its pages.
@@ -167,7 +167,6 @@ def _repaired(copy: Path) -> tuple[list[str], int]:
             keys = [key for key in scope.lru if not scope.table.checksums[scope.lru.slot(key)]]
             service.find(name).delete(keys, (), now)
         store.write(service.take_changes())
-        store.rewrite({scope.number: scope for scope in service.scopes.values()}, now)
         return problems, service.totals().live
 
 

@@ -25,7 +25,6 @@ from msgspec import structs
 
 from hicache_metadata_server.core.changes import AnswerRecord, Changes, PinRecord, ScopeRecord
 from hicache_metadata_server.core.codec import (
-    BLOCK,
     SlotChanges,
     SlotColumns,
     changed_blocks,
@@ -45,7 +44,7 @@ from hicache_metadata_server.storage.store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from hicache_metadata_server.core.scope import Scope
 
@@ -183,25 +182,6 @@ class SqliteStore(MetadataStore):
             blocks = ((number, SlotColumns.decode(blob)) for number, blob in found)
             groups = self._groups.pop(record.number, [])
             return columns_of(record.geometry.slots, blocks, groups)
-
-    def rewrite(self, scopes: Mapping[int, Scope], now: float) -> None:
-        """Replace all blocks by those of scopes, by their numbers, as they are in memory.
-
-        Raises:
-            StoreError: nothing was written.
-        """
-        run = self._database.execute
-        with self._store_errors("written"), self._transaction():
-            while self._dirty:
-                self._compact_rest(self._dirty.take(sys.maxsize, lambda place: b"").rest, now)
-            run("DELETE FROM log")
-            run("DELETE FROM blocks")
-            for number, scope in scopes.items():
-                for block in range(-(-len(scope.table) // BLOCK)):
-                    place = (number << SCOPE_BITS) + block
-                    blob = SlotColumns.of(scope, block).encode()
-                    run("INSERT INTO blocks VALUES (?, ?)", (place, blob))
-        self._log_bytes = 0
 
     def write(self, changes: Changes) -> None:
         """Add a row to the log."""
