@@ -121,7 +121,9 @@ def serve(settings: ServerSettings) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     # Otherwise each counter has a second series with the time of its creation.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    signal.signal(signal.SIGHUP, lambda number, frame: security.request_reload())
+    # By default it would end the server: others read their files again then, and this one does so by
+    # itself.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     server = Server(app, settings, security.tls.context if security.tls else None)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import ssl
 from contextlib import closing, suppress
@@ -154,7 +152,6 @@ def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
             check_alive(open_before)
         # A key that does not belong to its certificate, then one that does.
         (tmp_path / "server.key").write_bytes(authority.sign("third")[1].read_bytes())
-        os.kill(place.process.pid, signal.SIGHUP)
         eventually(lambda: "reload_failed" in place.log())
         assert shown(place, trusting)[0] == "second"
         installed(tmp_path, *authority.sign("fourth"))

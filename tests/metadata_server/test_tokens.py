@@ -246,15 +246,16 @@ def test_a_changed_file_is_taken_as_a_whole_or_not_at_all(tmp_path):
     assert [line["result"] for line in lines] == ["done", "failed", "failed", "failed", "done"]
 
 
-def test_a_file_that_looks_the_same_is_read_again_when_somebody_asks(tmp_path):
+def test_a_file_is_read_again_whatever_of_it_has_changed(tmp_path):
     file = write_tokens(tmp_path / "tokens.json", a="read one")
-    security, _ = reloading(file)
+    security, watched = reloading(file)
     before = file.stat()
     with file.open("r+b") as opened:
         opened.write(encode_tokens([record_of("two", "read", name="a")]).ljust(before.st_size))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     security.reload()
-    assert status(security.tokens, "two") == 401
-    security.request_reload()
-    security.reload()
     assert status(security.tokens, "two") == 200
+    for mode, problem in ((0o666, True), (0o600, False)):
+        file.chmod(mode)
+        security.reload()
+        assert bool(watched.problem) == problem

@@ -56,7 +56,6 @@ class Security:
         self.rates = RateLimiter(service)
         self.tls: ServerTls | None = None
         self.watched = list[WatchedFiles]()
-        self._is_forced = False
 
     @classmethod
     def of(cls, settings: ServerSettings, service: MetadataService) -> Self:
@@ -90,20 +89,10 @@ class Security:
         made._warn(settings)
         return made
 
-    def request_reload(self) -> None:
-        """Read all files again at the next `reload`.
-
-        Safe to call in a signal handler.
-        """
-        # Only a flag: the handler may interrupt any line of the event loop.
-        self._is_forced = True
-
     def reload(self) -> None:
         """Read changed files again; called once a second."""
-        # Cleared before the work, so that a signal that arrives meanwhile is not lost.
-        force, self._is_forced = self._is_forced, False
         for one in self.watched:
-            if one.reload(force=force):
+            if one.reload():
                 result = "failed" if one.problem else "done"
                 self.audit.write("reload", what=one.name, result=result, reason=one.problem)
 
@@ -244,9 +233,9 @@ class WatchedFiles:
         self._load()
         self.loads += 1
 
-    def reload(self, *, force: bool) -> bool:
-        """Load the files again if they changed or `force` is set; True if it tried."""
-        if not force and self._signature() == self._loaded:
+    def reload(self) -> bool:
+        """Load the files again if they changed; True if it tried."""
+        if self._signature() == self._loaded:
             return False
         try:
             self.load()
@@ -263,9 +252,9 @@ class WatchedFiles:
         for file in self._files:
             try:
                 status = file.stat()
-                # The inode as well: a file moved into place may have the time and size of the old
-                # one.
-                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+                # Of its status, not of its content: a corrected mode counts, and a copy may keep the
+                # time of its original.
+                found.append((status.st_ctime_ns, status.st_size, status.st_ino))
             # A missing file is a state like others: it may be replaced in two steps.
             except OSError:
                 found.append(None)
