@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 import prometheus_client
@@ -36,12 +36,11 @@ from hicache_metadata_server.storage.store import MEMORY, is_shared, redacted
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
-    import ssl
-
     from hicache_metadata_server.http.asgi import ProtocolApp
     from hicache_metadata_server.settings import ServerSettings
     from hicache_metadata_server.storage.store import MetadataStore
 
+NAME: Final = f"hicache-storage {version('hicache-storage')}"
 SWITCH_SECONDS: Final = 0.0005
 """Switch interval of the interpreter: bounds the wait of the thread that commits to the store."""
 
@@ -68,7 +67,7 @@ def restored_service(store: MetadataStore, settings: ServerSettings, now: float)
     Raises:
         StoreError: the store cannot be read.
     """
-    service = MetadataService(settings.limits, durability=store.durability, name=_name())
+    service = MetadataService(settings.limits, durability=store.durability, name=NAME)
     service.restore(store.recover(now), store.rows, now)
     return service
 
@@ -110,7 +109,7 @@ def serve(settings: ServerSettings) -> None:
     _trace()
     raise_descriptor_limit()
     keep_large_blocks_apart()
-    app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
+    app = _shared_app(settings) if is_shared(settings.store) else _app(settings)
     # Pages live long and are in no reference cycles: a collection would go through millions of
     # objects, stop the event loop meanwhile, and free nothing. What a start leaves behind is freed
     # first, because frozen objects are never looked at again.
@@ -124,7 +123,7 @@ def serve(settings: ServerSettings) -> None:
     # By default it would end the server: others read their files again then, and this one does so by
     # itself.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    server = Server(app, settings, security.tls.context if security.tls else None)
+    server = Server(app, settings)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
@@ -139,7 +138,7 @@ def _begin_log(settings: ServerSettings) -> None:
         _log.warning("no_store", store=settings.store, consequence=NO_STORE_CONSEQUENCE)
 
 
-def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
+def _app(settings: ServerSettings) -> ProtocolApp:
     clock = SteadyClock()
     begin = time.perf_counter()
     store = open_store(settings.store, settings.durability)
@@ -161,23 +160,22 @@ def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
         pages=pages,
         recovery_seconds=round(time.perf_counter() - begin, 3),
     )
-    return create_app(service, store, security=security, clock=clock), security
+    return create_app(service, store, security=security, clock=clock)
 
 
-def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
-    """Application and access control of one server of several on one Redis."""
+def _shared_app(settings: ServerSettings) -> ProtocolApp:
+    """Application of one server of several on one Redis."""
     from hicache_metadata_server.shared.connection import check_store
     from hicache_metadata_server.shared.owned_scopes import owner_app
 
     url, replicas = _advertised_url(settings), settings.store_replicas
     check_store(settings.store, settings.durability, replicas)
     service = MetadataService(
-        settings.limits, durability=settings.durability, name=_name(), shares_store=True
+        settings.limits, durability=settings.durability, name=NAME, shares_store=True
     )
     security = Security.of(settings, service)
     _log_start(settings, security, service, url=url, replicas=replicas)
-    app = owner_app(service, settings.store, url, replicas=replicas, security=security)
-    return app, security
+    return owner_app(service, settings.store, url, replicas=replicas, security=security)
 
 
 def _log_start(
@@ -205,12 +203,7 @@ def _advertised_url(settings: ServerSettings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
-def _config(
-    app: ProtocolApp,
-    settings: ServerSettings,
-    tls: ssl.SSLContext | None,
-    connections: Connections,
-) -> uvicorn.Config:
+def _config(app: ProtocolApp, settings: ServerSettings, connections: Connections) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         # None listens on both families; asyncio binds "::" for IPv6 alone.
@@ -233,18 +226,16 @@ def _config(
     )
     config.load()
     # uvicorn can only make a context from files, once; this one follows changes of the files.
-    config.ssl = tls
+    config.ssl = app.security.tls.context if app.security.tls else None
     return config
 
 
 class Server(uvicorn.Server):
     """uvicorn's server, which hands over before it closes connections, and closes silent ones."""
 
-    def __init__(
-        self, app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, app: ProtocolApp, settings: ServerSettings) -> None:
         self.connections = Connections(max_connections())
-        super().__init__(_config(app, settings, tls, self.connections))
+        super().__init__(_config(app, settings, self.connections))
         self._app = app
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -272,10 +263,3 @@ def _trace() -> None:
             f"traces need more packages: pip install 'hicache-storage[otel]' ({error})"
         ) from error
     tracing.enable(provider_from_environment("hicache-metadata"))
-
-
-def _name() -> str:
-    try:
-        return f"hicache-storage {version('hicache-storage')}"
-    except PackageNotFoundError:
-        return "hicache-storage 0"
