@@ -343,7 +343,7 @@ class DeleteScope(Request, frozen=True, kw_only=True):
 
 
 # Older servers refuse an owner here, so it is left out where it is empty.
-class Delete(Request, frozen=True, kw_only=True, omit_defaults=True):
+class Delete(Request, frozen=True, kw_only=True):
     """`POST /v2/delete`: delete pages."""
 
     scopes: list[DeleteScope]
@@ -363,7 +363,7 @@ class Marked(Answer, frozen=True, kw_only=True):
     scopes: list[Flags]
 
 
-class Clear(Request, frozen=True, kw_only=True, omit_defaults=True):
+class Clear(Request, frozen=True, kw_only=True):
     """`POST /v2/clear`: empty scopes, leases included."""
 
     scopes: list[ScopeName]
@@ -459,8 +459,6 @@ class Draining(Answer, frozen=True, kw_only=True):
     enabled: bool
     leases: Natural
     """Leases that are still held."""
-    others: list[str] = field(default_factory=list[str])
-    """Addresses of other servers of this store that give leases, and take the scopes of this one."""
 
 
 class ScopeStatus(Answer, frozen=True, kw_only=True):
@@ -614,8 +612,6 @@ class About(Answer, frozen=True, kw_only=True):
     """Random text that changes with each start of the server."""
     durability: StoreDurability
     limits: Limits
-    removals: bool = False
-    """True if it has `/v2/removals`. Older servers have not."""
 
 
 # `GET /v2/history`: time series of a server and its slowest calls. Optional.

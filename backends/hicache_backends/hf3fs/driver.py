@@ -101,7 +101,6 @@ class Hf3fsStorage(ObjectStorage):
         self._capabilities = replace(
             self._capabilities,
             durability=durability,
-            removals=RemovalScope.STORE if about.removals else RemovalScope.NONE,
             hung_reads=HungReads.BOUNCE_BUFFER if store.engine.buffered else HungReads.WAIT,
         )
 
@@ -185,7 +184,7 @@ class Hf3fsStorage(ObjectStorage):
         scopes = self.store.scopes([batch.namespace for batch in batches])
         for scope, batch in zip(scopes, batches, strict=True):
             keys, everything = set(batch.keys), metadata.removals({scope.name: ""}, call)
-            for _, part in everything if metadata.about.removals else ():
+            for _, part in everything:
                 found += [one for one in _removals(batch.namespace, part) if one.key in keys]
         return sorted(found, key=lambda one: one.seconds)
 

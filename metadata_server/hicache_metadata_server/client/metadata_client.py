@@ -167,7 +167,7 @@ class MetadataClient(ABC):
 
     def delete(self, scopes: Sequence[p.DeleteScope], call: Call) -> list[list[bool]]:
         """Delete pages. False for each key that was not live."""
-        request = p.Delete(scopes=list(scopes), owner=self._remover())
+        request = p.Delete(scopes=list(scopes), owner=self.owner)
         marked, _ = self._send_split("/v2/delete", request, p.Marked, call)
         return [scope.done for scope in marked.scopes]
 
@@ -186,7 +186,7 @@ class MetadataClient(ABC):
         limit, deleted = self.about.limits.scopes, list[int]()
         for start in range(0, len(scopes), limit):
             some = list(scopes[start : start + limit])
-            request = p.Clear(scopes=some, owner=self._remover())
+            request = p.Clear(scopes=some, owner=self.owner)
             deleted += self._with_scopes(
                 "/v2/clear", request, request.scopes, p.Cleared, call
             ).pages
@@ -221,10 +221,6 @@ class MetadataClient(ABC):
                 self._initialized.discard(scope)
 
     # Implementation.
-
-    def _remover(self) -> str:
-        # Servers without removals refuse the field.
-        return self.owner if self.about.removals else ""
 
     def _settle(self, path: str, request: p.Commit | p.Renew, call: Call) -> list[list[bool]]:
         settled, _ = self._send_split(path, request, p.SettledLeases, call)

@@ -85,7 +85,6 @@ class MetadataService:
             instance=secrets.token_hex(8),
             durability=durability,
             limits=limits,
-            removals=True,
         )
         self.max_scopes = max_scopes
         self.scopes: dict[str, Scope] = {}
@@ -95,8 +94,6 @@ class MetadataService:
         """Scopes of other servers on the same store, with their tenants, for the quotas."""
         self.answers = IdempotencyCache(limits.idempotency_seconds)
         self.draining = False
-        self.others_with_leases: Callable[[], list[str]] = list
-        """Addresses of other servers of this store that do not drain."""
         self.recovery_problems: list[str] = []
         """Contradictions in the store, whose slots the start has quarantined."""
         self._by_number: dict[int, Scope] = {}
@@ -454,7 +451,6 @@ class MetadataService:
         return p.Draining(
             enabled=request.enabled,
             leases=sum(len(scope.leases) for scope in self.scopes.values()),
-            others=self.others_with_leases(),
         )
 
     # Time and durability.

@@ -169,7 +169,6 @@ class ScopeOwner:
         self._polling = asyncio.Lock()
         service.url = url
         service.log_bytes = store.log_bytes
-        service.others_with_leases = self._others_with_leases
 
     @property
     def has_lost_lease(self) -> bool:
@@ -279,7 +278,7 @@ class ScopeOwner:
         begin = self._clock()
         until = begin + WAIT_SECONDS
         while not self.serves(names):
-            if not self.incarnation.holds(begin) and self.others():
+            if not self.incarnation.holds(begin) and self._alive().keys() - {self.incarnation.id}:
                 # This server may be cut off from Redis, and another one have them.
                 raise moving()
             # Another server may just have made it, taken it, or given it back.
@@ -429,10 +428,6 @@ class ScopeOwner:
         owned = self._service.scopes
         return sum(name not in owned and not self._owner_of(name) for name in self.entries)
 
-    def others(self) -> dict[str, ServerRecord]:
-        """Servers that may be alive, but for this one."""
-        return {name: one for name, one in self._alive().items() if name != self.incarnation.id}
-
     async def close(self) -> None:
         """Remove the record of this server, which owns nothing any more, and close connections."""
         try:
@@ -442,9 +437,6 @@ class ScopeOwner:
             await self._connection.close()
 
     # Implementation.
-
-    def _others_with_leases(self) -> list[str]:
-        return sorted(record.url for record in self.others().values() if not record.draining)
 
     async def _send_beat(self, *arguments: bytes | str) -> Any:
         call = ScriptCall(_BEAT, (SERVERS, ENTRIES, VERSION), arguments)

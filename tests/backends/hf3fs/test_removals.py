@@ -7,11 +7,9 @@ from functools import partial
 import pytest
 from msgspec import structs
 
-from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import MetadataError
-from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call, LookupBatch, this_process
-from hicache_storage.spec import RemovalReason, RemovalScope, UnsupportedOperationError
+from hicache_storage.spec import RemovalReason
 from tests.backends.file.harness import COMPONENTS, ScratchPool
 from tests.backends.hf3fs.harness import recycle
 from tests.support.waiting import eventually
@@ -115,33 +113,6 @@ def test_a_restarted_server_has_lost_them(rig, server):
     assert [page.key for page in listener.removed(lost=True)] == ["a"]
     assert one.storage.delete(["b"]) == [True]
     assert listener.pages() == [("b", REASON.DELETED)]
-
-
-def test_with_an_older_server_they_are_not_declared(rig, kept_server, monkeypatch):
-    refresh = HttpMetadataClient.refresh
-
-    def older(self, call):
-        refresh(self, call)
-        self._about = structs.replace(self._about, removals=False)
-        return self._about
-
-    monkeypatch.setattr(HttpMetadataClient, "refresh", older)
-    one = rig(metadata_url=kept_server.url)
-    one.storage.open()
-    assert one.storage.capabilities.removals is RemovalScope.NONE
-    with pytest.raises(UnsupportedOperationError, match="removals"):
-        one.storage.removals()
-    assert recalled(one, ["a"]) == []
-    # It refuses the field.
-    sent, send = [], one.store.metadata.send
-    monkeypatch.setattr(
-        one.store.metadata,
-        "send",
-        lambda path, request, *more: sent.append(p.encode(request)) or send(path, request, *more),
-    )
-    one.storage.delete(["a"])
-    one.storage.clear()
-    assert len([body for body in sent if b"owner" not in body]) == len(sent) > 1
 
 
 def recalled(rig, keys):
