@@ -167,12 +167,13 @@ class ThreadPool:
                 self._queue.append(task)
         return True
 
-    def run_in_background(self, call: Callable[[], object]) -> None:
+    def run_in_background(self, call: Callable[[], object]) -> bool:
         """Run a call that nobody waits for; its errors are logged.
 
-        It is dropped if the pool is closed or no thread can be started.
+        Returns:
+            `False` if it is dropped: the pool is closed, or no thread can be started.
         """
-        self.submit(partial(_log_errors, call))
+        return self.submit(partial(_log_errors, call)) is not None
 
     def run(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make all calls, in the caller's thread and in others, and return when all have ended.

@@ -194,7 +194,7 @@ def test_without_a_thread_to_be_had_no_call_is_accepted(make_pool, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         assert pool.submit(threading.get_ident) is None
-        pool.run_in_background(partial(done.append, 2))
+        assert not pool.run_in_background(partial(done.append, 2))
         pool.run([partial(done.append, 1)] * 4)
     assert done == [1] * 4
     assert result(pool.submit(threading.get_ident))

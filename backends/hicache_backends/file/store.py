@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -76,14 +77,26 @@ CLOSE_SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Periodic:
-    """A task that a call starts in the background, so many seconds after the one before."""
+    """A task that a call starts in the background, so many seconds after the end of the one before."""
 
-    run: Callable[[], object]
+    task: Callable[[], object]
     seconds: float
     due: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.due = time.monotonic() + self.seconds
+
+    def start(self, thread_pool: ThreadPool) -> None:
+        # Before it begins: where the disk stalls, one thread hangs, and not another one each time.
+        self.due = math.inf
+        if not thread_pool.run_in_background(self._run):
+            self.__post_init__()
+
+    def _run(self) -> None:
+        try:
+            self.task()
+        finally:
+            self.__post_init__()
 
 
 class Store:
@@ -224,10 +237,9 @@ class Store:
         if self.feed.history.is_due():
             self.thread_pool.run_in_background(self.feed.history.flush)
         now = time.monotonic()
-        for task in self._periodic:
-            if now >= task.due:
-                task.due = now + task.seconds
-                self.thread_pool.run_in_background(task.run)
+        for periodic in self._periodic:
+            if now >= periodic.due:
+                periodic.start(self.thread_pool)
 
     def _collect_logs(self) -> None:
         """Remove event logs and histories of bundles that are gone."""

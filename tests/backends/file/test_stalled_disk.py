@@ -145,6 +145,21 @@ def test_what_is_known_is_answered_while_the_disk_stalls(guarded, disk):
     assert not disk.operations
 
 
+def test_a_background_task_that_hangs_is_not_started_again(guarded, disk, monkeypatch):
+    monkeypatch.setattr(store, "FLUSH_SECONDS", 0.0)
+    a, keys = guarded(capacity="1GiB", threads=4), chain("a", 4)
+    a.put(keys)
+    disk.stall("utime")
+    for _ in range(5):
+        assert a.holds(keys)
+    # Behind the tasks that were started.
+    assert a.bare.store.thread_pool.submit(lambda: None).wait(5)
+    assert disk.operations == 1
+    disk.thaw()
+    disk.stall("utime")
+    assert eventually(lambda: a.holds(keys) and disk.operations > 1)
+
+
 def test_a_lookup_behind_a_hung_announcement_ends_at_its_deadline(guarded, disk):
     a, keys = guarded(), chain("a", 2)
     a.put(keys)
