@@ -65,8 +65,11 @@ class Rewriter:
         """
         for attempt in range(MAX_ATTEMPTS):
             bundles = dict[Bundle, set[str]]()
-            for bundle, page in find():
-                bundles.setdefault(bundle, set()).add(bundle.keys[page])
+            # A removal that another thread is making hides its pages, and may not succeed.
+            with page_index.bundle_set.removing:
+                page_index.catch_up(self._feed.read())
+                for bundle, page in find():
+                    bundles.setdefault(bundle, set()).add(bundle.keys[page])
             # First what frees room, and takes none: a full disk does not keep it.
             whole = [bundle for bundle, keys in bundles.items() if keys.issuperset(bundle.keys)]
             outcomes = self.publisher.remove(page_index.bundle_set, whole, reason)
@@ -85,7 +88,6 @@ class Rewriter:
             # The replacement may not be announced yet, or not be in place.
             time.sleep(attempt * WAIT_SECONDS)
             page_index.bundle_set.invalidate()
-            page_index.catch_up(self._feed.read())
         raise FileNotFoundError("others keep on rewriting the same bundles")
 
     def drop(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -454,6 +454,40 @@ def test_deleted_pages_stay_deleted_where_a_replacement_is_removed_at_once(rig, 
     assert a.storage.delete(keys[:1]) == [True]
     assert seen[1:] == [[True] * 3, [False] * 4]
     assert [one.present(keys) for one in (a, b, rig())] == [[False] * 4] * 3
+
+
+def test_a_delete_beside_a_removal_that_does_not_succeed(rig):
+    """Another storage claims the bundle whose removal is announced, and keeps the page."""
+    a, b = rig(), rig()
+    a.put(KEYS)
+    assert b.hit(KEYS) == 3
+    bundle, announced = a.page_index.pages[KEYS[0]][0], threading.Event()
+
+    def claim(step: int) -> None:
+        if step == 0:
+            announced.set()
+            # It has not heard of the removal.
+            known = b.page_index.pages[KEYS[0]][0]
+            b.store.rewriter.drop(b.page_index, known, KEYS[:1], RemovalReason.DELETED)
+
+    def remove() -> list[bool | OSError]:
+        with at_steps(claim, ("unlink",), within="/bundles/"):
+            return a.store.publisher.remove(a.bundle_set, [bundle], RemovalReason.EVICTED)
+
+    def make(real):
+        def drop_all(*arguments: object) -> None:
+            removing.append(thread.submit(remove))
+            assert announced.wait(30)
+            real(*arguments)
+
+        return drop_all
+
+    removing = list[Future]()
+    with ThreadPoolExecutor(1) as thread, replaced(a.store.rewriter, "drop_all", make):
+        assert a.storage.delete(KEYS[1:2]) == [True]
+    assert removing[0].result() == [False]
+    for side in (a, b, rig()):
+        assert side.present(KEYS) == [False, False, True]
 
 
 @pytest.mark.long
