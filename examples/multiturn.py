@@ -218,11 +218,12 @@ def play(
     identity = StorageIdentity(
         model="examples/multiturn", kv_dtype="int32", page_size=workload.page, layout="page_first"
     )
-    storage = create_storage("file", identity, {"path": str(store)}) if store else None
     config = workload.config(
         state_slots, sessions=sessions or workload.clients + 1, offload=store is not None
     )
-    with build_hybrid_stack(config, storage=storage) as stack:
+    with build_hybrid_stack(config) as stack:
+        if store:
+            stack.attach(create_storage("file", identity, {"path": str(store)}))
         return _play(workload, ToyServer(stack, running=workload.running))
 
 

@@ -36,13 +36,6 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.transfer import PageTransfers
 
-STORAGE_CALL_SECONDS = 30.0
-"""Default time after which a call of the storage is abandoned."""
-ATTACH_SECONDS = 300.0
-"""Default time limit of an attach: registering a large host pool for RDMA takes minutes."""
-STOP_SECONDS = 2.0
-"""Default time that `detach` waits for each thread."""
-
 
 class HybridCacheController:
     """Copies spans of pages between device and host, and to and from a storage.
@@ -83,9 +76,9 @@ class HybridCacheController:
         parallel: ParallelConfig | None = None,
         rank_group: RankGroup | None = None,
         rules: PrefetchRules | None = None,
-        storage_call_seconds: float = STORAGE_CALL_SECONDS,
-        attach_seconds: float = ATTACH_SECONDS,
-        stop_seconds: float = STOP_SECONDS,
+        storage_call_seconds: float = 30.0,
+        attach_seconds: float = 300.0,
+        stop_seconds: float = 2.0,
     ) -> None:
         rank_group = rank_group or SingleRank()
         self.group = group

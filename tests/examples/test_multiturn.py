@@ -78,7 +78,8 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
         {"path": str(tmp_path / "store")},
     )
     config = workload.config(8, sessions=2, offload=True)
-    with example.build_hybrid_stack(config, storage=storage) as stack:
+    with example.build_hybrid_stack(config) as stack:
+        stack.attach(storage)
         server = example.ToyServer(stack, running=1)
         prompt, output = list(range(64)), list(range(100, 164))
         assert example.serve(server, [prompt], [output]) == 0

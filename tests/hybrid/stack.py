@@ -76,9 +76,12 @@ def dsa_config(**changes):
     return StackConfig(**{**COMMON, "attention": LATENT, "indexer": INDEX_KEYS, **changes})
 
 
-def build(config, **options):
-    """The stack of a config, with 30 s for what is to end."""
-    return build_hybrid_stack(replace(config, stop_seconds=30.0), **options)
+def build(config, storage=None, **options):
+    """The stack of a config, with 30 s for what is to end, and a storage attached to it."""
+    stack = build_hybrid_stack(replace(config, stop_seconds=30.0), **options)
+    if storage is not None:
+        stack.attach(storage)
+    return stack
 
 
 def identity(parallel=None, **changes):

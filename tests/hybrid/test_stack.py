@@ -254,10 +254,6 @@ FAULTY = {
         {"parallel": ParallelConfig(tp_rank=0, tp_size=2)},
         "parallel has 2 ranks .* torch.distributed is not initialized",
     ),
-    "two storages": (
-        {"storage": StorageConfig(driver="file", model="m")},
-        "storage: config.storage names one, too",
-    ),
 }
 
 
@@ -265,14 +261,8 @@ FAULTY = {
 def test_a_build_that_fails_leaves_nothing(config, monkeypatch, fault):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     fields, message = FAULTY[fault]
-    settings = config(**fields)
-    own = fault in ("unknown driver", "bad option")
-    storage = None if own else in_dict(settings)
     with pytest.raises((ConfigError, InvalidPoolError, LookupError), match=message):
-        build(settings, storage=storage)
-    if storage is not None:
-        assert is_closed(storage)
-        assert storage.operations == []
+        build(config(**fields))
 
 
 def test_a_storage_that_cannot_be_attached_is_closed(config):
@@ -284,9 +274,10 @@ def test_a_storage_that_cannot_be_attached_is_closed(config):
             raise OSError("down")
 
     storage.before = refuse
-    with pytest.raises(StorageUnavailableError, match="down"):
-        build(settings, storage=storage)
-    assert is_closed(storage)
+    with build(settings) as stack:
+        with pytest.raises(StorageUnavailableError, match="down"):
+            stack.attach(storage)
+        assert is_closed(storage)
 
 
 @pytest.mark.parametrize(
@@ -302,10 +293,10 @@ def test_a_storage_of_other_bytes_is_refused(config, field, value):
     storage = MemoryStorage(
         StorageIdentity(**found | {field: not found["kv_replicated"] if value is None else value})
     )
-    with pytest.raises(ConfigError, match=f"the storage's identity has {field}="):
-        build(settings, storage=storage)
-    assert is_closed(storage)
-    assert "connect" not in storage.operations
+    with build(settings) as stack:
+        with pytest.raises(ConfigError, match=f"the storage's identity has {field}="):
+            stack.attach(storage)
+        assert storage.operations == []
 
 
 def test_bigram_keys_come_back_from_every_tier(config):

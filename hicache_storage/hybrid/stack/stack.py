@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Self
 import torch
 import torch.distributed as dist
 
-from hicache_storage.hybrid.controller import STOP_SECONDS, HybridCacheController
+from hicache_storage.hybrid.controller import HybridCacheController
 from hicache_storage.hybrid.pools import HostPoolGroup, PoolEntry
 from hicache_storage.hybrid.radix import HiMambaRadixCache
 from hicache_storage.hybrid.ranks import (
@@ -20,8 +20,7 @@ from hicache_storage.hybrid.ranks import (
     make_on_all_ranks,
 )
 from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS, StackConfig
-from hicache_storage.hybrid.storage_io.calls import StatsCounter
-from hicache_storage.hybrid.storage_io.workers import StorageAttachedError, close_quietly
+from hicache_storage.hybrid.storage_io.workers import StorageAttachedError
 from hicache_storage.plugins import create_storage
 from hicache_storage.pools import DevicePool, PagedHostPool
 from hicache_storage.spec import ConfigError, HiCacheStorage, PoolName
@@ -183,7 +182,6 @@ class HybridStack:
 def build_hybrid_stack(
     config: StackConfig | Callable[[], StackConfig],
     *,
-    storage: HiCacheStorage | None = None,
     rank_group: RankGroup | None = None,
     streams: tuple[Device, Stream] | None = None,
 ) -> HybridStack:
@@ -195,8 +193,6 @@ def build_hybrid_stack(
     Args:
         config: or, with `rank_group`, a function that makes it: then the other ranks do not wait
             for a rank whose config is refused.
-        storage: made by the caller with `config.identity()`, instead of `config.storage`. The stack
-            owns it; a build that fails closes it.
         rank_group: the ranks of the replica; None makes a group over torch.distributed if there are
             several.
         streams: the device that makes the streams of the copies, and the model's stream, both owned
@@ -204,9 +200,8 @@ def build_hybrid_stack(
             simulator that the stack closes.
 
     Raises:
-        ConfigError: the device does not exist, ranks are not those of torch.distributed or have
-            different configs, there are two storages, or the storage is for other bytes; the
-            message names the field. Nothing is open then.
+        ConfigError: the device does not exist, or ranks are not those of torch.distributed or have
+            different configs; the message names the field. Nothing is open then.
         OtherRankError: another rank refuses its config, or fails.
         HiCacheError: as pools, `create_storage` and `HybridCacheController.attach` raise them;
             nothing is open then.
@@ -214,16 +209,12 @@ def build_hybrid_stack(
     with ExitStack() as failing:
         # Closes what the stack will own.
         closing = failing.enter_context(ExitStack())
-        # First: a storage of the caller's is closed whatever fails below.
-        if storage is not None:
-            seconds = config.stop_seconds if isinstance(config, StackConfig) else STOP_SECONDS
-            failing.callback(close_quietly, storage, seconds, StatsCounter())
         # Without a group there is no way to report a refused config to the other ranks: `parallel`
         # in the config is needed to make the group.
         if rank_group is None:
             config = _make_config(config)
             rank_group = _make_rank_group(config, closing)
-        agreed = _agreed_config(config, storage, rank_group, streams)
+        agreed = _agreed_config(config, rank_group, streams)
         host_slots = _host_slots(agreed, rank_group)
         pools = make_on_all_ranks(
             rank_group, "pools", lambda: build_pools(agreed, host_slots, streams, closing)
@@ -246,9 +237,8 @@ def build_hybrid_stack(
             write_policy=agreed.write_policy,
         )
         stack = HybridStack(agreed, pools, controller, cache, closing)
-        wanted = agreed.storage if storage is None else storage
-        if wanted is not None:
-            stack.attach(wanted)
+        if agreed.storage is not None:
+            stack.attach(agreed.storage)
         failing.pop_all()
     return stack
 
@@ -262,7 +252,6 @@ def _make_config(given: StackConfig | Callable[[], StackConfig]) -> StackConfig:
 
 def _agreed_config(
     given: StackConfig | Callable[[], StackConfig],
-    storage: HiCacheStorage | None,
     rank_group: RankGroup,
     streams: tuple[Device, Stream] | None,
 ) -> StackConfig:
@@ -272,8 +261,8 @@ def _agreed_config(
     values: Mapping[str, object] = dict.fromkeys(RANK_INVARIANT_FIELDS)
     try:
         config = _make_config(given)
-        _check(config, storage, streams)
-        values = rank_invariant_values(config, storage)
+        _check_device(config, streams)
+        values = rank_invariant_values(config)
     except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks know
         refusal = error
     check_consistent(rank_group, values, refusal)
@@ -281,11 +270,7 @@ def _agreed_config(
     return config
 
 
-def _check(
-    config: StackConfig, storage: HiCacheStorage | None, streams: tuple[Device, Stream] | None
-) -> None:
-    if storage is not None and config.storage is not None:
-        raise ConfigError("storage: config.storage names one, too; give one of them")
+def _check_device(config: StackConfig, streams: tuple[Device, Stream] | None) -> None:
     place = torch.device(config.device)
     if place.type == "cuda" and streams is None:
         if not torch.cuda.is_available():
@@ -330,13 +315,13 @@ def _own_streams(place: torch.device, closing: ExitStack) -> tuple[Device, Strea
     return simulator, simulator.stream("compute")
 
 
-def rank_invariant_values(config: StackConfig, storage: HiCacheStorage | None) -> dict[str, object]:
+def rank_invariant_values(config: StackConfig) -> dict[str, object]:
     """Return the values that are compared between ranks, by `RANK_INVARIANT_FIELDS`.
 
     Host pools whose size is given as memory get as many slots as fit on every rank. All other
     numbers of slots are those of an engine's tables, so they are compared and never reduced.
     """
-    named = config.storage if storage is None else storage.identity
+    named = config.storage
     derived: dict[str, object] = {
         # Not their geometries: stages of a pipeline have different layers.
         "pools": sorted(config.pools),
