@@ -12,6 +12,8 @@ from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import pytest
+
 from hicache_conformance.fixtures.fault_calls import (
     SLACK_SECONDS,
     check_hits,
@@ -23,7 +25,6 @@ from hicache_conformance.fixtures.fault_calls import (
 from hicache_conformance.fixtures.target import SEVERAL_STORES
 from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.injectors.servers import OUTAGES, MemberInjector
 from hicache_conformance.model.case import NotPromised, Violation, check, checked, covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
+    from hicache_conformance.injectors.servers import MemberInjector
 
-FAULTS: Final = (Level.FAULTS,)
-
+OUTAGES: Final = {"killed": FaultKind.KILL, "stopped": FaultKind.HANG}
 DEADLINE_SECONDS: Final = 2.0
 """Of every call: what a store that is there has comes within it, on a busy machine too."""
 OPTIONS: Final = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_cooldown_seconds=0.5)
@@ -65,12 +66,13 @@ PAUSE_SECONDS: Final = 0.05
 class MemberCases:
     """FT-8, and SET-1, FT-1 and FT-3 while one of several stores is away."""
 
-    @covers("FT-8", "SET-1", "GET-1", "FT-1", "FT-3", levels=FAULTS, needs=[SEVERAL_STORES])
+    @covers("FT-8", "SET-1", "GET-1", "FT-1", "FT-3", levels=Level.FAULTS, needs=[SEVERAL_STORES])
+    @pytest.mark.parametrize("kind", OUTAGES.values(), ids=OUTAGES)
     def test_one_of_several_stores(
-        self, context: CaseContext, members: MemberInjector, outage: str
+        self, context: CaseContext, members: MemberInjector, kind: FaultKind
     ) -> None:
-        """One store after the other is killed, stopped or cut off, under calls."""
-        load, kind = _Load(context, members), OUTAGES[outage]
+        """One store after the other is killed or stopped, under calls."""
+        load = _Load(context, members)
         if kind is FaultKind.HANG and may_wait(load.storage):
             raise NotPromised("a get may wait for a store that is stopped (hung_reads)")
         order = context.chance("order").sample(members.members, len(members.members))

@@ -100,12 +100,10 @@ class _Proxies:
         """Activate a plan."""
         self._active = ActiveFaults(plan.faults)
         self._healed = asyncio.Event()
-        refused = find_fault(plan.faults, FaultKind.REFUSE)
-        if refused:
+        if find_fault(plan.faults, FaultKind.REFUSE):
             self._active.injected_count += 1
-            for name, proxy in self._proxies.items():
-                if refused.member in ("", name):
-                    proxy.refuse()
+            for proxy in self._proxies.values():
+                proxy.refuse()
 
     async def heal(self) -> None:
         """End all faults, and release what hangs."""

@@ -80,7 +80,7 @@ def raised(right, store, faults, answers):
 
 members = partial(spread, breaks="FT-8")
 members(
-    "OneServerFailsAll test_one_of_several_stores[cut-off]",
+    "OneServerFailsAll test_one_of_several_stores[killed]",
     "gets have missed it",
     may_ask=one_for_all,
     note=raised,
