@@ -15,7 +15,6 @@ from hicache_conformance.fixtures.target import (
     DIRECTORY,
     ON_INJECTOR,
     SEVERAL_STORES,
-    STEPS,
 )
 from hicache_conformance.interfaces.interface import FOLDERS, interface_of, known
 from hicache_conformance.model.pytest_keys import CASE_MARK
@@ -48,7 +47,7 @@ def test_cases_cite_rules_that_exist_and_levels_that_they_have():
         assert set(case.levels) & {
             level for rule in case.rules for level in rules()[rule].levels
         }, case.name
-        for need in set(case.needs) - {CAPACITY, DIRECTORY, SEVERAL_STORES, STEPS}:
+        for need in set(case.needs) - {CAPACITY, DIRECTORY, SEVERAL_STORES}:
             if not need.startswith(ON_INJECTOR):
                 declares(Capabilities(), need)
 

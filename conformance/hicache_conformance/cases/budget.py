@@ -275,8 +275,9 @@ class StatsCases:
 
     @covers("OB-1")
     def test_counters(self, context: CaseContext) -> None:
-        """Pages set, read, found and missed, in one transfer and in several."""
-        sut, keys, missing = context.storage(), context.keys(5), context.keys(2)
+        """Pages set, read, found and missed, in one transfer and in several, of each pool."""
+        pools = {PoolName.KV: GuardedPool(), PoolName.INDEXER: GuardedPool(components=(40,))}
+        sut, keys, missing = context.storage(pools=pools), context.keys(5), context.keys(2)
         page_bytes = sut.memories[PoolName.KV].page_bytes
         groups = [PageGroup(keys[:2]), PageGroup(keys[2:3]), PageGroup(keys[3:])]
         sut.store_many(groups)
@@ -287,29 +288,12 @@ class StatsCases:
         _check(sut, pages_read=4, bytes_read=4 * page_bytes, pages_missed=2, pages_damaged=0)
         sut.get_many(groups)
         _check(sut, pages_read=9, bytes_read=9 * page_bytes, pages_missed=2)
-        _check(sut, pages_hit=3, pages_absent=2, pages_written=5)
-
-    @covers("OB-1")
-    def test_each_pool_is_counted_by_itself(self, context: CaseContext) -> None:
-        """Two pools in one call, with pages of different lengths and different holes."""
-        pools: dict[str, PoolMemory] = {
-            PoolName.KV: GuardedPool(),
-            PoolName.INDEXER: GuardedPool(components=(40,)),
-        }
-        sut, keys = context.storage(pools=pools), context.keys(4)
-        sut.store_many([PageGroup(keys[:3]), PageGroup(keys[:1], PoolName.INDEXER)])
-        sut.get_many([PageGroup(keys), PageGroup(keys, PoolName.INDEXER)])
-        for pool, stored in ((PoolName.KV, 3), (PoolName.INDEXER, 1)):
-            length = pools[pool].page_bytes
-            _check(
-                sut,
-                pool,
-                pages_written=stored,
-                bytes_written=stored * length,
-                pages_read=stored,
-                bytes_read=stored * length,
-                pages_missed=4 - stored,
-            )
+        sut.store(keys[:1], PoolName.INDEXER)
+        sut.get_many([PageGroup(keys[:2], pool) for pool in pools])
+        indexer, page = PoolName.INDEXER, pools[PoolName.INDEXER].page_bytes
+        _check(sut, indexer, pages_written=1, bytes_written=page, pages_read=1, bytes_read=page)
+        _check(sut, indexer, pages_missed=1)
+        _check(sut, pages_hit=3, pages_absent=2, pages_written=5, pages_read=11, pages_missed=2)
 
     @covers("OB-1")
     def test_latencies(self, context: CaseContext) -> None:

@@ -155,18 +155,6 @@ class CorruptObjectCases:
         sut.get([key])
         _repair(sut, key, damage)
 
-    @covers("SET-3", "GET-7", needs=["sharing>=process"], corrupts=True)
-    def test_a_repair_by_another_storage(self, context: CaseContext) -> None:
-        """A page that two storages have found damaged is there for both when one has set it."""
-        one = context.storage()
-        two, key = context.storage(replace(one.identity)), context.keys(1)[0]
-        _plant(context, one, key, ObjectCorruption.FLIPPED_BIT)
-        for sut in (one, two):
-            sut.get([key])
-        _repair(two, key, ObjectCorruption.FLIPPED_BIT)
-        one.expect([key], rule="SET-3")
-        one.expect_existing([key], rule="SET-3")
-
     @covers("SET-1", "SET-3", needs=["sharing>=process"], corrupts=True)
     @pytest.mark.parametrize("step", ["discard", "remove"])
     def test_a_repair_before_damage_is_removed(self, context: CaseContext, step: str) -> None:

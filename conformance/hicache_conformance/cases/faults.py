@@ -30,6 +30,7 @@ from hicache_conformance.harness.concurrency import CALL_THREAD, together
 from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.process_state import OpenResources
+from hicache_conformance.harness.storage_under_test import check_each
 from hicache_conformance.injectors.active_faults import failure
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
@@ -210,7 +211,7 @@ class FaultCases:
     def test_failing_sets_leave_nothing(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """Sets that fail for want of room, again and again, leave no files or descriptors."""
+        """Sets that fail for want of room leave no files or descriptors, and can be repeated."""
         failing = {
             "disk": "full-halfway",
             "objects": "failing-writes",
@@ -219,11 +220,12 @@ class FaultCases:
         }
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][failing[injector.name]])
         sut, _ = serving_storage(context, injector)
-        seen = list[tuple[int, int]]()
+        seen, refused = list[tuple[int, int]](), list[str]()
         with under_fault(injector, plan, sut):
             for _ in range(4):
                 for _ in range(3):
-                    sut.set(context.keys(4))
+                    keys = context.keys(4)
+                    refused += [key for key, ok in zip(keys, sut.set(keys), strict=True) if not ok]
                 seen.append((len(OpenResources.now().descriptors), _files(injector)))
         # The first rounds may fill tables that are kept.
         for what, first, last in zip(("descriptors", "files"), seen[1], seen[3], strict=True):
@@ -233,6 +235,9 @@ class FaultCases:
                 f"6 sets that failed ({plan}) left {last - first} {what} behind",
             )
         wait_until_serving(context, sut, plan)
+        again = f"was refused ({plan}), and a set of it when there is room again answers False"
+        check_each(refused, sut.set(refused), "SET-5", again)
+        sut.expect(refused, rule="SET-5")
 
     @covers("SET-6", "GET-3", "FT-6", levels=Level.FAULTS)
     def test_one_page_fails(self, context: CaseContext, injector: FaultInjector) -> None:

@@ -252,27 +252,20 @@ class IdentityCases:
 
     @covers("ID-3", levels=BOTH)
     def test_sharded_state_beside_replicated_kv(self, context: CaseContext) -> None:
-        """Every rank stores its own Mamba state under the same keys and reads back its own."""
+        """Every rank finds its own Mamba state alone, and no rank of another TP size does."""
         ranks = _ranks(context, 4)
         keys, alone = context.keys(3), context.keys(3)
         ranks[0].store(alone, PoolName.MAMBA)
         ranks[0].expect(alone, PoolName.MAMBA)
+        wider = context.storage(replace(ranks[0].identity, tp_size=8), pools=kv_and_state())
+        why = "was set by TP rank 0 of 4 in a pool that is sharded"
+        for reader in (ranks[1], wider):
+            reader.expect_missing(alone, PoolName.MAMBA, rule="ID-3", why=why)
         for rank in ranks:
             refused = f"of a sharded pool was refused to TP rank {rank.identity.tp_rank}"
             check_each(keys, rank.set(keys, PoolName.MAMBA), "ID-3", refused)
         for rank in ranks:
             rank.expect_own(keys, PoolName.MAMBA, rule="ID-3")
-
-    @covers("ID-3", levels=BOTH)
-    def test_sharded_state_of_another_rank(self, context: CaseContext) -> None:
-        """A rank whose own state was never set finds no other's, nor one of another TP size."""
-        one, two = _ranks(context, 2)
-        keys = context.keys(3)
-        one.store(keys, PoolName.MAMBA)
-        wider = context.storage(replace(one.identity, tp_size=4), pools=kv_and_state())
-        why = "was set by TP rank 0 of 2 in a pool that is sharded"
-        for reader in (two, wider):
-            reader.expect_missing(keys, PoolName.MAMBA, rule="ID-3", why=why)
 
 
 def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:

@@ -52,19 +52,6 @@ class ShardCases:
                     rank.expect_own(keys, rule="ID-7")
                     rank.expect_existing(keys, rule="ID-7")
 
-    @covers("ID-7", levels=IDENTITY, needs=["head_shards", "durability>=reopen"])
-    def test_another_tp_size_after_a_restart(self, context: CaseContext) -> None:
-        """The ranks of TP 2 are closed; those of TP 4 find their pages, and the other way round."""
-        model = _model(context)
-        for before, after in ((2, 4), (4, 2)):
-            keys = context.keys(4)
-            for rank in model.ranks(before):
-                rank.store(keys)
-                rank.call("close", rank.storage.close)
-            for rank in model.ranks(after):
-                rank.expect_own(keys, rule="ID-7")
-                rank.call("close", rank.storage.close)
-
     @covers("ID-7", levels=IDENTITY, needs=["head_shards"])
     def test_stores_of_another_number_of_shards(self, context: CaseContext) -> None:
         """4 shards, 8 shards and none are three stores, also for a rank that holds all heads."""

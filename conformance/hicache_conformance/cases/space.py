@@ -5,13 +5,7 @@ Room that becomes free is used again.
 
 from __future__ import annotations
 
-import errno
-import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
-from unittest import mock
-
-import pytest
 
 from hicache_conformance.fixtures.small_store import (
     BATCH,
@@ -25,12 +19,10 @@ from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
 from hicache_conformance.model.case import Inconclusive, check, covers
 from hicache_conformance.model.rules import Level
-from hicache_storage.layers import innermost
-from hicache_storage.objects import Call, ObjectStorage, WriteBatch
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
 
@@ -131,54 +123,6 @@ class SpaceCases:
         )
         sut.expect_missing(keys, "draft", rule="SET-5", why="was refused because it is too long")
         sut.expect(max_keys)
-
-    @covers("SET-5", "SET-6", "OB-1", levels=Level.FAULTS, needs=["steps"])
-    @pytest.mark.parametrize("room", [0, 1, 3], ids=lambda room: f"room-for-{room}")
-    def test_a_store_that_says_it_is_full(self, context: CaseContext, room: int) -> None:
-        """A store below that takes no more pages, and has room again."""
-        sut, before, keys = context.storage(), context.keys(3), context.keys(6)
-        sut.store(before)
-        with _full(sut, room):
-            answered = _set_counted(sut, keys)
-            there = readable(sut, keys, rule="GET-1")
-        _check_refused(keys, answered, there, lasting=True)
-        check(
-            answered.count(True) == room,
-            "SET-5",
-            f"{len(keys)} pages were set where {room} fit; {answered.count(True)} were "
-            f"answered with True",
-        )
-        sut.expect(before)
-        sut.store(keys)
-        sut.expect(keys)
-
-
-@contextmanager
-def _full(sut: StorageUnderTest, room: int) -> Generator[None]:
-    """Let the store below take so many more pages and no more.
-
-    Without room it fails with ENOSPC.
-    """
-    driver = innermost(sut.storage)
-    if not isinstance(driver, ObjectStorage):
-        raise Inconclusive(
-            "the driver is no ObjectStorage, so that its store cannot be made to say that it is "
-            "full; a capacity_option would tell as much"
-        )
-    write = driver.write_objects
-
-    def write_some(batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        left, written = room, list[list[bool]]()
-        if not left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for batch in batches:
-            some, left = batch.writes[:left], left - len(batch.writes[:left])
-            done = write([WriteBatch(batch.namespace, some)], call)[0] if some else []
-            written.append([*done, *[False] * (len(batch.writes) - len(some))])
-        return written
-
-    with mock.patch.object(driver, "write_objects", write_some):
-        yield
 
 
 def _set_counted(sut: StorageUnderTest, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:

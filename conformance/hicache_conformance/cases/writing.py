@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.page_patterns import canary, short
-from hicache_conformance.harness.pools import kv_and_state
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.model.case import check, covers
-from hicache_conformance.model.rules import Level
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -131,16 +129,6 @@ class WritingCases:
         two.store(keys, generation=1)
         for sut in (one, two):
             check_not_rewritten(sut, keys)
-
-    @covers("SET-3", "SET-1", levels=Level.POOLS)
-    def test_side_pools_are_not_rewritten(self, context: CaseContext) -> None:
-        """The same for each of several pools, in one call."""
-        pools = kv_and_state()
-        sut, keys = context.storage(pools=pools), context.keys(3)
-        for generation in (0, 1):
-            sut.store_many([PageGroup(keys, pool, generation) for pool in pools])
-        for pool in pools:
-            check_not_rewritten(sut, keys, pool)
 
     @covers("SET-3", "SET-1")
     def test_existing_pages_are_not_rewritten(self, context: CaseContext) -> None:
