@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -26,14 +25,13 @@ from hicache_storage.tools.bench.settings import (
     MIN_PAGE_BYTES,
     BenchWorkload,
     Candidate,
-    Operation,
     Sweep,
 )
 from hicache_storage.tools.bench.sweep import run_sweep
 from hicache_storage.tools.options import parse_pairs, size_text, trial_options
 
 if TYPE_CHECKING:
-    from hicache_storage.tools.bench.results import Measurement, Rate
+    from hicache_storage.tools.bench.results import Rate
 
 WRONG_ANSWER, USAGE_ERROR = 1, 2
 MIN_WIDTH: Final = 110
@@ -46,19 +44,6 @@ def bench(
         typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it."),
     ] = None,
     config: DriverOptions = None,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="DRIVER", help="Measure this driver too, taking turns, and compare."),
-    ] = None,
-    against_config: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--against-config",
-            "-a",
-            metavar="KEY=VALUE",
-            help="An option of that driver; may be repeated.",
-        ),
-    ] = None,
     pages: Annotated[
         str | None,
         typer.Option(
@@ -75,10 +60,10 @@ def bench(
     batch: Annotated[int, typer.Option(min=1, help="Pages in a call.")] = BATCH_PAGES,
     seconds: Annotated[
         float,
-        typer.Option(min=0.05, help="Time for each page size, number of clients, and driver."),
+        typer.Option(min=0.05, help="Time for each page size and number of clients."),
     ] = 3.0,
     max_stored: Annotated[
-        str, typer.Option(metavar="SIZE", help="Limit of the bytes that a driver stores at a time.")
+        str, typer.Option(metavar="SIZE", help="Limit of the bytes that are stored at a time.")
     ] = "2GiB",
     trace: Annotated[
         Path | None,
@@ -150,15 +135,8 @@ def bench(
             for count in _counts(clients)
         ]
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
-            # A directory for each candidate: two throwaway stores of one driver must not be the
-            # same store.
-            candidates = [_candidate(driver, config, tempfile.mkdtemp(dir=directory))]
-            if against is not None:
-                candidates.append(
-                    _candidate(against, against_config, tempfile.mkdtemp(dir=directory))
-                )
             sweep = Sweep(
-                candidates=_labelled(candidates),
+                candidate=_candidate(driver, config, directory),
                 workloads=workloads,
                 seconds=seconds,
                 max_stored_bytes=parse_bytes(max_stored),
@@ -220,7 +198,7 @@ def _replay(
             text = f"{driver}, {size_text(limit)}"
             task = bar.add_task(text, total=1.0)
             with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
-                candidate = _labelled([_candidate(driver, config, directory)])[0]
+                candidate = _candidate(driver, config, directory)
                 check_room(part, candidate, sizes[0], [room])
 
                 def advance(share: float, task: TaskID = task) -> None:
@@ -281,55 +259,33 @@ def _candidate(driver: str, config: list[str] | None, directory: str) -> Candida
     return Candidate(driver, options)
 
 
-def _labelled(candidates: list[Candidate]) -> list[Candidate]:
-    """Label the candidates; two of one driver are numbered.
-
-    Their options are printed above the tables.
-    """
-    same_driver = len({candidate.driver for candidate in candidates}) < len(candidates)
-    return [
-        replace(one, label=f"{one.driver} ({number})" if same_driver else one.driver)
-        for number, one in enumerate(candidates, 1)
-    ]
-
-
 def _show(console: Console, report: Report) -> None:
-    for candidate in report.candidates:
-        options = " ".join(f"{name}={value}" for name, value in candidate.options.items())
-        checked = "checksums verified"
-        if not candidate.verifies_checksums:
-            checked = "[yellow]checksums not verified[/]"
-        console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
+    candidate = report.candidates[0]
+    options = " ".join(f"{name}={value}" for name, value in candidate.options.items())
+    checked = "checksums verified"
+    if not candidate.verifies_checksums:
+        checked = "[yellow]checksums not verified[/]"
+    console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
     console.print(
         f"{report.machine['cpu']}, {report.machine['memory']}; "
         f"{report.measurements[0].batch_pages} pages a call; "
         "median (minimum - maximum) of the rounds",
         soft_wrap=True,
     )
-    many = len(report.candidates) > 1
-    drivers = ["driver"] if many else []
     table = _table(
-        "page", "clients", "operation", *drivers, "rate", "", "p50 ms", "p95 ms", "p99 ms", "calls"
+        "page", "clients", "operation", "rate", "", "p50 ms", "p95 ms", "p99 ms", "calls"
     )
-    order = list[str](Operation)
-    for measure in sorted(
-        report.measurements, key=lambda m: (m.page_bytes, m.clients, order.index(m.operation))
-    ):
+    for measure in report.measurements:
         table.add_row(
             size_text(measure.page_bytes),
             str(measure.clients),
             measure.operation,
-            *([measure.label] if many else []),
             _spread(measure.rates()),
             measure.unit,
             *(f"{us / 1000:.3g}" for us in (measure.p50_us, measure.p95_us, measure.p99_us)),
             str(measure.calls),
         )
     console.print(table)
-    if many:
-        mine, peer = (candidate.label for candidate in report.candidates)
-        ratios = compare(report.of(peer).values(), report.of(mine).values(), paired=True)
-        _show_ratios(console, ratios, peer, mine)
 
 
 def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
@@ -342,28 +298,22 @@ def _show_comparison(console: Console, those: Report, these: Report, *, names: l
         (those.candidates[0].label, these.candidates[0].label)
     ]
     for peer, mine in pairs:
-        ratios = compare(those.of(peer).values(), these.of(mine).values(), paired=False)
+        ratios = compare(those.of(peer).values(), these.of(mine).values())
         if not ratios:
             raise ValueError("the two results have no page size, clients and batch in common")
         console.print(f"first: {names[0]}, {peer}; second: {names[1]}, {mine}", soft_wrap=True)
-        _show_ratios(console, ratios, "first", "second")
-
-
-def _show_ratios(
-    console: Console, ratios: list[tuple[Measurement, Measurement, Rate]], peer: str, mine: str
-) -> None:
-    header = ("page", "clients", "pages a call", "operation", "", peer, mine, "times as fast")
-    table = _table(*header)
-    for theirs, ours, ratio in ratios:
-        table.add_row(
-            size_text(ours.page_bytes),
-            str(ours.clients),
-            str(ours.batch_pages),
-            ours.operation,
-            ours.unit,
-            *map(_spread, (theirs.rates(), ours.rates(), ratio)),
-        )
-    console.print(table)
+        header = ("page", "clients", "pages a call", "operation", "", "first", "second")
+        table = _table(*header, "times as fast")
+        for theirs, ours, ratio in ratios:
+            table.add_row(
+                size_text(ours.page_bytes),
+                str(ours.clients),
+                str(ours.batch_pages),
+                ours.operation,
+                ours.unit,
+                *map(_spread, (theirs.rates(), ours.rates(), ratio)),
+            )
+        console.print(table)
 
 
 def _table(*headers: str) -> Table:

@@ -101,7 +101,7 @@ def test_a_store_with_room_delivers_all_that_any_can(site, tmp_path, driver):
     options = {"path": str(tmp_path / "store")} if driver == "file" else {}
     for _ in range(2):
         # The second replay finds none of the pages of the first.
-        result = replay(trace, Candidate(driver, options, driver), PAGE_BYTES, None)
+        result = replay(trace, Candidate(driver, options), PAGE_BYTES, None)
         best = reference(trace, PAGE_BYTES, None)
         assert (result.hits, result.read_bytes) == (best.hits, best.read_bytes)
         assert result.written_bytes == best.written_bytes
@@ -111,9 +111,7 @@ def test_a_store_with_room_delivers_all_that_any_can(site, tmp_path, driver):
 def test_a_wrong_page_is_no_result(site):
     site.here("lies", FAULTY["lies"])
     with pytest.raises(WrongAnswerError, match="another page"):
-        replay(
-            Trace.read(TRACES / "mooncake.jsonl"), Candidate("lies", {}, "lies"), PAGE_BYTES, None
-        )
+        replay(Trace.read(TRACES / "mooncake.jsonl"), Candidate("lies"), PAGE_BYTES, None)
 
 
 def test_a_failed_deletion_leaves_no_open_storage(site):
@@ -125,7 +123,7 @@ def test_a_failed_deletion_leaves_no_open_storage(site):
     )
     trace = Trace.read(TRACES / "mooncake.jsonl")
     with pytest.raises(RuntimeError, match="no deletion"):
-        replay(trace, Candidate("stubborn", {}, "stubborn"), PAGE_BYTES, None)
+        replay(trace, Candidate("stubborn"), PAGE_BYTES, None)
     assert sys.modules["driver_stubborn"].Storage.closed == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +13,7 @@ from hicache_storage.tools.options import directories, nearest_directory, size_t
 
 if TYPE_CHECKING:
     from hicache_storage.hookspecs import DriverSpec
-    from hicache_storage.tools.bench.settings import BenchWorkload, Candidate, Sweep
+    from hicache_storage.tools.bench.settings import BenchWorkload, Sweep
 
 HEADROOM: Final = 1.25
 """Factor for indexes of drivers, and for space of deleted pages that is not free yet."""
@@ -25,32 +24,23 @@ class InsufficientSpaceError(Exception):
 
 
 def check_space(sweep: Sweep) -> None:
-    """Check host memory, free disk space, and capacities of the drivers.
+    """Check host memory, free disk space, and capacity of the driver.
 
     Raises:
-        InsufficientSpaceError: memory, disk space or a capacity does not suffice.
-        DriverError: a driver is unknown, or refuses its options.
+        InsufficientSpaceError: memory, disk space or the capacity does not suffice.
+        DriverError: the driver is unknown, or refuses its options.
     """
     for workload in sweep.workloads:
         _check_workload(workload, sweep.max_stored_bytes)
     # Each client writes from one batch of pages and reads into another.
-    pools = [2 * workload.clients * workload.batch_bytes for workload in sweep.workloads]
-    memory = len(sweep.candidates) * max(pools)
-    disks = defaultdict[int, int](int)
-    places = dict[int, Path]()
-    for candidate in sweep.candidates:
-        options = _check_candidate(candidate, sweep)
-        found = [nearest_directory(path) for path in directories(options).values()]
-        for place in found[:1]:
-            # By device: the directories of two candidates may be on one disk.
-            device = place.stat().st_dev
-            disks[device] += int(HEADROOM * sweep.max_stored_bytes)
-            places[device] = place
+    memory = max(2 * workload.clients * workload.batch_bytes for workload in sweep.workloads)
+    places = directories(_checked_options(sweep)).values()
+    if places:
+        place, needed = nearest_directory(next(iter(places))), HEADROOM * sweep.max_stored_bytes
+        check_free(place, int(needed), "a smaller --max-stored")
+    else:
         # A driver whose options name no directory may keep its pages in memory.
-        if not found:
-            memory += sweep.max_stored_bytes
-    for device, needed in disks.items():
-        check_free(places[device], needed, "a smaller --max-stored")
+        memory += sweep.max_stored_bytes
     available = _available_memory()
     if memory > 0.8 * available:
         raise InsufficientSpaceError(
@@ -100,10 +90,10 @@ def _check_workload(workload: BenchWorkload, space: int) -> None:
         )
 
 
-def _check_candidate(candidate: Candidate, sweep: Sweep) -> dict[str, object]:
-    spec = registry().get(candidate.driver)
+def _checked_options(sweep: Sweep) -> dict[str, object]:
+    spec = registry().get(sweep.candidate.driver)
     model = config_model(spec)
-    config = parse_config(model, candidate.options)
+    config = parse_config(model, sweep.candidate.options)
     options = {name: getattr(config, name) for name in model.__struct_fields__}
     check_deletes(spec)
     capacity, needed = options.get(spec.capacity_option), int(HEADROOM * sweep.max_stored_bytes)

@@ -144,21 +144,20 @@ class Report:
 
 
 def compare(
-    those: Iterable[Measurement], these: Iterable[Measurement], *, paired: bool
+    those: Iterable[Measurement], these: Iterable[Measurement]
 ) -> list[tuple[Measurement, Measurement, Rate]]:
     """Pair the measurements that two results have in common.
 
-    Each pair has the ratio of the second rate to the first.
+    Each pair has the ratio of the second rate to the first; the minimum is that of the slowest
+    round to the fastest of the baseline.
 
     Args:
         those: the baseline.
         these: the measurements to compare with it.
-        paired: the rounds of both were interleaved, and are compared one by one; otherwise the
-            minimum is the ratio of the slowest round to the fastest of the baseline.
     """
     peers = {one.workload: one for one in those}
     return [
-        (peer, mine, _ratio(peer, mine, paired=paired))
+        (peer, mine, _ratio(peer, mine))
         for mine in these
         if (peer := peers.get(mine.workload)) is not None
     ]
@@ -187,12 +186,9 @@ def this_machine() -> dict[str, str]:
     }
 
 
-def _ratio(peer: Measurement, mine: Measurement, *, paired: bool) -> Rate:
-    if paired:
-        # Round by round: both candidates had the same load on the machine then.
-        ratios = [ours / theirs for theirs, ours in zip(peer.rounds, mine.rounds, strict=False)]
-        minimum, maximum = min(ratios), max(ratios)
-    else:
-        minimum = min(mine.rounds) / max(peer.rounds)
-        maximum = max(mine.rounds) / min(peer.rounds)
-    return mine.pages_per_second / peer.pages_per_second, minimum, maximum
+def _ratio(peer: Measurement, mine: Measurement) -> Rate:
+    return (
+        mine.pages_per_second / peer.pages_per_second,
+        min(mine.rounds) / max(peer.rounds),
+        max(mine.rounds) / min(peer.rounds),
+    )

@@ -1,4 +1,4 @@
-"""Settings of a benchmark: candidates, workloads, limits."""
+"""Settings of a benchmark: candidate, workloads, limits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ class Candidate:
 
     driver: str
     options: dict[str, str] = field(default_factory=dict[str, str])
-    label: str = ""
-    """Name in tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +45,14 @@ class BenchWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Candidates and workloads of a benchmark, and its limits."""
+    """Candidate and workloads of a benchmark, and its limits."""
 
-    candidates: list[Candidate]
+    candidate: Candidate
     workloads: list[BenchWorkload]
     seconds: float = 3.0
-    """Time for each workload and candidate in seconds, warm-up included.
+    """Time for each workload in seconds, warm-up included.
 
     The round that runs then is finished.
     """
     max_stored_bytes: int = 2 << 30
-    """Limit of the bytes of pages that a candidate stores at a time."""
+    """Limit of the bytes of pages that are stored at a time."""

@@ -1,10 +1,10 @@
-"""Execution of a sweep: workload by workload, the rounds of the candidates interleaved."""
+"""Execution of a sweep, workload by workload."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from contextlib import ExitStack
+from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.tools.bench.client import ClientPool
@@ -16,6 +16,7 @@ from hicache_storage.tools.options import redacted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hicache_storage.tools.bench.client import CallSample
     from hicache_storage.tools.bench.settings import BenchWorkload, Sweep
 
 ROUNDS: Final = 5
@@ -33,105 +34,57 @@ def run_sweep(
 
     Raises:
         InsufficientSpaceError: the sweep does not fit; nothing has been written.
-        WrongAnswerError: a driver answered wrongly.
-        HiCacheError: a storage cannot be constructed or opened.
+        WrongAnswerError: the driver answered wrongly.
+        HiCacheError: the storage cannot be constructed or opened.
     """
     # Before anything is opened: a sweep that fills the disk half-way has measured nothing.
     check_space(sweep)
-    report = Report(
-        [
-            CandidateInfo(candidate.label, candidate.driver, redacted(candidate.options))
-            for candidate in sweep.candidates
-        ],
-        seconds=sweep.seconds,
-        machine=this_machine(),
-    )
+    driver, verifies, measurements = sweep.candidate.driver, True, list[Measurement]()
     for number, workload in enumerate(sweep.workloads):
         text = f"{workload.page_bytes >> 10} KiB, {workload.clients} clients"
 
         def report_share(share: float, text: str = text, number: int = number) -> None:
             progress(text, (number + share) / len(sweep.workloads))
 
-        verifies = _run_workload(sweep, workload, report, report_share)
-        report.candidates = [
-            CandidateInfo(candidate.label, candidate.driver, candidate.options, verified)
-            for candidate, verified in zip(report.candidates, verifies, strict=True)
-        ]
-    return report
+        # New keys for each workload: pages of an earlier run would be found and not written.
+        with closing(ClientPool(sweep.candidate, workload, secrets.token_hex(8))) as pool:
+            verifies = pool.verifies_checksums
+            measurements += _run_workload(pool, workload, sweep, report_share)
+    about = CandidateInfo(driver, driver, redacted(sweep.candidate.options), verifies)
+    return Report([about], measurements, seconds=sweep.seconds, machine=this_machine())
 
 
 def _run_workload(
-    sweep: Sweep, workload: BenchWorkload, report: Report, progress: Callable[[float], None]
-) -> list[bool]:
-    with ExitStack() as stack:
-        runs = list[_CandidateRun]()
-        for candidate in sweep.candidates:
-            # New keys for each workload: pages of an earlier run would be found and not written.
-            pool = ClientPool(candidate, workload, secrets.token_hex(8))
-            stack.callback(pool.close)
-            runs.append(_CandidateRun(pool, candidate.label, workload, sweep))
-        limit = sweep.seconds * len(runs)
-        started = time.monotonic()
-        for each in runs:
-            each.warm_up()
-        forwards, share = True, 0.0
-        while share < 1.0:
-            # In alternating order, so that no candidate always runs after the same other one.
-            for each in runs if forwards else runs[::-1]:
-                each.round()
-            forwards = not forwards
-            share = min(1.0, (time.monotonic() - started) / limit)
-            progress(share)
-        for each in runs:
-            report.measurements.extend(each.finish())
-        return [each.pool.verifies_checksums for each in runs]
+    pool: ClientPool, workload: BenchWorkload, sweep: Sweep, progress: Callable[[float], None]
+) -> list[Measurement]:
+    started = time.monotonic()
+    _run_round(pool, range(1))
+    # The first round does not count: its duration, which may be 0, decides the number of batches
+    # that each client stores in one of the others.
+    duration = max(1e-3, time.monotonic() - started)
+    most = sweep.max_stored_bytes // (workload.clients * workload.batch_bytes)
+    count = max(1, min(most, int(sweep.seconds / (ROUNDS + 1) / duration)))
+    label, first, share = sweep.candidate.driver, 1, 0.0
+    measurements = {
+        op: Measurement(label, workload.page_bytes, workload.clients, op, workload.batch_pages)
+        for op in Operation
+    }
+    seconds = {op: list[float]() for op in Operation}
+    while share < 1.0:
+        for op, sample in _run_round(pool, range(first, first + count)).items():
+            measurements[op].rounds.append(sample.pages / (sample.ended - sample.started))
+            seconds[op] += sample.seconds
+        first += count
+        share = min(1.0, (time.monotonic() - started) / sweep.seconds)
+        progress(share)
+    for op, measurement in measurements.items():
+        measurement.set_latencies(seconds[op])
+    return list(measurements.values())
 
 
-class _CandidateRun:
-    """Rounds of one candidate in one workload."""
-
-    def __init__(self, pool: ClientPool, label: str, workload: BenchWorkload, sweep: Sweep) -> None:
-        self.pool = pool
-        self._max_batches = sweep.max_stored_bytes // (workload.clients * workload.batch_bytes)
-        """Batches that each client may store in a round."""
-        self._target_seconds = sweep.seconds / (ROUNDS + 1)
-        self._batches = 1
-        self._next = 0
-        self._measurements = {
-            op: Measurement(label, workload.page_bytes, workload.clients, op, workload.batch_pages)
-            for op in Operation
-        }
-        self._seconds = {op: list[float]() for op in Operation}
-
-    def warm_up(self) -> None:
-        """Run a round that does not count.
-
-        Its duration decides the number of batches of the others.
-        """
-        started = time.monotonic()
-        self.round()
-        # A lower bound, because the number of batches is a quotient by it.
-        seconds = max(1e-3, time.monotonic() - started)
-        for operation in Operation:
-            self._measurements[operation].rounds.clear()
-            self._seconds[operation].clear()
-        self._batches = max(1, min(self._max_batches, int(self._target_seconds / seconds)))
-
-    def round(self) -> None:
-        """Write, look up and read batches, then remove them."""
-        batches = range(self._next, self._next + self._batches)
-        self._next = batches.stop
-        self.pool.prepare(batches)
-        for operation in Operation:
-            sample = self.pool.run(operation, batches)
-            self._measurements[operation].rounds.append(
-                sample.pages / (sample.ended - sample.started)
-            )
-            self._seconds[operation] += sample.seconds
-        self.pool.remove()
-
-    def finish(self) -> list[Measurement]:
-        """Return the measurements."""
-        for operation, measurement in self._measurements.items():
-            measurement.set_latencies(self._seconds[operation])
-        return list(self._measurements.values())
+def _run_round(pool: ClientPool, batches: range) -> dict[Operation, CallSample]:
+    """Write, look up and read batches, then remove them."""
+    pool.prepare(batches)
+    samples = {operation: pool.run(operation, batches) for operation in Operation}
+    pool.remove()
+    return samples

@@ -238,7 +238,7 @@ def replay(
     options = dict(candidate.options)
     if option and capacity is not None:
         options[option] = f"{capacity}B"
-    result = ReplayResult(candidate.label, capacity, trace.requests, len(trace.keys))
+    result = ReplayResult(candidate.driver, capacity, trace.requests, len(trace.keys))
     # Keys of its own: pages of an earlier replay would be hits.
     prefix = secrets.token_hex(8)
     with closing(open_storage(Candidate(candidate.driver, options))) as storage:
