@@ -5,7 +5,6 @@ They are loaded one by one, so that none can break another.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import os
@@ -28,6 +27,7 @@ from hicache_storage.spec import (
     HiCacheStorage,
     parse_config,
 )
+from hicache_storage.spec.arguments import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -84,10 +84,8 @@ class Registry:
             broken = "".join(
                 f"; plugin {plugin.owner} is broken: {plugin.error}" for plugin in self.broken
             )
-            near = difflib.get_close_matches(name, sorted(self.drivers), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise DriverNotFoundError(
-                f"no driver named {name!r}; installed: {installed}{broken}{hint}"
+                f"no driver named {name!r}; installed: {installed}{broken}{did_you_mean(name, self.drivers)}"
             )
         return self.drivers[name]
 

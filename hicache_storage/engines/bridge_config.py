@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from msgspec import Meta, field
@@ -70,13 +69,8 @@ def parse_options(
     Raises:
         ConfigError: a key is unknown, missing or has a bad value; the message names it.
     """
-    own, ignored = model.__struct_fields__, frozenset(engine_keys)
-    for name in options:
-        if name not in ignored and name not in own:
-            near = difflib.get_close_matches(str(name), sorted({*own, *ignored}), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(own)}"
-            raise ConfigError(f"hicache bridge: unknown key {name!r} in {where}; {hint}")
+    own = {name: value for name, value in options.items() if name not in frozenset(engine_keys)}
     try:
-        return parse_config(model, {name: value for name, value in options.items() if name in own})
+        return parse_config(model, own, also_known=engine_keys)
     except ConfigError as error:
         raise ConfigError(f"hicache bridge: {where}: {error}") from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Final, TypeGuard, cast
 
@@ -107,6 +108,12 @@ def check_keys(keys: Sequence[str], where: str = "keys") -> None:
             )
         if "\0" in key:
             raise InvalidTransferError(f"key {key!r:.80} contains NUL")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the known name that is nearest to a wrong one; empty if none is near."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from hicache_storage.spec.arguments import MAX_SECONDS
+from hicache_storage.spec.arguments import MAX_SECONDS, did_you_mean
 from hicache_storage.spec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -30,8 +29,15 @@ class DriverConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 ConfigT = TypeVar("ConfigT", bound=DriverConfig)
 
 
-def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT:
+def parse_config(
+    model: type[ConfigT], options: Mapping[str, object], *, also_known: Iterable[str] = ()
+) -> ConfigT:
     """Build a `model` from plain options.
+
+    Args:
+        model: of the options.
+        options: by name.
+        also_known: names that somebody else reads, for the hint at a name that is nearly one.
 
     Raises:
         ConfigError: an unknown option (with the nearest known one), a missing one, or a bad value.
@@ -40,12 +46,8 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
     # Before `convert`, whose error for an unknown option does not say which known one is near.
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = (
-                f"; did you mean {near[0]!r}?"
-                if near
-                else f"; known options: {', '.join(known) or 'none'}"
-            )
+            hint = did_you_mean(str(name), [*known, *also_known])
+            hint = hint or f"; known options: {', '.join(known) or 'none'}"
             raise ConfigError(f"unknown option {name!r}{hint}")
     try:
         config = msgspec.convert(dict(options), type=model, strict=False)

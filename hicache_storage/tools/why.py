@@ -30,6 +30,7 @@ from hicache_storage.spec import (
     StorageTimeoutError,
     UnsupportedOperationError,
 )
+from hicache_storage.spec.arguments import did_you_mean
 from hicache_storage.spec.identity import IDENTITY_FIELDS
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ def test_salts_share_a_storage_and_no_key():
 
 
 def test_a_bad_option_is_refused_by_name():
-    with pytest.raises(ConfigError, match="unknown key 'drivr' in adapter_params; did you mean"):
+    with pytest.raises(ConfigError, match="adapter_params: unknown option 'drivr'; did you mean"):
         adapter_config({**OPTIONS, "drivr": "file"})
 
 

@@ -128,7 +128,7 @@ def test_groups_that_vllm_leaves_out_keep_engines_apart():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pth": "/data"}, "unknown key 'pth' in the entry of secondary_tiers"),
+        ({"pth": "/data"}, "the entry of secondary_tiers: unknown option 'pth'"),
         ({"on_rest": "keep"}, "did you mean 'on_reset'"),
         ({"on_reset": "clear"}, "on_reset"),
         ({"threads": 0}, "threads"),

@@ -270,7 +270,7 @@ def test_metrics_are_what_has_changed_since_the_last_report(engine):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dirver": "file"}, "unknown key 'dirver'.*did you mean 'driver'"),
+        ({"dirver": "file"}, "unknown option 'dirver'.*did you mean 'driver'"),
         ({"driver_config": {"path": "/x", "capcity": 1}}, "capcity"),
         ({"driver": "fil"}, "did you mean 'file'"),
     ],
