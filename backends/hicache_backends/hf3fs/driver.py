@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.reader import PageReader
-from hicache_backends.hf3fs.slots.engine import SlotRead
+from hicache_backends.hf3fs.slots.checking import is_damaged
 from hicache_backends.hf3fs.slots.scopes import metadata_keys, page_key
 from hicache_backends.hf3fs.store import Store
 from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import InUseError
-from hicache_storage.objects import Call, ObjectRead, ObjectRemoval, ObjectStorage
-from hicache_storage.objects.namespace import stored_checksum
+from hicache_storage.objects import Call, ObjectRemoval, ObjectStorage
 from hicache_storage.spec import (
     Capabilities,
     Durability,
@@ -225,32 +224,23 @@ class Hf3fsStorage(ObjectStorage):
         asked = p.LookupScope(scope=scope.name, keys=metadata_keys(keys))
         [found] = store.metadata.lookup([asked], call, touch=False).scopes
         certain, going, generations = True, list[str](), list[int]()
-        rows = zip(
-            keys,
-            asked.keys,
-            found.slots,
-            found.generations,
-            found.lengths,
-            found.checksums,
-            strict=True,
-        )
-        for key, name, slot, generation, length, checksum in rows:
+        for at, slot in enumerate(found.slots):
             if slot < 0:
                 continue
-            if length == batch.namespace.object_bytes:
-                again = ObjectRead.aside(
-                    batch.namespace, key, verifies_checksum=self._config.verify_checksums
-                )
-                job = SlotRead(again, scope.file, slot)
-                store.engine.read([job], Call(call.remaining()))
-                # A page that cannot be read may be whole: it is not deleted.
-                certain &= job.fault is None
-                if job.fault is not None or (
-                    job.whole and again.verify() and stored_checksum(again.envelope) == checksum
-                ):
-                    continue
-            going.append(name)
-            generations.append(generation)
+            listed = p.SlotStatus(
+                slot=slot,
+                state=p.SlotState.LIVE,
+                key=asked.keys[at],
+                generation=found.generations[at],
+                length=found.lengths[at],
+                checksum=found.checksums[at],
+            )
+            damaged = is_damaged(store.engine, scope, listed, Call(call.remaining()))
+            # A page that cannot be read may be whole: it is not deleted.
+            certain &= damaged is not None
+            if damaged:
+                going.append(listed.key)
+                generations.append(listed.generation)
         if going:
             store.metadata.delete(
                 [p.DeleteScope(scope=scope.name, keys=going, generations=generations)], call

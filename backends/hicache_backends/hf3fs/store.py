@@ -188,7 +188,6 @@ class Store:
             or (min(LOCAL_THREADS, os.cpu_count() or 1) if self.is_local else NETWORK_THREADS),
             buffered=config.hung_reads == "bounce_buffer"
             or (config.hung_reads == "auto" and not self.is_local),
-            verifies=config.verify_checksums,
         )
 
     def _open_usrbio(self) -> SlotEngine | None:
@@ -209,9 +208,4 @@ class Store:
                     f"engine 'usrbio' needs a 3FS mount, and {self.path!r} is on none"
                 )
             return None
-        return UsrbioEngine(
-            library,
-            mount_point,
-            buffer_bytes=config.usrbio_buffer_bytes,
-            verifies=config.verify_checksums,
-        )
+        return UsrbioEngine(library, mount_point, buffer_bytes=config.usrbio_buffer_bytes)

@@ -324,12 +324,16 @@ class PageWriter:
         # The deadline of the running call has usually passed by now.
         call = Call(self._store.config.timeout_seconds)
         keys, generations = list[str](), list[int]()
-        for status in self._store.metadata.inspect(scope.name, list(late), call):
+        for page in self._store.metadata.inspect(scope.name, list(late), call):
             # With the generation of the lease the slot still has this writer's own page.
-            is_others = status.generation != late[status.slot].generation
-            if status.state is SlotState.LIVE and is_others and is_damaged(scope, status):
-                keys.append(status.key)
-                generations.append(status.generation)
+            is_others = page.generation != late[page.slot].generation
+            if (
+                page.state is SlotState.LIVE
+                and is_others
+                and is_damaged(self._store.engine, scope, page, call)
+            ):
+                keys.append(page.key)
+                generations.append(page.generation)
         if keys:
             # With generations: a page that was stored under the key meanwhile stays.
             self._store.metadata.delete(

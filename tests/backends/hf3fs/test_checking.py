@@ -14,6 +14,10 @@ from hicache_storage.objects import Call
 A, B, ESCAPED = "a", "b", "~tilde"
 
 
+def damaged(rig, page):
+    return is_damaged(rig.store.engine, rig.scope, page, Call(5))
+
+
 @pytest.fixture
 def stored(rig):
     """A rig with three pages, and what the map says of them; one key has to be escaped."""
@@ -21,7 +25,7 @@ def stored(rig):
     assert all(one.put([A, B, ESCAPED]))
     pages = one.store.metadata.inspect(one.scope.name, [0, 1, 2], Call(5))
     assert {page.state for page in pages} == {SlotState.LIVE}
-    assert not any(is_damaged(one.scope, page) for page in pages)
+    assert not any(damaged(one, page) for page in pages)
     return one, pages
 
 
@@ -32,7 +36,7 @@ def stored(rig):
 )
 def test_what_the_map_says_is_compared_with_the_slot(stored, changed):
     one, pages = stored
-    assert is_damaged(one.scope, msgspec.structs.replace(pages[0], **changed))
+    assert damaged(one, msgspec.structs.replace(pages[0], **changed))
 
 
 def test_flipped_bits(stored):
@@ -43,21 +47,21 @@ def test_flipped_bits(stored):
         begin = slot * one.scope.file.geometry.slot_bytes
         for at in (0, 500, one.page_bytes - 1, *(one.page_bytes + at for at in (0, 8, 16, 56))):
             flip(one.scope.file.path, begin + at)
-            assert [is_damaged(one.scope, page) for page in pages] == [i == slot for i in range(3)]
+            assert [damaged(one, page) for page in pages] == [i == slot for i in range(3)]
             flip(one.scope.file.path, begin + at)
         flip(one.scope.file.path, begin + one.page_bytes + 48)
     flip(one.scope.file.path, one.page_bytes + 32)
-    assert [is_damaged(one.scope, page) for page in pages] == [True, False, False]
+    assert [damaged(one, page) for page in pages] == [True, False, False]
 
 
 def test_a_file_that_is_short_or_unreadable(stored):
     one, pages = stored
     os.truncate(one.scope.file.path, 100)
-    assert is_damaged(one.scope, pages[1])
+    assert damaged(one, pages[1])
     os.unlink(one.scope.file.path)
     os.mkdir(one.scope.file.path)
     one.scope.file.close()
-    assert not is_damaged(one.scope, pages[0])
+    assert damaged(one, pages[0]) is None
 
 
 def flip(path, at):

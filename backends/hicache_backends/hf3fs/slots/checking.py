@@ -1,35 +1,32 @@
-"""Read-only check that a slot holds the page that a metadata server lists."""
+"""Check that a slot holds the page that a metadata server lists."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicache_backends.hf3fs.slots.engine import SlotRead
 from hicache_backends.hf3fs.slots.scopes import page_key
-from hicache_backends.posix.files import read_into
-from hicache_storage.objects import ENVELOPE_BYTES
-from hicache_storage.objects.namespace import belongs, checksum, key_digest, stored_checksum
+from hicache_storage.objects import ObjectRead
+from hicache_storage.objects.namespace import stored_checksum
 
 if TYPE_CHECKING:
+    from hicache_backends.hf3fs.slots.engine import SlotEngine
     from hicache_backends.hf3fs.slots.scopes import SlotScope
     from hicache_metadata_server.protocol import SlotStatus
+    from hicache_storage.objects import Call
 
 
-def is_damaged(scope: SlotScope, listed: SlotStatus) -> bool:
-    """Return True if a reader would not take the content of a live slot for its page.
+def is_damaged(engine: SlotEngine, scope: SlotScope, listed: SlotStatus, call: Call) -> bool | None:
+    """Read a live slot again, and return True if a reader would not take it for its page.
 
-    False as well where the slot cannot be read: the page may be whole.
+    None where it cannot be read: the page may be whole.
     """
-    if not ENVELOPE_BYTES < listed.length <= scope.file.geometry.slot_bytes:
+    if listed.length != scope.namespace.object_bytes:
         return True
-    content = memoryview(bytearray(listed.length))
-    try:
-        descriptor = scope.file.borrow().descriptor
-        if not read_into(descriptor, [content], scope.file.offset(listed.slot)):
-            return True
-    except OSError:
-        return False
-    page, envelope = content[:-ENVELOPE_BYTES], bytes(content[-ENVELOPE_BYTES:])
-    digest = key_digest(page_key(listed.key))
-    return not belongs(envelope, scope.namespace.envelope_prefix, digest) or not stored_checksum(
-        envelope
-    ) == listed.checksum == checksum([page])
+    read = ObjectRead.aside(scope.namespace, page_key(listed.key))
+    job = SlotRead(read, scope.file, listed.slot)
+    engine.read([job], call)
+    if job.fault is not None:
+        return None
+    whole = job.whole and read.verify()
+    return not (whole and stored_checksum(read.envelope) == listed.checksum)

@@ -12,13 +12,10 @@ from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.faults import detached, raise_if_cancelled
 from hicache_backends.posix.files import read_into, scatter, write_from
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
-from hicache_storage.objects.namespace import checksum
 from hicache_storage.objects.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from xxhash import xxh3_64
 
     from hicache_storage.objects import Call
 
@@ -41,15 +38,13 @@ class PosixEngine(SlotEngine):
     Args:
         threads: maximum for one call.
         buffered: read through bounce buffers, so that a hung read does not delay its caller.
-        verifies: compute checksums.
     """
 
     name = "posix"
 
-    def __init__(self, *, threads: int, buffered: bool, verifies: bool) -> None:
+    def __init__(self, *, threads: int, buffered: bool) -> None:
         self.buffered = buffered
         self._threads = threads
-        self._verifies = verifies
         self._thread_pool = ThreadPool("hicache-hf3fs", threads - 1)
         self._buffers = Buffers(MAX_BUFFERED_BYTES) if buffered else None
 
@@ -104,45 +99,38 @@ class PosixEngine(SlotEngine):
 
     def _fill(self, extent: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
         """Read and verify neighbouring slots. False if the file ends too early."""
+        file, offset = extent[0].file, extent[0].file.offset(extent[0].slot)
+        gap, targets = (
+            memoryview(bytearray(file.geometry.slot_bytes - extent[0].size)),
+            list[memoryview](),
+        )
+        for job in extent:
+            job.read.envelope = bytearray(ENVELOPE_BYTES)
+            targets += [*job.read.parts, gap]
         if extent[0].size > MAX_BUFFERED_BYTES:
-            [job] = extent
-            return self._fill_in_chunks(job, descriptor, call)
-        if self._buffers is None:
-            return _fill_in_place(extent, descriptor, call)
-        with self._buffers.lend(call) as buffer:
-            return self._fill_through(buffer, extent, descriptor, call)
+            return self._fill_in_chunks(extent[0], descriptor, offset, call)
 
-    def _fill_through(
-        self, buffer: memoryview, extent: Sequence[SlotRead], descriptor: int, call: Call
-    ) -> bool:
-        file, size = extent[0].file, extent[0].size
-        step = file.geometry.slot_bytes
-        some = buffer[: step * (len(extent) - 1) + size]
-        if not read_into(descriptor, [some], file.offset(extent[0].slot)):
-            return False
-        pages = [some[start : start + size] for start in range(0, len(some), step)]
-        for job, page in zip(extent, pages, strict=True):
-            job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
-            job.read.verify(checksum([page[:-ENVELOPE_BYTES]]) if self._verifies else None)
-        with call.shield() as active:
-            raise_if_cancelled(active)
-            for job, page in zip(extent, pages, strict=True):
-                if job.read.verify():
-                    scatter(page, job.read.buffers)
+        def verify() -> None:
+            for job in extent:
+                job.read.verify()
                 job.whole = True
-        return True
 
-    def _fill_in_chunks(self, job: SlotRead, descriptor: int, call: Call) -> bool:
-        read, offset = job.read, job.file.offset(job.slot)
-        digest = running_checksum() if self._verifies else None
-        read.envelope = bytearray(ENVELOPE_BYTES)
+        return self._move(descriptor, targets[:-1], offset, call, verify)
+
+    def _fill_in_chunks(self, job: SlotRead, descriptor: int, offset: int, call: Call) -> bool:
+        read, digest = job.read, running_checksum()
+
+        def update() -> None:
+            for page in pages if read.verifies_checksum else ():
+                digest.update(page)
+
         cut = list(split_buffers(read.buffers))
         for number, pages in enumerate(cut, start=1):
             targets = [*pages, memoryview(read.envelope)] if number == len(cut) else pages
-            if not self._move(descriptor, targets, pages, offset, digest, call):
+            if not self._move(descriptor, targets, offset, call, update):
                 return False
             offset += sum(map(len, targets))
-        read.verify(None if digest is None else digest.intdigest())
+        read.verify(digest.intdigest())
         job.whole = True
         return True
 
@@ -150,51 +138,28 @@ class PosixEngine(SlotEngine):
         self,
         descriptor: int,
         targets: list[memoryview],
-        pages: list[memoryview],
         offset: int,
-        digest: xxh3_64 | None,
         call: Call,
+        on_arrived: Callable[[], None],
     ) -> bool:
+        """Read to the targets, and call `on_arrived` while the caller must not change them."""
         if self._buffers is None:
+            # The read writes into the caller's memory: a cancellation waits for its end.
             with call.shield() as active:
                 raise_if_cancelled(active)
                 if not read_into(descriptor, targets, offset):
                     return False
-                if digest is not None:
-                    for page in pages:
-                        digest.update(page)
+                on_arrived()
             return True
         with self._buffers.lend(call) as buffer:
             some = buffer[: sum(map(len, targets))]
             if not read_into(descriptor, [some], offset):
                 return False
-            if digest is not None:
-                digest.update(some[: sum(map(len, pages))])
             with call.shield() as active:
                 raise_if_cancelled(active)
                 scatter(some, targets)
+                on_arrived()
         return True
-
-
-def _fill_in_place(extent: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
-    file = extent[0].file
-    gap, targets = (
-        memoryview(bytearray(file.geometry.slot_bytes - extent[0].size)),
-        list[memoryview](),
-    )
-    for job in extent:
-        job.read.envelope = bytearray(ENVELOPE_BYTES)
-        targets += job.read.parts
-        targets.append(gap)
-    # The read writes into the caller's memory: a cancellation waits for its end.
-    with call.shield() as active:
-        raise_if_cancelled(active)
-        if not read_into(descriptor, targets[:-1], file.offset(extent[0].slot)):
-            return False
-        for job in extent:
-            job.read.verify()
-            job.whole = True
-    return True
 
 
 def _write_some(jobs: Sequence[SlotWrite], *, call: Call) -> None:

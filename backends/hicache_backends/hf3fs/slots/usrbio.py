@@ -87,17 +87,13 @@ class UsrbioEngine(SlotEngine):
         library: `hf3fs_fuse.io`.
         mount_point: of 3FS.
         buffer_bytes: shared memory of one ring.
-        verifies: compute checksums.
     """
 
     name = "usrbio"
     buffered = True
 
-    def __init__(
-        self, library: Any, mount_point: str, *, buffer_bytes: int, verifies: bool
-    ) -> None:
+    def __init__(self, library: Any, mount_point: str, *, buffer_bytes: int) -> None:
         self._library = library
-        self._verifies = verifies
         make = partial(_IoRing, library, mount_point, buffer_bytes)
         self._reading = _RingPool(partial(make, for_read=True))
         self._writing = _RingPool(partial(make, for_read=False))
@@ -160,7 +156,7 @@ class UsrbioEngine(SlotEngine):
                     break
                 for result in ring.results(seconds):
                     left.discard(result.userdata)
-                    self._settle(ring, result.userdata, result.result, call)
+                    _settle(ring, result.userdata, result.result, call)
         except OSError as error:
             fault = detached(error)
         for job, *_ in left:
@@ -168,35 +164,38 @@ class UsrbioEngine(SlotEngine):
             if isinstance(job, SlotWrite):
                 job.in_doubt = True
 
-    def _settle(self, ring: _IoRing, request: _Request, result: int, call: Call) -> None:
-        """Take the result of a request: bytes moved, or an error number below 0."""
-        job = request.job
-        if result < 0:
-            job.fault = OSError(-result, os.strerror(-result))
-            # The descriptor may belong to a dead mount.
-            job.file.forget(request.handle)
-        elif result == 0 and isinstance(job, SlotRead):
-            # End of file: neither whole nor a fault.
-            return
-        elif result != job.size:
-            job.fault = OSError(errno.EIO, f"3FS has moved {result} bytes of {job.size}")
-        elif isinstance(job, SlotWrite):
-            job.whole = True
-        else:
-            self._deliver(job, ring.part(request.start, job.size), call)
 
-    def _deliver(self, job: SlotRead, page: memoryview, call: Call) -> None:
-        """Verify a page in the shared memory, and copy it to host memory if it is valid."""
-        job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
-        if job.read.verify(checksum([page[:-ENVELOPE_BYTES]]) if self._verifies else None):
-            with call.shield() as active:
-                if not active:
-                    job.fault = OSError(errno.ETIMEDOUT, "the caller has returned")
-                    return
-                scatter(page, job.read.buffers)
-        # Also if it is not valid: the reader decides whether that is damage or a slot with a new
-        # page.
+def _settle(ring: _IoRing, request: _Request, result: int, call: Call) -> None:
+    """Take the result of a request: bytes moved, or an error number below 0."""
+    job = request.job
+    if result < 0:
+        job.fault = OSError(-result, os.strerror(-result))
+        # The descriptor may belong to a dead mount.
+        job.file.forget(request.handle)
+    elif result == 0 and isinstance(job, SlotRead):
+        # End of file: neither whole nor a fault.
+        return
+    elif result != job.size:
+        job.fault = OSError(errno.EIO, f"3FS has moved {result} bytes of {job.size}")
+    elif isinstance(job, SlotWrite):
         job.whole = True
+    else:
+        _deliver(job, ring.part(request.start, job.size), call)
+
+
+def _deliver(job: SlotRead, page: memoryview, call: Call) -> None:
+    """Verify a page in the shared memory, and copy it to host memory if it is valid."""
+    job.read.envelope = bytes(page[-ENVELOPE_BYTES:])
+    computed = checksum([page[:-ENVELOPE_BYTES]]) if job.read.verifies_checksum else None
+    if job.read.verify(computed):
+        with call.shield() as active:
+            if not active:
+                job.fault = OSError(errno.ETIMEDOUT, "the caller has returned")
+                return
+            scatter(page, job.read.buffers)
+    # Also if it is not valid: the reader decides whether that is damage or a slot with a new
+    # page.
+    job.whole = True
 
 
 def _prepared(ring: _IoRing, job: SlotRead | SlotWrite, start: int, call: Call) -> Handle:
