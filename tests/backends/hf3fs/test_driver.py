@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -344,7 +345,7 @@ def test_a_directory_that_was_emptied_has_another_file_for_another_map(
     a, before, store = rig(**options[first]), chain("a", 5), tmp_path / "store"
     assert all(a.put(before))
     for path in store.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     b, more, others = rig(**options[second]), chain("b", 20), chain("c", 20)
     for start in range(0, 20, 5):
         assert all(a.put(more[start : start + 5]))

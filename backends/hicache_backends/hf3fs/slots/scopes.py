@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -57,21 +56,14 @@ class SlotScope:
 def store_id(directory: str) -> str:
     """Read the store id of a directory; draw it if there is none.
 
-    It tells this directory from all others of a server. It is the text of a symbolic link, because
-    a link and its text are created atomically. On a file system without links it is the name of a
-    directory inside a directory, which is renamed into place.
+    It tells this directory from all others of a server. It is the name of a directory inside a
+    directory, which is renamed into place: that needs neither links nor locks.
 
     Raises:
         OSError: the directory cannot be read or written.
     """
-    with contextlib.suppress(FileNotFoundError):
-        return read_store_id(directory)
     path, drawn = os.path.join(directory, ID_NAME), secrets.token_hex(4)
-    try:
-        os.symlink(drawn, path)
-    except FileExistsError:
-        pass
-    except OSError:
+    if not os.path.isdir(path):
         own = f"{path}.{drawn}"
         os.makedirs(os.path.join(own, drawn))
         try:
@@ -82,23 +74,8 @@ def store_id(directory: str) -> str:
             # Another process may have been first: a directory that is not empty is not replaced.
             if not os.path.isdir(path):
                 raise
-    # Read again: of several processes that draw an id, the first one's is the directory's.
-    return read_store_id(directory)
-
-
-def read_store_id(directory: str) -> str:
-    """Read the store id of a directory.
-
-    Raises:
-        OSError: there is none, or it cannot be read.
-    """
-    path = os.path.join(directory, ID_NAME)
-    try:
-        found = os.readlink(path)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        found = "".join(os.listdir(path))
+    # Of several processes that draw an id, the first one's is the directory's.
+    found = "".join(os.listdir(path))
     # It becomes a part of file names.
     if not re.fullmatch("[0-9a-f]{8}", found):
         raise OSError(errno.EINVAL, f"{path} has no id of a store")
