@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from hicache_backends.file.bundle_set import BundleSets, Expired
     from hicache_backends.file.page_index import PageIndex
-    from hicache_backends.file.rewriter import Rewriter
+    from hicache_backends.file.publisher import Publisher
     from hicache_backends.file.temp_files import ServerClock
     from hicache_storage.objects.recorder import StatsRecorder
 
@@ -41,17 +41,9 @@ RELIST_SHARE = 50
 """All bundles are listed again after a minute, but at most a fiftieth of the time goes into it: a
 writer that is killed right after publishing leaves a bundle that is not announced."""
 
-SMALL_STORE_BUNDLES = 64
-"""In a store of fewer bundles than this, a victim is shrunk if that is enough; in larger ones its
-loss does not matter."""
-
 MAX_RACES = 8
 """So many times the bundles are listed again when others have been faster; then a bundle that they
 took counts as removed."""
-
-SHRINK_SHARE = 8
-"""At least an eighth of the pages goes, so that writing page by page does not rewrite a bundle for
-each."""
 
 STAT_SECONDS = 1.0
 """Seconds before a file's mtime is read again."""
@@ -244,17 +236,16 @@ class Capacity:
         limit: int | None,
         free: FreeSpace | None,
         bundle_sets: BundleSets,
-        rewriter: Rewriter,
+        publisher: Publisher,
         page_indexes: Callable[[str], PageIndex | None],
         recorder: StatsRecorder,
     ) -> None:
         self.limit = limit
         self.free = free
-        self._publisher = rewriter.publisher
-        self._feed = self._publisher.feed
-        self._temp_files = self._publisher.temp_files
+        self._publisher = publisher
+        self._feed = publisher.feed
+        self._temp_files = publisher.temp_files
         self._bundle_sets = bundle_sets
-        self._rewriter = rewriter
         self._page_indexes = page_indexes
         self._recorder = recorder
         self._lock = threading.Lock()
@@ -354,7 +345,7 @@ class Capacity:
             tried = list[Bundle]()
             try:
                 while excess > 0 and (victims := self._victims(excess, tried)):
-                    freed, taken = self._evict(victims, excess)
+                    freed, taken = self._evict(victims)
                     if self.free is not None:
                         self.free.give(freed)
                     if taken and races < MAX_RACES:
@@ -393,30 +384,13 @@ class Capacity:
                 excess -= victim.size
         return victims
 
-    def _evict(self, victims: list[Bundle], excess: int) -> tuple[int, int]:
-        """Remove bundles, of the last one only its last pages if these are enough.
+    def _evict(self, victims: Sequence[Bundle]) -> tuple[int, int]:
+        """Remove bundles.
 
         Returns:
             The bytes freed, and those of bundles that others have removed or are replacing, which a
             listing shows.
         """
-        last = victims[-1]
-        short = self._shrinks(last, excess - sum([victim.size for victim in victims[:-1]]))
-        freed, taken = self._remove(victims[:-1] if short else victims)
-        if short:
-            try:
-                freed += self._shrink(last, short)
-            except FileNotFoundError:
-                self._bundle_sets.get(last.namespace).invalidate()
-                taken += last.size
-            except OSError as error:
-                # A full disk, most likely, which has no room for a shorter copy.
-                logger.debug("cannot shrink %s: %s", last.path, error)
-                more = self._remove([last])
-                freed, taken = freed + more[0], taken + more[1]
-        return freed, taken
-
-    def _remove(self, victims: Sequence[Bundle]) -> tuple[int, int]:
         freed = taken = 0
         for namespace in {victim.namespace: None for victim in victims}:
             some = [victim for victim in victims if victim.namespace == namespace]
@@ -436,38 +410,6 @@ class Capacity:
                 else:
                     freed += victim.size
                     if page_index is not None:
-                        self._count_evicted(page_index, len(victim.keys))
+                        pool = page_index.namespace.pool
+                        self._recorder.count(pool, pages_evicted=len(victim.keys))
         return freed, taken
-
-    def _shrinks(self, victim: Bundle, excess: int) -> int:
-        """The number of last pages that are enough; 0 if the whole bundle is to go."""
-        page_index, size = self._page_indexes(victim.namespace), victim.name.size
-        if (
-            page_index is None
-            or not victim.keys
-            or victim.name.claim is not None
-            or self.limit is None
-            or size * SMALL_STORE_BUNDLES < self.limit
-            or excess >= size
-        ):
-            return 0
-        pages, bundle_bytes = len(victim.keys), page_index.format.bundle_bytes
-        # The last pages go: a chain without its tail is a shorter hit, one without its head is none
-        # (EV-3).
-        dropped = -(-pages // SHRINK_SHARE)
-        while dropped < pages and size - bundle_bytes(victim.keys[:-dropped]) < excess:
-            dropped += 1
-        # To copy a quarter of a bundle is not worth the I/O.
-        return 0 if dropped * 4 > pages * 3 else dropped
-
-    def _shrink(self, victim: Bundle, dropped: int) -> int:
-        page_index, size = self._page_indexes(victim.namespace), victim.name.size
-        assert page_index is not None
-        self._rewriter.drop(
-            page_index, victim, frozenset(victim.keys[-dropped:]), RemovalReason.EVICTED
-        )
-        self._count_evicted(page_index, dropped)
-        return size - page_index.format.bundle_bytes(victim.keys[:-dropped])
-
-    def _count_evicted(self, page_index: PageIndex, pages: int) -> None:
-        self._recorder.count(page_index.namespace.pool, pages_evicted=pages)

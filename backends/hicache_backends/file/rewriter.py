@@ -1,4 +1,4 @@
-"""Rewrites of bundles without some of their pages: deletion, repair and shrinking.
+"""Rewrites of bundles without some of their pages: deletion and repair.
 
 A bundle never changes in place: readers without a lock would see it half changed. The remaining
 pages are copied to a new bundle, which replaces the old one.

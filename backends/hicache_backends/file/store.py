@@ -179,7 +179,7 @@ class Store:
                 config.capacity_bytes,
                 FreeSpace(self.paths.root, config.min_free_bytes) if config.leaves_room else None,
                 self.bundle_sets,
-                self.rewriter,
+                self.publisher,
                 self._page_indexes.get,
                 recorder,
             )

@@ -94,34 +94,7 @@ def test_the_bundles_of_one_batch_go_from_its_tail_also_for_others(room, monkeyp
     assert b.hit(keys) == 24
 
 
-def test_a_bundle_in_a_large_store_is_not_shrunk_page_by_page(room, monkeypatch):
-    monkeypatch.setattr(capacity_module, "SMALL_STORE_BUNDLES", 2)
-    a = room(3.05)
-    fill(a, "abc")
-    a.put(["one more"])
-    assert hits(a, "abc") == [0, 8, 8]
-
-
-def test_a_shrunk_bundle_makes_room_for_several_pages(rig):
-    a = rig(capacity=bundle_bytes(64) + 300)
-    a.put(chain("a", 64))
-    left = list[int]()
-    for number in range(8):
-        a.put([f"page {number}"])
-        left.append(a.hit(chain("a", 64)))
-    assert (left[0], left[6] >= 48) == (56, True)
-    assert a.holds([f"page {number}" for number in range(8)])
-
-
-def test_a_full_disk_has_no_room_for_a_shorter_copy_and_the_bundle_goes(room):
-    a = room(1.05)
-    fill(a, "a")
-    with replaced(a.store.rewriter, "drop", lambda _: raising(28)):
-        assert a.put(["one more"]) == [True]
-    assert hits(a, "a") == [0]
-
-
-def test_a_copy_that_was_shrunk_is_as_old_as_the_bundle_was(room, monkeypatch):
+def test_a_rewritten_copy_is_as_old_as_the_bundle_was(room, monkeypatch):
     """To others as well: a rewrite is no use."""
     monkeypatch.setattr(capacity_module, "STAT_SECONDS", -1.0)
     a = room(3)

@@ -56,17 +56,6 @@ def all_of(keys: list[str], reason: RemovalReason) -> dict[str, RemovalReason]:
     return dict.fromkeys(keys, reason)
 
 
-def test_pages_that_are_evicted_from_the_end_of_a_bundle(rig):
-    a, keys, more = rig(capacity=bundle_bytes(32)), chain("a", 16), chain("b", 18)
-    own = FileListener(a)
-    a.put(keys)
-    a.put(more)
-    gone = own.hear()
-    assert set(gone.values()) == {EVICTED}
-    assert 0 < len(gone) < 16
-    assert list(gone) == keys[-len(gone) :]
-
-
 def test_pages_that_are_found_damaged(rig):
     a, b, keys = rig(), rig(), chain("a", 6)
     a.put(keys)
