@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 4 << 20
+READS = 2
+"""A page that does not fit its envelope is read once more, from the file opened anew."""
+
 MAX_ATTEMPTS = 24
 WAIT_SECONDS = 0.001
 """Grows with each attempt: the process that has claimed a bundle needs time to replace it."""
@@ -160,59 +162,25 @@ class Rewriter:
         self, page_index: PageIndex, bundle: Bundle, pages: Sequence[int], target: int
     ) -> list[int]:
         """Copy the sound pages one after the other, and return their numbers."""
-        source, page_bytes, sound = (
-            self._descriptors.borrow(bundle.path),
-            page_index.namespace.page_bytes,
-            list[int](),
-        )
-        step = max(1, min(len(pages), COPY_BYTES // page_bytes))
-        buffer = memoryview(bytearray(step * page_bytes))
-        for first, count in _extents(pages):
-            for page in range(first, first + count, step):
-                number = min(step, first + count - page)
-                # A page that is cut off leaves old bytes in the buffer, which do not match its
-                # envelope.
-                read_into(source.descriptor, [buffer[: number * page_bytes]], page * page_bytes)
-                copied = [
-                    (page + at, buffer[at * page_bytes : (at + 1) * page_bytes])
-                    for at in range(number)
-                ]
-                whole = [
-                    (page, content)
-                    for page, content in copied
-                    if self._is_sound(page_index.namespace, bundle, page, content)
-                ]
-                write_from(target, [content for _, content in whole], len(sound) * page_bytes)
-                sound += [page for page, _ in whole]
+        page_bytes, sound = page_index.namespace.page_bytes, list[int]()
+        source, buffer = self._descriptors.borrow(bundle.path), memoryview(bytearray(page_bytes))
+        for page in pages:
+            for _ in range(READS):
+                if read_into(source.descriptor, [buffer], page * page_bytes) and _fits(
+                    page_index.namespace, bundle, page, buffer
+                ):
+                    write_from(target, [buffer], len(sound) * page_bytes)
+                    sound.append(page)
+                    break
+                self._descriptors.forget(bundle.path)
+                source = self._descriptors.borrow(bundle.path)
         return sound
-
-    def _is_sound(
-        self, namespace: Namespace, bundle: Bundle, page: int, content: memoryview
-    ) -> bool:
-        """Verify a page; one that fails is read a second time, from the file opened anew."""
-        if _fits(namespace, bundle, page, content):
-            return True
-        self._descriptors.forget(bundle.path)
-        source = self._descriptors.borrow(bundle.path)
-        whole = read_into(source.descriptor, [content], page * len(content))
-        return whole and _fits(namespace, bundle, page, content)
 
 
 def _fits(namespace: Namespace, bundle: Bundle, page: int, content: memoryview) -> bool:
     read = ObjectRead(namespace, bundle.keys[page], [content])
     read.envelope = bundle.envelope(page)
     return read.verify()
-
-
-def _extents(pages: Sequence[int]) -> list[tuple[int, int]]:
-    """Group ascending numbers into extents: (first, count)."""
-    extents = list[tuple[int, int]]()
-    for page in pages:
-        if extents and sum(extents[-1]) == page:
-            extents[-1] = (extents[-1][0], extents[-1][1] + 1)
-        else:
-            extents.append((page, 1))
-    return extents
 
 
 def find_damaged(

@@ -109,13 +109,14 @@ class Writer:
         created_us, pending_bundles = self._next_timestamp(), list[PendingBundle]()
         for start in range(0, len(writes), step):
             some = list(writes[start : start + step])
-            if limit is not None:
-                some = _fitting(page_index, some, limit)
-            if not some:
-                break
             size = page_index.format.bundle_bytes([write.key for write in some])
             if limit is not None:
+                while some and size > limit:
+                    some.pop()
+                    size = page_index.format.bundle_bytes([write.key for write in some])
                 limit -= size
+            if not some:
+                break
             pending_bundles.append(
                 PendingBundle(page_index, some, self.temp_files.name(size), size, created_us, 0)
             )
@@ -253,15 +254,3 @@ class Writer:
 def _stop_if_expired(call: Call) -> None:
     if call.expired():
         raise OSError(errno.ETIMEDOUT, "the deadline has passed")
-
-
-def _fitting(page_index: PageIndex, writes: list[ObjectWrite], limit: int) -> list[ObjectWrite]:
-    """The first pages, as many as make a bundle of at most `limit` bytes."""
-    low, high = 0, len(writes)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if page_index.format.bundle_bytes([write.key for write in writes[:middle]]) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return writes[:low]
