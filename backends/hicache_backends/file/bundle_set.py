@@ -596,7 +596,7 @@ class BundleSet:
             id = name.id
             other = names.setdefault(id, name)
             if other is not name:
-                names[id] = self._resolve_duplicate(id, other, name)
+                names[id] = self._resolve_duplicate(other, name)
             if name.claim is not None:
                 claimed.append(name)
         # After all names are known: a replacement may be listed after the bundle that it replaces.
@@ -610,23 +610,21 @@ class BundleSet:
         self._leaving = {bundle.id: bundle for bundle in self._orphans}
         return names
 
-    def _resolve_duplicate(self, id: BundleId, one: BundleName, other: BundleName) -> BundleName:
+    def _resolve_duplicate(self, one: BundleName, other: BundleName) -> BundleName:
         """Choose one of two names in a listing that have the same number."""
         if one.plain == other.plain:
             # Listed twice: before and after a claim, or before and after its end.
             return other
         # Two files with one number, which only a fault can produce: all storages choose the same
         # one. A file whose length differs from its name is not a bundle.
-        whole = [
-            name for name in (one, other) if file_bytes(f"{self.directory}/{name}") == name.size
-        ]
-        if len(whole) == 1:
-            return whole[0]
-        known = self.bundles.get(id)
-        for name in (one, other):
-            if known is not None and known.name.plain == name.plain:
-                return name
-        return min(one, other, key=lambda name: (name.created_us, name.checksum))
+        return min(
+            (one, other),
+            key=lambda name: (
+                file_bytes(f"{self.directory}/{name}") != name.size,
+                name.created_us,
+                name.checksum,
+            ),
+        )
 
     def _stable_listing(self) -> list[str]:
         """The names of the files, from a listing that no rename has passed.

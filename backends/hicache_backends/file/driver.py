@@ -191,9 +191,6 @@ class FileStorage(ObjectStorage):
             page_indexes = store.page_indexes(namespaces, call.expired)
         else:
             faults.append(OSError(errno.ESTALE, "bundles are rewritten faster than they are read"))
-        if loaded:
-            for page_index in page_indexes:
-                page_index.note_success()
         store.after_call()
         self.note_partial_faults(faults, served=bool(loaded))
         return [[read in loaded for read in batch.reads] for batch in batches]
@@ -210,8 +207,6 @@ class FileStorage(ObjectStorage):
             return False
         if not store.reader.read_cached(extents, call):
             return False
-        for page_index in page_indexes:
-            page_index.note_success()
         self._touch(page_indexes, ([read.key for read in batch.reads] for batch in batches), call)
         store.after_call()
         return True

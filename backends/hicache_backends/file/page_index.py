@@ -43,9 +43,6 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """Seconds before an index is read again after an I/O error or for lack of a descriptor."""
 
-MAX_EARLY_RETRIES = 8
-"""Limit on retries before that, made as soon as other bundles can be read or written."""
-
 MAX_RECHECKS = 6
 """Limit on reading an invalid bundle again, with exponential backoff: the disk may have erred."""
 
@@ -121,7 +118,6 @@ class PageIndex:
         self._recheck_at = 0.0
         self._rechecks = 0
         self._retry_at = 0.0
-        self._early_retries = 0
         self._touched: dict[Bundle, None] = {}
         self._removed: dict[str, ObjectRemoval] | None = None
         """Pages that are gone since `take_removed`, by key; None while nobody watches."""
@@ -173,14 +169,6 @@ class PageIndex:
             self._unread.update(self._to_recheck)
             self._to_recheck = {}
             self._rechecks += 1
-
-    def note_success(self) -> None:
-        """Retry unreadable bundles at once: the file system has just served this namespace."""
-        if self._unreadable and self._early_retries < MAX_EARLY_RETRIES:
-            self._early_retries += 1
-            self._retry_at = 0.0
-        elif not self._unreadable:
-            self._early_retries = 0
 
     def locate(self, reads: Sequence[ObjectRead]) -> list[Extent]:
         """Find the pages that exist, as extents in the order of the reads."""
