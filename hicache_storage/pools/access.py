@@ -97,15 +97,15 @@ class StagedAccess(PageAccess):
         """Copy pages from their buffers into the pool."""
 
 
-def check_sizes(page_size: int, size: int, where: str) -> None:
+def check_size(size: int, page_size: int, where: str = "") -> None:
     """Refuse a pool that is not a whole number of pages.
 
     Raises:
         InvalidPoolError: the message begins with `where`.
     """
-    if page_size < 1 or size < page_size or size % page_size:
+    if page_size < 1 or size < 1 or size % page_size:
         raise InvalidPoolError(
-            f"{where}.size must be a positive multiple of its page_size, got {size} and {page_size}"
+            f"{where}size must be a positive multiple of page_size, got {size} and {page_size}"
         )
 
 

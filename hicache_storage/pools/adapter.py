@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from hicache_storage.pools.access import PageAccess, check_components, check_sizes, end_pages
+from hicache_storage.pools.access import PageAccess, check_components, check_size, end_pages
 from hicache_storage.spec import HostPool, InvalidPoolError, PageGeometry
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LentPages(PageAccess):
             raise InvalidPoolError(
                 f"{where}.geometry must be a PageGeometry, got {self.geometry!r}"
             )
-        check_sizes(self.geometry.page_size, self.geometry.size, where)
+        check_size(self.geometry.size, self.geometry.page_size, f"{where}.")
         check_components(self.geometry.component_bytes, where)
         # The first and the last page: a pool that is shorter than it declares is refused here, and
         # does not fail in a transfer.

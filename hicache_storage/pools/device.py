@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache_storage.pools.shapes import check_size
+from hicache_storage.pools.access import check_size
 from hicache_storage.pools.slots import SlotAllocator
 from hicache_storage.spec import InvalidPoolError
 
@@ -85,7 +85,10 @@ class DevicePages:
             ]
         for field, (here, there) in compared.items():
             if here != there:
-                raise _differs(field, there, here, "the device pages")
+                raise InvalidPoolError(
+                    f"{field} is {there} in the host pool and {here} in the device pages; make "
+                    "them equal"
+                )
 
 
 class DevicePool(DevicePages, SlotAllocator):
@@ -151,25 +154,3 @@ class DevicePool(DevicePages, SlotAllocator):
         layers = list(zip(*filled, strict=True))
         DevicePages.__init__(self, layers, page_size, rows_per_page=parts[0].rows)
         SlotAllocator.__init__(self, size, page_size)
-
-    def check_host_pool(self, pool: PagedHostPool) -> None:
-        """Refuse a host pool that cannot take these pages.
-
-        Raises:
-            InvalidPoolError: it is of another kind, or differs in a field; the message names it.
-        """
-        mine, theirs = (type(each.shape).__name__ for each in (self, pool))
-        if mine != theirs:
-            raise _differs("kind of shape", theirs, mine, "the device pool")
-        if self.page_size != pool.page_size:
-            raise _differs("page_size", pool.page_size, self.page_size, "the device pool")
-        for field in ("layer_num", *self.shape.FIELDS):
-            here, there = getattr(self.shape, field), getattr(pool.shape, field)
-            if here != there:
-                raise _differs(field, there, here, "the device pool")
-
-
-def _differs(field: str, there: object, here: object, mine: str) -> InvalidPoolError:
-    return InvalidPoolError(
-        f"{field} is {there} in the host pool and {here} in {mine}; make them equal"
-    )

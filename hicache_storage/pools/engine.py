@@ -13,7 +13,7 @@ from hicache_storage.pools.access import (
     PageAccess,
     StagedAccess,
     check_components,
-    check_sizes,
+    check_size,
     end_pages,
 )
 from hicache_storage.pools.memory import byte_view, host_tensor, in_host_memory
@@ -207,7 +207,7 @@ def describe(pool: object, where: str) -> PageGeometry:
         raise InvalidPoolError(
             f"{where}.page_size and .size must be integers, got {page_size!r} and {size!r}"
         )
-    check_sizes(page_size, size, where)
+    check_size(size, page_size, f"{where}.")
     # A pool whose bytes follow a format of their own says so in a tag beside the layout.
     tag = getattr(pool, "storage_format_tag", None)
     # str.__str__: an enum member that is a str prints as its class.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicache_storage.pools.access import check_size
 from hicache_storage.pools.memory import byte_view, host_tensor
-from hicache_storage.pools.shapes import check_size
 from hicache_storage.pools.slots import SlotAllocator
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 

@@ -63,11 +63,6 @@ def host_tensor(
     return tensor.view(dtype).view(tuple(shape))
 
 
-def empty_bytes(size: int) -> torch.Tensor:
-    """Return new bytes on the CPU, whose content is not defined."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy.
 

@@ -47,8 +47,6 @@ class PoolGeometry(ABC):
 
     ORDERS: ClassVar[dict[str, str]] = TOKEN_ROWS
     """Layouts that host pools support, each with the order of axes. `h` is the first of a row's."""
-    FIELDS: ClassVar[tuple[str, ...]]
-    """Attributes that decide the bytes of a page."""
     is_layer_major: ClassVar[bool] = False
     """Whether `layer_first` has all parts of a layer beside each other, not all layers of a part."""
 
@@ -118,7 +116,6 @@ class AttentionGeometry(PoolGeometry):
     """
 
     ORDERS = TOKEN_ROWS | {"page_head": "phrl"}
-    FIELDS = ("head_num", "head_dim", "v_head_dim", "dtype")
     is_layer_major = True
 
     head_num: int
@@ -166,8 +163,6 @@ class MLAGeometry(PoolGeometry):
     | `page_first_direct` | (N, L, P, 1, D) | one: P * L * D elements |
     """
 
-    FIELDS = ("kv_cache_dim", "dtype")
-
     kv_lora_rank: int
     """Elements of the latent part of a row, or of a packed row."""
     dtype: torch.dtype
@@ -187,13 +182,8 @@ class MLAGeometry(PoolGeometry):
         """True: all TP ranks hold the same rows."""
         return True
 
-    @property
-    def kv_cache_dim(self) -> int:
-        """Elements of a row: the latent part, then the part with positions."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
     def parts(self, page_size: int) -> tuple[Part, ...]:
-        return (Part(page_size, (1, self.kv_cache_dim), self.dtype),)
+        return (Part(page_size, (1, self.kv_lora_rank + self.qk_rope_head_dim), self.dtype),)
 
     @property
     def element_type(self) -> str:
@@ -216,7 +206,6 @@ class MambaGeometry(PoolGeometry):
     """
 
     ORDERS = WHOLE_ROWS
-    FIELDS = ("temporal_shape", "conv_shapes", "temporal_dtype", "conv_dtype")
 
     temporal_shape: Sequence[int]
     """Of one layer's temporal state; a 0 in it says that there is none."""
@@ -276,7 +265,6 @@ class IndexerGeometry(PoolGeometry):
     """
 
     ORDERS = WHOLE_ROWS
-    FIELDS = ("index_head_dim", "quant_block_size")
 
     index_head_dim: int = 128
     """One-byte elements per token and layer."""
@@ -331,19 +319,3 @@ def check_dtypes(owner: object, *names: str) -> None:
             raise InvalidPoolError(
                 f"{name} must be a torch.dtype such as torch.bfloat16, got {getattr(owner, name)!r}"
             )
-
-
-def check_size(size: int, page_size: int) -> None:
-    """Refuse a number of slots that is not a whole number of pages.
-
-    Raises:
-        InvalidPoolError: the message names a size that would do.
-    """
-    for name, count in (("page_size", page_size), ("size", size)):
-        if count < 1:
-            raise InvalidPoolError(f"{name} must be at least 1, got {count}")
-    if size % page_size:
-        fitting = -(-size // page_size) * page_size
-        raise InvalidPoolError(
-            f"size must be a multiple of page_size ({page_size}), got {size}; pass {fitting}"
-        )

@@ -132,6 +132,4 @@ class GatheredShard(StagedAccess):
                 copy_columns(whole, part, rows, self._number, gathers=gathers)
 
     def _new_buffers(self) -> list[memoryview]:
-        from hicache_storage.pools.memory import byte_view, empty_bytes
-
-        return [byte_view(empty_bytes(length)) for length in self.geometry.component_bytes]
+        return [memoryview(bytearray(length)) for length in self.geometry.component_bytes]

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
+from hicache_storage.pools.access import check_size
 from hicache_storage.pools.pages import check_pages, named, page_slots
-from hicache_storage.pools.shapes import check_size
 from hicache_storage.spec import InvalidTransferError, SlotError
 
 

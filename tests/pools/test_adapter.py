@@ -79,8 +79,8 @@ def test_unusable_views_are_refused():
 @pytest.mark.parametrize(
     ("geometry", "message"),
     [
-        (PageGeometry("page_first", "uint8", 4, 6, (8,)), "of its page_size, got 6 and 4"),
-        (PageGeometry("page_first", "uint8", 0, 0, (8,)), "multiple of its page_size"),
+        (PageGeometry("page_first", "uint8", 4, 6, (8,)), "of page_size, got 6 and 4"),
+        (PageGeometry("page_first", "uint8", 0, 0, (8,)), "multiple of page_size"),
         (PageGeometry("page_first", "uint8", 1, 4, ()), "at least 1 byte each"),
         (PageGeometry("page_first", "uint8", 1, 4, (8, 0)), "at least 1 byte each"),
         ("page_first", "geometry must be a PageGeometry"),
@@ -346,9 +346,9 @@ def raising(error):
                 ("dtype", object(), "dtype must be a torch.dtype or its name"),
                 ("page_size", "4", "must be integers"),
                 ("size", 4.5, "must be integers"),
-                ("size", 25, "must be a positive multiple of its page_size, got 25 and 4"),
-                ("size", 2, "must be a positive multiple of its page_size"),
-                ("page_size", -4, "must be a positive multiple of its page_size"),
+                ("size", 25, "must be a positive multiple of page_size, got 25 and 4"),
+                ("size", 2, "must be a positive multiple of page_size"),
+                ("page_size", -4, "must be a positive multiple of page_size"),
             ]
         ],
     ],

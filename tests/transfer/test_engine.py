@@ -220,7 +220,7 @@ def test_pools_that_do_not_fit_are_refused(simulated):
         with pytest.raises(InvalidPoolError, match=field):
             one_pool(simulated.device, compute, DevicePages(layers, page_size), host)
     _, other = pools_of("mla", "page_first")
-    with pytest.raises(InvalidPoolError, match="kind of shape is MLAGeometry in"):
+    with pytest.raises(InvalidPoolError, match="rows of layer 0 is"):
         one_pool(simulated.device, compute, device, other)
     with pytest.raises(InvalidTransferError, match="way must be None or one of kernel, dma"):
         one_pool(simulated.device, compute, device, host, way="auto")
