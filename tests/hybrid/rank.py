@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import threading
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -187,10 +187,6 @@ class Rank:
             lambda: TorchRankGroup.of(ParallelConfig.of_rank(rank, pp_size=4 if rank else 2)),
             lambda: TorchRankGroup.of(
                 ParallelConfig.of_rank(rank, **{"tp_size" if rank else "pp_size": 2})
-            ),
-            lambda: build(replace(config, device_tokens=config.device_tokens * (1 + rank))),
-            lambda: build(
-                replace(config, storage=replace(store, driver="none")) if rank else config
             ),
         )
         self.own = [refused(ask) for ask in refusals]

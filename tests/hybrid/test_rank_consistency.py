@@ -19,7 +19,6 @@ from hicache_storage.hybrid import (
 )
 from hicache_storage.hybrid.ranks import (
     check_consistent,
-    make_on_all_ranks,
 )
 from hicache_storage.hybrid.stack.stack import build_pools
 from hicache_storage.spec import ConfigError, PoolName, StorageUnavailableError
@@ -89,32 +88,6 @@ def test_any_two_values_can_be_told_apart(values):
         None,
         None,
     ]
-
-
-def test_a_refusal_is_everyones():
-    refusal = ConfigError("no")
-    found = on_ranks(
-        lambda rank, rank_group: check_consistent(
-            rank_group, {"a": rank}, refusal if rank else None
-        ),
-        3,
-    )
-    assert isinstance(found[0], OtherRankError)
-    assert found[1] is found[2] is refusal
-
-
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError("no")])
-def test_what_cannot_be_made_on_one_rank_is_made_on_none(error):
-    def make(rank):
-        if rank:
-            raise error
-        return "made"
-
-    first, second = on_ranks(
-        lambda rank, rank_group: make_on_all_ranks(rank_group, "thing", lambda: make(rank))
-    )
-    assert str(first) == "another rank could not make its thing"
-    assert second is error
 
 
 # Stacks

@@ -21,7 +21,6 @@ from hicache_storage.spec import (
     InvalidPoolError,
     PoolName,
     StorageIdentity,
-    StorageUnavailableError,
 )
 from hicache_storage.testing import MemoryStorage
 from hicache_storage.transfer import StreamSimulator
@@ -263,21 +262,6 @@ def test_a_build_that_fails_leaves_nothing(config, monkeypatch, fault):
     fields, message = FAULTY[fault]
     with pytest.raises((ConfigError, InvalidPoolError, LookupError), match=message):
         build(config(**fields))
-
-
-def test_a_storage_that_cannot_be_attached_is_closed(config):
-    settings = config()
-    storage = in_dict(settings)
-
-    def refuse(operation):
-        if operation == "connect":
-            raise OSError("down")
-
-    storage.before = refuse
-    with build(settings) as stack:
-        with pytest.raises(StorageUnavailableError, match="down"):
-            stack.attach(storage)
-        assert is_closed(storage)
 
 
 @pytest.mark.parametrize(

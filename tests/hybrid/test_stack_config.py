@@ -14,7 +14,7 @@ from hicache_storage.hybrid import (
     StorageConfig,
     WritePolicy,
 )
-from hicache_storage.spec import ConfigError, InvalidPoolError
+from hicache_storage.spec import ConfigError
 from tests.hybrid.stack import (
     ATTENTION,
     GRID,
@@ -106,20 +106,6 @@ def test_a_bad_field_is_named(make, fields, message):
 def test_what_contradicts_the_model_is_named(make, fields, message):
     with pytest.raises(ConfigError, match=message):
         make(**fields)
-
-
-@pytest.mark.parametrize(
-    ("geometry", "field", "value", "message"),
-    [
-        (ATTENTION, "layers", (1, 0), "layers must be ascending numbers"),
-        (LATENT, "qk_rope_head_dim", -1, "qk_rope_head_dim must not be negative"),
-        (STATES, "state_chunk", 0, "state_chunk must be at least 1"),
-    ],
-)
-def test_a_bad_geometry_is_named(geometry, field, value, message):
-    """`tests/pools/test_layouts.py` has the other fields."""
-    with pytest.raises(InvalidPoolError, match=message):
-        replace(geometry, **{field: value})
 
 
 @pytest.mark.parametrize("name", ["driver", "model"])

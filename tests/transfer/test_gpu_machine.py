@@ -59,23 +59,6 @@ def test_the_script_runs_dry(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["measurements"]
 
 
-def test_other_sides_do_not_end_the_run(tmp_path):
-    """A tree without SGLang's kernels is said to be left out."""
-    benchmark = ROOT / "benchmarks" / "device_copies.py"
-    size = ["--cases", "2", "--layers", "2", "--mib", "1", "--rounds", "1"]
-    options = ["--device", "cpu", "--out", tmp_path, "--sglang", tmp_path, *size]
-    done = run_program(sys.executable, benchmark, *options)
-    assert done.returncode == 0, done.stderr
-    text = (tmp_path / "results.md").read_text()
-    assert text.startswith("**No GPU")
-    assert text in done.stdout
-    assert "SGLang's kernels are left out: ModuleNotFoundError" in text
-    found = Report.read(tmp_path / "results.json").measurements
-    assert {one.label for one in found} == {"one pinned copy", "chosen", "dma"}
-    assert {one.operation.split(",")[0] for one in found} == {"write-back", "load"}
-    assert all(len(one.rounds) == 1 for one in found)
-
-
 @pytest.fixture
 def cost(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

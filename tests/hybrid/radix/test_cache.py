@@ -9,7 +9,6 @@ from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import (
     HiMambaRadixCache,
     StalePrefixError,
-    checkpoint_grid,
 )
 from hicache_storage.hybrid.radix.tree import SlotKind
 from hicache_storage.spec import ConfigError, InvalidTransferError
@@ -251,11 +250,6 @@ def test_a_grid_that_does_not_fit_the_model_is_refused(make_stack, states, grid)
     stack = make_stack(states=states)
     with pytest.raises(ConfigError, match=f"checkpoint_grid .* {grid}"):
         HiMambaRadixCache(stack.controller, checkpoint_grid=grid)
-
-
-def test_a_grid_is_where_page_chunk_and_interval_meet():
-    assert checkpoint_grid(64, 64, 256) == 256
-    assert checkpoint_grid(64, 48, 256) == 768
 
 
 @pytest.mark.parametrize(
