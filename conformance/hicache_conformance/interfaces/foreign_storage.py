@@ -18,8 +18,7 @@ import msgspec
 
 from hicache_conformance.harness.page_patterns import spent
 from hicache_conformance.harness.pools import GuardedPool, LentMemory, slots_of
-from hicache_conformance.interfaces.interface import Setup, interface_profile
-from hicache_conformance.interfaces.registration import capabilities
+from hicache_conformance.interfaces.interface import Setup, capabilities, interface_profile
 from hicache_conformance.model.case import NotPromised
 from hicache_storage.spec import (
     Capabilities,

@@ -8,26 +8,26 @@ here.
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import packages_distributions, version
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from hicache_conformance.harness.driver_files import driver_files
-from hicache_conformance.model.rules import rules
 from hicache_conformance.model.settings import Settings
-from hicache_storage.spec import Durability, Sharing
+from hicache_storage.hookspecs import ENTRY_POINT_GROUP, DriverSpec, hookimpl
+from hicache_storage.spec import Capabilities, DriverConfig, Durability, Sharing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
-    from hicache_conformance.model.outcomes import Header
-
+REGISTERED: Final = "hicache-conformance-run"
+"""Distribution that no environment has: `register_in` puts its entry point into the directory of a
+run, which the workers of the run, and processes that they start, have on their path."""
+KEY_BYTES: Final = 64
+"""Length of all interfaces' keys: SHA-256 digests in hexadecimal."""
 FOLDERS: Final = {"sglang": "sglang", "vllm-tier": "vllm_tier", "lmcache-l2": "lmcache_l2"}
 """Folders of the interfaces, by their names on a command line."""
 PATIENCE_SECONDS: Final = 10.0
@@ -272,20 +272,73 @@ def interface_profile() -> InterfaceProfile:
     return foreign_driver(run.interface, run.driver, run.config)
 
 
-def describe_interface(header: Header) -> None:
-    """Write into a header what the interface of a foreign driver is and does not promise."""
+# The driver of a run, registered in the processes of that run alone
+# ------------------------------------------------------------------------------------------------
+
+
+def register_in(directory: Path) -> None:
+    """Let processes with a directory on their path find the driver of their run."""
+    metadata = directory / f"{REGISTERED.replace('-', '_')}-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {REGISTERED}\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nforeign = {__name__}\n")
+
+
+@hookimpl
+def hicache_register_drivers() -> Sequence[DriverSpec]:
+    """The driver that `hicache conformance run ... --interface` is about."""
     profile = interface_profile()
-    interface, target = profile.interface, profile.setup.target
-    assert interface is not None
-    header.interface = interface.interface
-    module = (target or interface.engine).partition(":")[0].partition(".")[0]
-    owners = packages_distributions().get(module, [])[:1]
-    header.distribution = ", ".join(
-        f"{name} {version(name)}" for name in dict.fromkeys((*owners, *profile.setup.clients))
+    interface, setup = profile.interface, profile.setup
+    assert interface is not None, "only the processes of a run have this entry point"
+    return [
+        DriverSpec(
+            name=setup.name,
+            target=interface.storage,
+            config=f"{__name__}:EngineConfig",
+            # Of a class that is not imported yet it is not known whether it clears.
+            capabilities=capabilities(
+                setup,
+                clears=setup.clears or (interface.has_clear and bool(setup.target)),
+                evicts=bool(setup.capacity_option),
+            ),
+            summary=setup.summary,
+            trial_config=setup.options,
+            trial_services=setup.services,
+            capacity_option=setup.capacity_option,
+        )
+    ]
+
+
+def capabilities(setup: Setup, *, clears: bool, evicts: bool) -> Capabilities:
+    """Capabilities of a foreign driver."""
+    return Capabilities(
+        sharing=setup.sharing,
+        durability=setup.durability,
+        clears=clears,
+        evicts=evicts,
+        networked=setup.networked,
+        max_key_bytes=KEY_BYTES,
     )
-    header.files = driver_files([target or interface.engine])
-    for rule in rules():
-        with suppress(LookupError):
-            reason = interface.rule(header.driver, rule)
-            if reason:
-                header.not_promised[rule] = reason
+
+
+def __getattr__(name: str) -> object:
+    if name == "EngineConfig":
+        return _engine_config()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _engine_config() -> type[DriverConfig]:
+    """A model of options with a field for each that this run may set.
+
+    What else stands on a command line is a mistake.
+    """
+    run, setup = Settings.of_environment(), interface_profile().setup
+    names = {*setup.options, *(run.config if run else ())}
+    if setup.capacity_option:
+        names.add(setup.capacity_option)
+    fields: list[Any] = [(name, Any, None) for name in sorted(names)]
+    model = msgspec.defstruct(
+        "EngineConfig", fields, bases=(DriverConfig,), module=__name__, frozen=True, kw_only=True
+    )
+    return cast("type[DriverConfig]", model)

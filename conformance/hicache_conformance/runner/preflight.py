@@ -14,13 +14,12 @@ import pytest
 from hicache_conformance.fixtures.context import IDENTITY, NO_LAYERS
 from hicache_conformance.fixtures.environment import DriverSetup, environment_of
 from hicache_conformance.harness.pools import GuardedPool, slots_of
-from hicache_conformance.interfaces.interface import describe_interface
 from hicache_conformance.model.case import Inconclusive, NotPromised, cases_of
 from hicache_conformance.model.outcomes import PREFLIGHT, CaseOutcome, Header, Outcome, Replay
 from hicache_conformance.model.pytest_keys import MESSAGE, STARTING_SECONDS
 from hicache_conformance.model.rules import all_needs, undeclared
 from hicache_conformance.model.settings import Settings, port_names, unique_name
-from hicache_conformance.report.header import blank_header
+from hicache_conformance.report.header import blank_header, describe_interface
 from hicache_storage.plugins import create_storage, driver_class, registry
 from hicache_storage.spec import (
     Capabilities,

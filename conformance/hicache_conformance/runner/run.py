@@ -84,7 +84,7 @@ def run(
         settings.write(home / "run.json")
         if settings.interface:
             # Here, because only foreign drivers need what this imports.
-            from hicache_conformance.interfaces.registration import register_in
+            from hicache_conformance.interfaces.interface import register_in
 
             register_in(home / PLUGINS)
         controller = _Controller(settings, progress)
