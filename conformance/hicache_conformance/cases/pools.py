@@ -191,29 +191,24 @@ def sdk_pool(kind: str, layout: str) -> HostPool:
     """A pool of the SDK, by the names in `SDK_POOLS`."""
     import torch
 
-    common: Any = {"layout": layout, "pin_memory": False}
-    paged: Any = {"size": PAGES * PAGE_SIZE, "page_size": PAGE_SIZE, **common}
     heads: Any = {"layers": range(3), "head_num": 2, "head_dim": 8}
-    match kind:
-        case "mha":
-            return PagedHostPool(AttentionGeometry(**heads, dtype=torch.bfloat16), **paged)
-        case "mha-uneven-heads":
-            uneven = AttentionGeometry(**heads, v_head_dim=5, dtype=torch.uint8)
-            return PagedHostPool(uneven, **paged)
-        case "mla":
-            rows = MLAGeometry(layers=range(3), kv_lora_rank=36, dtype=torch.bfloat16)
-            return PagedHostPool(rows, **paged)
-        case "mamba":
-            states = MambaGeometry(
-                layers=range(2),
-                temporal_shape=(3, 4),
-                conv_shapes=((5, 3), (7,)),
-                temporal_dtype=torch.float32,
-                conv_dtype=torch.bfloat16,
-            )
-            return PagedHostPool(states, size=PAGES, **common)
-        case _:
-            return PagedHostPool(IndexerGeometry(layers=range(2)), **paged)
+    geometries: dict[str, Any] = {
+        "mha": AttentionGeometry(**heads, dtype=torch.bfloat16),
+        "mha-uneven-heads": AttentionGeometry(**heads, v_head_dim=5, dtype=torch.uint8),
+        "mla": MLAGeometry(layers=range(3), kv_lora_rank=36, dtype=torch.bfloat16),
+        "mamba": MambaGeometry(
+            layers=range(2),
+            temporal_shape=(3, 4),
+            conv_shapes=((5, 3), (7,)),
+            temporal_dtype=torch.float32,
+            conv_dtype=torch.bfloat16,
+        ),
+        "indexer": IndexerGeometry(layers=range(2)),
+    }
+    slots = 1 if kind == "mamba" else PAGE_SIZE
+    return PagedHostPool(
+        geometries[kind], size=PAGES * slots, page_size=slots, layout=layout, pin_memory=False
+    )
 
 
 SDK_POOLS: Final = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
@@ -164,7 +165,7 @@ class RemovalCases:
         listener, stored, told = RemovalListener(sut), list[str](), list[Removal]()
         for _ in range(2 * context.profile.store_fills * WATCHED_PAGES // BATCH):
             keys = context.keys(BATCH)
-            stored += _stored(keys, sut.set(keys))
+            stored += compress(keys, sut.set(keys))
             told += listener.hear()
         judge(told + listener.hear(), _absent(sut, stored), RemovalReason.EVICTED)
 
@@ -205,8 +206,8 @@ class RemovalCases:
                 raise Inconclusive(f"of {len(every)} pages, {len(gone)} were stored and deleted")
             every.update(keys := context.keys(MANY))
             # A busy machine may be too slow for a lease.
-            stored = _stored(keys, sut.set(keys))
-            gone.update(_stored(stored, sut.delete(stored)))
+            stored = list(compress(keys, sut.set(keys)))
+            gone.update(compress(stored, sut.delete(stored)))
         answer = listener.ask()
         told = {one.key for one in answer.removed}
         check(told <= every, "RM-3", f"{len(told - every)} pages are told that were never stored")
@@ -250,7 +251,7 @@ class RemovalCases:
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector)
         listener, answers = RemovalListener(sut), list[Removals]()
-        gone = set(_stored(keys[:5], sut.delete(keys[:5])))
+        gone = set(compress(keys[:5], sut.delete(keys[:5])))
         with under_fault(injector, plan, sut):
             for _ in range(2):
                 answers.append(call_bounded(injector, plan, "removals", listener.ask))
@@ -299,7 +300,7 @@ class RemovalCases:
         listener, stored, told = RemovalListener(sut), list[str](), list[Removal]()
         for turn in range(4 * WATCHED_PAGES // BATCH):
             keys = group.new_keys(BATCH)
-            stored += _stored(keys, sut.set(keys) if turn % 3 else worker.set(keys, group.value()))
+            stored += compress(keys, sut.set(keys) if turn % 3 else worker.set(keys, group.value()))
             # So that this storage has found each page.
             sut.present(keys)
             told += listener.hear()
@@ -329,7 +330,3 @@ class RemovalCases:
 def _absent(sut: StorageUnderTest, keys: Sequence[str]) -> set[Page]:
     there = sut.present(keys)
     return {(str(PoolName.KV), key) for key, ok in zip(keys, there, strict=True) if not ok}
-
-
-def _stored(keys: Sequence[str], answers: Sequence[bool]) -> list[str]:
-    return [key for key, ok in zip(keys, answers, strict=True) if ok]

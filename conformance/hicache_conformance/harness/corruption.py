@@ -157,11 +157,10 @@ def corrupt_files(
         Number of pages that were found and damaged.
     """
     damaged = 0
-    for path in _files(directory):
-        with path.open("rb") as file:
-            # Only files that hold a page as it is: elsewhere it is not known whose bytes would be
-            # damaged.
-            places = [place for place in find_all(file.fileno(), pages) if place >= 0]
+    for path, found in _places(directory, pages):
+        # Only files that hold a page as it is: elsewhere it is not known whose bytes would be
+        # damaged.
+        places = [place for place in found if place >= 0]
         if places:
             _corrupt_file(path, places, len(pages[0]), decay, random)
         damaged += len(places)
@@ -198,11 +197,7 @@ def corrupt_page(directory: Path, page: bytes, other: bytes, damage: ObjectCorru
     Returns:
         Whether one of them holds it as it is, and another one `other` where that is asked for.
     """
-    found = dict[Path, tuple[int, int]]()
-    for path in _files(directory):
-        with path.open("rb") as file:
-            place, place_of_other = find_all(file.fileno(), [page, other])
-        found[path] = place, place_of_other
+    found = dict(_places(directory, [page, other]))
     # Whole files change place: what else a store writes beside the page comes with it.
     strangers = [path for path, (place, at) in found.items() if place < 0 <= at]
     swapped = damage in (ObjectCorruption.OTHER_KEY, ObjectCorruption.OTHER_IDENTITY)
@@ -227,9 +222,12 @@ def corrupt_page(directory: Path, page: bytes, other: bytes, damage: ObjectCorru
     return True
 
 
-def _files(directory: Path) -> Iterator[Path]:
+def _places(directory: Path, pages: Sequence[bytes]) -> Iterator[tuple[Path, list[int]]]:
+    """Each file of a directory, and where in it each page is; -1 for one that is not."""
     for home, _, names in os.walk(directory):
         for name in sorted(names):
             path = Path(home, name)
             if path.is_file() and not path.is_symlink():
-                yield path
+                with path.open("rb") as file:
+                    places = find_all(file.fileno(), pages)
+                yield path, places

@@ -31,7 +31,7 @@ from hicache_conformance.harness.driver_calls import CallSteps
 from hicache_conformance.harness.log_records import CauseLog, cause_log
 from hicache_conformance.harness.page_patterns import PagePatterns
 from hicache_conformance.harness.pools import GuardedPool, PoolShape
-from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
+from hicache_conformance.harness.storage_under_test import StorageUnderTest
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
 from hicache_conformance.history.workload import Client, Workload
 from hicache_conformance.model.case import Inconclusive, Violation
@@ -297,15 +297,6 @@ class WorkerProcess:
             raise Violation(
                 "LC-4", f"a clear of an idle store raised {raised} (process {self.name})"
             )
-
-    def expect_delivered(self, keys: Sequence[str], rule: str, when: str) -> None:
-        """Read pages that were set, whatever their values.
-
-        Raises:
-            Violation: `rule`; one is missing.
-        """
-        gone = f"was set {when} (True), and a get of process {self.name} answers False"
-        check_each(keys, self.get(keys), rule, gone)
 
     def call_killed(self, call: Call, keys: Sequence[str], value: int, at: int) -> int:
         """Make a call, and end the process, after step `at` of the call if it has so many.

@@ -30,7 +30,7 @@ CASES = [
     "test_a_trouble_is_a_miss[services-killed]",
     "test_a_hung_store[services]",
     "test_the_engine_is_killed_while_it_sets",
-    "test_pages_outlive_their_process",
+    "test_processes_share_pages",
 ]
 
 
