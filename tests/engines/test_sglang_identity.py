@@ -101,6 +101,7 @@ class TestConfiguration:
             ({"driver_config": "path"}, "driver_config"),
             ({"deadline_seconds": 0}, "deadline_seconds"),
             ({"deadline_seconds": "soon"}, "deadline_seconds"),
+            ({"deadline_seconds": float("nan")}, "deadline_seconds"),
             ({"tenant": 7}, "tenant"),
         ],
     )

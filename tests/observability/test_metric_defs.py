@@ -19,7 +19,7 @@ from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.storage.store import MemoryStore
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.storage_io.calls import ControllerStats
-from hicache_storage.layers import MetricsLayer, StorageOptions, wrap
+from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability.metric_defs import (
     COMPONENTS,
     MAX_SCOPE_SERIES,
@@ -74,18 +74,6 @@ def test_a_storage_exports_what_is_defined(kit):
     assert exported(
         exposition(StorageCollector(storage, {"tp_rank": "0"})), ["tp_rank"]
     ) == expected("storage")
-
-
-def test_a_foreign_storage_exports_the_same(kit):
-    """One that does not count itself is counted from outside."""
-    driver, pool = kit.memory_storage()
-    storage = MetricsLayer(driver)
-    storage.register_mem_host_pool_v2(pool, "kv")
-    storage.batch_set_v2([pool.transfer("kv", ["a"], [0])])
-    storage.batch_exists_v2(["a", "x"])
-    assert exported(exposition(StorageCollector(storage))) == expected("storage")
-    counted = storage.get_stats().pools["kv"]
-    assert (counted.pages_hit, counted.pages_absent, counted.pages_written) == (1, 1, 1)
 
 
 def test_a_controller_exports_what_is_defined():

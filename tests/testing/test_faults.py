@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -149,7 +150,13 @@ def test_misuse_is_told_all_the_same(around):
         layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
 
 
-@pytest.mark.parametrize("options", [{"hang": 1.1}, {"failure": -0.1}, {"delay_seconds": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"hang": 1.1}, {"failure": -0.1}, {"delay_seconds": -1}),
+        *({"hang_seconds": seconds} for seconds in (-0.1, math.nan, math.inf)),
+    ],
+)
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigError):
         FaultOptions(**options)
