@@ -14,7 +14,6 @@ from hicache_storage.engines.lmcache.identity import (
     object_key,
     place_identity,
 )
-from hicache_storage.spec import ConfigError
 
 OPTIONS = {"driver": "file", "driver_config": {"path": "/data"}}
 PLACE = {
@@ -62,11 +61,6 @@ def test_salts_share_a_storage_and_no_key():
     assert len(names) == len(chunks) * len(salts)
     assert {len(name) for name in names} == {64}
     assert chunks[0].hex() in names
-
-
-def test_a_bad_option_is_refused_by_name():
-    with pytest.raises(ConfigError, match="adapter_params: unknown option 'drivr'; did you mean"):
-        adapter_config({**OPTIONS, "drivr": "file"})
 
 
 def test_an_object_may_end_with_the_arena_and_no_later():

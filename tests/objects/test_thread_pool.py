@@ -75,10 +75,14 @@ def test_a_caller_that_waits_for_each_call_uses_one_thread(make_pool):
     assert len({result(pool.submit(threading.get_ident)) for _ in range(200)}) == 1
 
 
-def test_calls_that_run_at_once_have_a_thread_each(make_pool):
+def test_calls_that_run_at_once_have_a_thread_each_until_it_is_closed(make_pool):
     pool, meeting = make_pool(), threading.Barrier(40)
     tasks = [pool.submit(partial(meeting.wait, PATIENCE)) for _ in range(40)]
     assert sorted(map(result, tasks)) == list(range(40))
+    assert len(threads()) == 40
+    for _ in range(2):
+        pool.close(PATIENCE)
+        assert not threads()
 
 
 def test_calls_beyond_the_limit_wait_in_order(make_pool, hang):
@@ -230,21 +234,15 @@ def test_the_caller_and_threads_work_at_the_same_time(make_pool, limit):
     assert len(idents) <= limit + 1
 
 
-@pytest.mark.parametrize("limit", [0, 3])
-def test_one_call_stays_with_the_caller(make_pool, limit):
-    pool, idents = make_pool(limit), list[int]()
-    pool.run([lambda: idents.append(threading.get_ident())])
-    assert idents == [threading.get_ident()]
-    pool.run([])
-
-
-def test_a_pool_without_threads_has_one_for_the_background(make_pool):
-    """`threads: 1`, or one core."""
-    pool, done, idents = make_pool(0), threading.Event(), list[int]()
+@pytest.mark.parametrize(("limit", "calls"), [(3, 1), (0, 1), (0, 2)])
+def test_one_call_stays_with_the_caller_and_so_do_all_without_threads(make_pool, limit, calls):
+    """`threads: 1`, or one core: the pool has a thread for the background alone."""
+    pool, done, idents = make_pool(limit), threading.Event(), list[int]()
     pool.run_in_background(done.set)
     assert done.wait(PATIENCE)
-    pool.run([lambda: idents.append(threading.get_ident())] * 2)
-    assert idents == [threading.get_ident()] * 2
+    pool.run([lambda: idents.append(threading.get_ident())] * calls)
+    assert idents == [threading.get_ident()] * calls
+    pool.run([])
 
 
 @pytest.mark.parametrize("bad", [0, 2])
@@ -311,23 +309,9 @@ def test_close_lets_calls_end_that_run_or_are_queued(make_pool, hang):
     assert result(queued) == "queued"
     pool.close(PATIENCE)
     assert not threads()
-
-
-def test_close_ends_idle_threads(make_pool):
-    pool, meeting = make_pool(), threading.Barrier(4)
-    for task in [pool.submit(partial(meeting.wait, PATIENCE)) for _ in range(4)]:
-        result(task)
-    assert len(threads()) == 4
-    pool.close(PATIENCE)
-    pool.close(PATIENCE)
-    assert not threads()
-
-
-def test_after_close_the_caller_works_alone(make_pool):
-    pool, idents = make_pool(2), list[int]()
-    pool.close(PATIENCE)
+    idents = list[int]()
     pool.run([lambda: idents.append(threading.get_ident())] * 3)
-    assert idents == [threading.get_ident()] * 3
+    assert idents == [threading.get_ident()] * 3, "the caller works alone"
 
 
 def test_close_does_not_wait_for_abandoned_calls(make_pool, hang):

@@ -7,8 +7,6 @@ import inspect
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hicache_storage import spec
 from hicache_storage.spec import errors
@@ -24,6 +22,11 @@ def test_pool_names_equal_and_hash_as_their_text():
     assert {spec.PoolName("my_pool_7"): 1}["my_pool_7"] == 1
     assert spec.PoolName(EnginePool.MAMBA) == "mamba"
     assert str(spec.PoolName(EnginePool.MAMBA)) == "mamba"
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "0_z"])
+def test_legal_names_stay(name):
+    assert spec.PoolName(name) == name
 
 
 @pytest.mark.parametrize("name", ["", "KV", "a-b", "a" * 65, "../kv", "kv\n"])
@@ -102,8 +105,3 @@ def test_the_tree_of_errors_is_drawn():
     for cls in error_classes():
         assert cls.__name__ in errors.__doc__
         assert pickle.loads(pickle.dumps(cls("why"))).args == ("why",)
-
-
-@given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz0123456789_", min_size=1, max_size=64))
-def test_every_legal_name_is_accepted(name):
-    assert spec.PoolName(name) == name
