@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
-import signal
 import warnings
 from typing import TYPE_CHECKING
 
@@ -99,72 +100,29 @@ def trouble():
 
 
 @pytest.fixture(scope="session")
-def metadata_url():
-    """A metadata server in a process of its own, which keeps its state on disk."""
-    from tests.interop.metadata import started
+def stores(tmp_path_factory):
+    """Opens a store of a driver, which stays for the session; no test hurts its servers."""
+    from tests.interop.stores import opened
 
-    with started() as served:
-        yield served.url
+    with contextlib.ExitStack() as stack:
 
+        @functools.cache
+        def store(driver: str):
+            return stack.enter_context(opened(driver, tmp_path_factory.mktemp(driver)))
 
-@pytest.fixture
-def server():
-    """A metadata server of the test's own, which it may kill; in order at the end."""
-    from tests.interop.metadata import problems, started
-
-    with started() as served:
-        yield served
-        assert problems(served.url) == []
-
-
-@pytest.fixture
-def sglang_hf3fs(monkeypatch, tmp_path):
-    """Attaches SGLang's own 3FS driver to ranks; takes its signal handlers away at the end."""
-    from tests.interop.metadata import attach_sglang_hf3fs
-
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
-    }
-
-    def attach(rank: Rank, url: str, **options: int) -> object:
-        return attach_sglang_hf3fs(rank, url, tmp_path, monkeypatch, **options)
-
-    yield attach
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture(scope="session")
-def mooncake_cluster():
-    """A Mooncake master and a store of the session's; no test hurts them."""
-    from examples.mooncake_cluster import DevCluster
-
-    # However busy the machine is, no lease may end during a read, and no store may seem dead.
-    with DevCluster(1, 64 << 20, client_ttl_seconds=60, lease_milliseconds=30_000) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def mooncake_options(mooncake_cluster):
-    """Options for an empty store."""
-    from hicache_backends.mooncake.client.handle import connections
-    from hicache_backends.mooncake.config import MooncakeConfig, client_settings
-
-    connection = connections.acquire(client_settings(MooncakeConfig(**mooncake_cluster.options)))
-    connection.remove_prefix("")
-    connections.release(connection)
-    return mooncake_cluster.options
+        yield store
 
 
 @pytest.fixture(params=["file", "hf3fs", "mooncake"])
-def storage(request, tmp_path):
+def storage(request, stores, tmp_path):
     """A driver that keeps the pages, and its configuration."""
+    store, config = stores(request.param), {"path": str(tmp_path / "pages")}
     if request.param == "mooncake":
-        return request.param, request.getfixturevalue("mooncake_options")
-    config = {"path": str(tmp_path / "pages")}
-    if request.param == "hf3fs":
+        store.clear()
+        # However busy the machine is.
+        config = {"rpc_timeout_seconds": 5}
+    elif request.param == "hf3fs":
         # Each test has scopes of its own, because their names have the directory's identity in
         # them.
-        config |= {"metadata_url": request.getfixturevalue("metadata_url"), "file_size": "8MiB"}
-    return request.param, config
+        config["file_size"] = "8MiB"
+    return request.param, store.options | config

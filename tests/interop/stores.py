@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import urllib.request
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
-from hicache_conformance.injectors.servers import stand_still
+from hicache_backends.mooncake.client.handle import connections
+from hicache_backends.mooncake.config import MooncakeConfig, client_settings
 from hicache_storage import create_storage
 from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.spec import StorageIdentity
@@ -141,18 +139,7 @@ class Hf3fsStore:
 
     def outages(self) -> list[AbstractContextManager[None]]:
         """The metadata server is killed and started again, or suspended."""
-        signalled = self._signalled
-        return [
-            _between(self.server.kill, self.server.start),
-            _between(partial(signalled, signal.SIGSTOP), partial(signalled, signal.SIGCONT)),
-        ]
-
-    def _signalled(self, number: int) -> None:
-        process = self.server.process
-        assert process is not None
-        os.killpg(process.pid, number)
-        if number == signal.SIGSTOP:
-            stand_still(process.pid)
+        return [_between(self.server.kill, self.server.start), self.server.suspended()]
 
 
 @dataclass
@@ -181,6 +168,12 @@ class MooncakeStore:
                 assert client.put(name, bytes(stored)) == 0
         finally:
             client.close()
+
+    def clear(self) -> None:
+        """Remove all objects."""
+        connection = connections.acquire(client_settings(MooncakeConfig(**self.options)))
+        connection.remove_prefix("")
+        connections.release(connection)
 
     def _names(self) -> list[str]:
         """Names of all objects, as the master has them."""

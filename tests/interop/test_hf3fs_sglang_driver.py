@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
+import signal
 import time
 
 import pytest
@@ -29,6 +31,7 @@ from tests.interop.engine import (
     with_mamba,
 )
 from tests.interop.metadata import WAIT_SECONDS, live
+from tests.interop.stores import opened
 
 pytestmark = [
     pytest.mark.interop,
@@ -38,49 +41,35 @@ pytestmark = [
 ]
 
 PAGES = 6
-TWO_RANKS = [tp(number) for number in range(2)]
 
 
 @pytest.fixture
-def attached(ranks, server, sglang_hf3fs):
-    """Makes a rank whose storage is SGLang's driver."""
+def server(tmp_path):
+    """A metadata server of the test's own, in order at the end."""
+    with opened("hf3fs", tmp_path) as store:
+        yield store.server
 
-    def attach(pools, parallel=None, **options):
+
+@pytest.fixture
+def attached(ranks, server, tmp_path, monkeypatch):
+    """Attaches SGLang's driver to ranks as an engine does: named `hf3fs`, told the rest by a file, with
+    its mock client. Its signal handlers go at the end."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    file = tmp_path / "hf3fs.json"
+    monkeypatch.setenv("SGLANG_HICACHE_HF3FS_CONFIG_PATH", str(file))
+
+    def attach(pools, parallel=None, *, file_size=1 << 20):
+        options = {"file_size": file_size, "numjobs": 2, "entries": 8}
+        place = {"file_path_prefix": str(tmp_path / "sglang"), "metadata_server_url": server.url}
+        file.write_text(json.dumps(options | place))
         rank = ranks(pools, **(parallel or {}))
-        driver = sglang_hf3fs(rank, server.url, **options)
-        return rank, driver
+        rank.attach_config({"use_mock_hf3fs_client": True}, backend="hf3fs")
+        return rank, rank.controller.storage_backend
 
-    return attach
-
-
-def keys(count, mark=""):
-    return [f"{mark}{number:064x}" for number in range(count)]
-
-
-def indices(count):
-    return torch.arange(count * PAGE_SIZE)
-
-
-def store(rank, driver, names, seed=1):
-    """Write pages of random bytes; their contents."""
-    scribble(rank.pools.kv, seed)
-    assert all(driver.batch_set_v1(names, indices(len(names))))
-    return pages(rank.pools.kv, indices(len(names)))
-
-
-def fetch(rank, driver, names):
-    """Read pages; those that arrived, and None for others."""
-    wipe(rank.pools.kv)
-    answer = driver.batch_get_v1(names, indices(len(names)))
-    found = pages(rank.pools.kv, indices(len(names)))
-    return [page if there else None for page, there in zip(found, answer, strict=True)]
-
-
-def same(found, expected):
-    return all(
-        page is not None and torch.equal(page, wanted)
-        for page, wanted in zip(found, expected, strict=True)
-    )
+    yield attach
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -119,38 +108,11 @@ def test_pages_of_the_controller_come_back(attached, server, make_pools, layout,
     assert set(live(server.url).values()) == {0}
 
 
-@pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
-def test_set_exists_get_delete_clear(attached, make_pools):
-    rank, driver = attached(make_pools("page_first"))
-    names = keys(PAGES)
-    for seed in (1, 2):
-        assert driver.batch_exists(names) == 0
-        assert fetch(rank, driver, names) == [None] * PAGES
-        contents = store(rank, driver, names, seed=seed)
-        # It is there, and not written again.
-        store(rank, driver, names, seed=seed + 10)
-        assert driver.batch_exists([*names, "another"]) == PAGES
-        assert driver.batch_exists(["another", *names]) == 0
-        found = fetch(rank, driver, [*names, "another"])
-        assert found.pop() is None
-        assert same(found, contents)
-        # Its `delete` knows the keys of pools with one part a page only; those of MHA, K and V, it
-        # never finds.
-        if make_pools is mla_pools:
-            driver.delete(names[2])
-            driver.delete("nobody's")
-            assert not driver.exists(names[2])
-            assert driver.batch_exists(names) == 2
-            assert fetch(rank, driver, [names[2]]) == [None]
-            assert same(fetch(rank, driver, names[3:]), contents[3:])
-        driver.clear()
-
-
 def test_ranks_of_replicated_kv_share_one_scope(attached, server):
-    writer, reader = [attached(mla_pools("page_first"), parallel) for parallel in TWO_RANKS]
-    contents = store(*writer, keys(PAGES))
+    (writer, _), (reader, _) = [attached(mla_pools("page_first"), tp(rank)) for rank in range(2)]
+    backup = writer.backup(tokens(PAGES))
     assert live(server.url) == {"0:kv": PAGES}
-    assert same(fetch(*reader, keys(PAGES)), contents)
+    assert reader.restores(backup)
 
 
 def test_more_pages_than_the_file_has(attached, server):
@@ -159,7 +121,13 @@ def test_more_pages_than_the_file_has(attached, server):
     pools = mla_pools("page_first")
     page_bytes = pools.kv.get_ksize_per_token() * PAGE_SIZE
     rank, driver = attached(pools, file_size=4 * page_bytes)
-    written = {}
+    written, indices = {}, torch.arange(PAGES * PAGE_SIZE)
+
+    def fetch(name):
+        wipe(rank.pools.kv)
+        [there] = driver.batch_get_v1([name], indices[:PAGE_SIZE])
+        return pages(rank.pools.kv, indices[:PAGE_SIZE])[0] if there else None
+
     deadline = time.monotonic() + WAIT_SECONDS
     # What is evicted rests for a while before its slot is given away, and a fast machine is through
     # with ten batches by then.
@@ -167,13 +135,11 @@ def test_more_pages_than_the_file_has(attached, server):
         if batch >= 10 and len(written) > 4:
             break
         assert time.monotonic() < deadline, "no page of a later batch was ever stored"
-        names = keys(PAGES, f"{batch}-")
+        names = [f"{batch}-{number:064x}" for number in range(PAGES)]
         scribble(rank.pools.kv, batch)
-        answer = driver.batch_set_v1(names, indices(PAGES))
-        contents = pages(rank.pools.kv, indices(PAGES))
-        written |= {
-            name: page for name, page, stored in zip(names, contents, answer, strict=True) if stored
-        }
-        found = {name: fetch(rank, driver, [name])[0] for name in written}
+        contents = pages(rank.pools.kv, indices)
+        stored = driver.batch_set_v1(names, indices)
+        written |= dict(itertools.compress(zip(names, contents, strict=True), stored))
+        found = {name: fetch(name) for name in written}
         assert all(page is None or torch.equal(page, written[name]) for name, page in found.items())
         assert sum(page is not None for page in found.values()) == live(server.url)["0:kv"] <= 4

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from hicache_conformance.harness.ports import accepts, free_ports
+from hicache_conformance.injectors.servers import stand_still
 from hicache_metadata_server import protocol as p
 
 if TYPE_CHECKING:
@@ -80,6 +81,16 @@ class Served:
                 # The group: the command may be a shell.
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let it answer nothing until the end of a block."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        stand_still(self.process.pid)
+        try:
+            yield
+        finally:
+            os.killpg(self.process.pid, signal.SIGCONT)
 
     def log(self) -> str:
         """Its output."""

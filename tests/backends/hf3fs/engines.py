@@ -12,8 +12,6 @@ import os
 import random
 import selectors
 import time
-from collections import Counter
-from dataclasses import dataclass
 
 import msgspec
 
@@ -160,7 +158,7 @@ class Engines:
         return reader
 
     def judge(self, outages):
-        """What happened, as numbers.
+        """Numbers of pages that were stored, and that were delivered.
 
         Raises:
             Violation: something was answered that cannot be: a page lost, or delivered after its
@@ -188,7 +186,10 @@ class Engines:
         assert not late, [(event.call, round(_seconds(event), 2)) for event in late]
         stats = [peer.stats() for peer in self.peers if not peer.ended]
         assert sum(pool.pages_damaged + pool.pages_evicted for pool in stats) == 0
-        return Tally.of(events, outages)
+        return (
+            sum(sum(event.ended.done) for event in events if event.call is Call.SET),
+            sum(found is not None for event in events for found in event.ended.found),
+        )
 
     def _at(self, moment):
         return f"{(moment - self._began_at) / NANOSECONDS:.2f} s"
@@ -198,34 +199,6 @@ class Engines:
         for key in self.keys:
             book.render(Page(self.identity, str(PoolName.KV), key), 1)
         return book
-
-
-@dataclass
-class Tally:
-    """What the engines were answered."""
-
-    calls: int
-    stored: int
-    """Pages."""
-    delivered: int
-    excused: int
-    """Pages that were missed, or not deleted, while the store was away."""
-    longest: float
-    each_second: list[int]
-    """Calls that were answered in each second of the run."""
-
-    @classmethod
-    def of(cls, events, outages):
-        begin = min(event.began_at for event in events)
-        seconds = Counter((event.ended_at - begin) // NANOSECONDS for event in events)
-        return cls(
-            calls=len(events),
-            stored=sum(sum(event.ended.done) for event in events if event.call is Call.SET),
-            delivered=sum(found is not None for event in events for found in event.ended.found),
-            excused=sum(_missed(event) for event in events if overlaps(event, outages)),
-            longest=max(map(_seconds, events)),
-            each_second=[seconds[second] for second in range(max(seconds) + 1)],
-        )
 
 
 def overlaps(event, outages):
@@ -266,16 +239,6 @@ def _only(event, wanted):
         msgspec.structs.replace(begun, keys=some(begun.keys)),
         msgspec.structs.replace(ended, **columns),
     )
-
-
-def _missed(event):
-    match event.call:
-        case Call.GET:
-            return event.ended.found.count(None)
-        case Call.EXISTS:
-            return len(event.keys) - event.ended.hit
-        case _:
-            return event.ended.done.count(False)
 
 
 def _seconds(event):

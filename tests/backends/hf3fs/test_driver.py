@@ -6,11 +6,10 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import threading
 import time
 import urllib.request
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -292,19 +291,6 @@ def test_pages_longer_than_a_piece(rig):
         assert [page is None for page in one.get(keys)] == [False, True, False]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(1,), (512 << 10,), ((512 << 10) - 64, 64), ((512 << 10) - 1, 2), (1, (1 << 20) + 1, 3)],
-)
-def test_split_buffers_cover_everything_in_order(sizes):
-    from hicache_backends.hf3fs.slots.posix import IO_BYTES, split_buffers
-
-    parts = [memoryview(os.urandom(size)) for size in sizes]
-    found = list(split_buffers(parts))
-    assert b"".join(b"".join(some) for some in found) == b"".join(parts)
-    assert all(0 < sum(map(len, some)) <= IO_BYTES for some in found)
-
-
 def test_people_are_told_whose_pages_a_file_has(mine):
     writer, keys = mine(), chain("a", 2)
     assert all(writer.put(keys))
@@ -418,7 +404,7 @@ def test_a_clear_that_did_not_happen_says_so(rig, server):
     one, keys = rig(metadata_url=server.url, timeout_seconds=0.5), chain("a", 2)
     assert all(one.put(keys))
     namespaces = [one.storage.pools["kv"].namespace]
-    with suspended(server), pytest.raises(StorageTimeoutError):
+    with server.suspended(), pytest.raises(StorageTimeoutError):
         one.storage.clear_namespaces(namespaces, Call(0.5))
     server.kill()
     with pytest.raises(StorageUnavailableError):
@@ -426,15 +412,6 @@ def test_a_clear_that_did_not_happen_says_so(rig, server):
     server.start()
     one.storage.clear_namespaces(namespaces, Call(PATIENCE_SECONDS))
     assert one.hits(keys) == 0
-
-
-@contextmanager
-def suspended(server):
-    os.killpg(server.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.killpg(server.process.pid, signal.SIGCONT)
 
 
 def test_without_a_server_a_clear_that_did_not_happen_says_so_too(rig):

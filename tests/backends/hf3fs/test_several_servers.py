@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_conformance.history.checker import AnomalyKind, HistoryChecker
-from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import AdminClient
 from tests.backends.hf3fs.conftest import SERVE
-from tests.backends.hf3fs.engines import ENGINES, Engines, excused
+from tests.backends.hf3fs.engines import ENGINES, Engines
 from tests.backends.hf3fs.forwards import Forward
 from tests.backends.hf3fs.strikes import Strikes
 from tests.metadata_server.redis_servers import (
@@ -144,45 +142,8 @@ def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes
         strikes.finish()
     engines.read_all()
     print(*strikes.log, sep="\n")
-    tally = engines.judge(strikes.outages)
-    print(tally)
-    assert tally.stored > 10 * ENGINES
-    assert tally.delivered > 10 * ENGINES
+    stored, delivered = engines.judge(strikes.outages)
+    print(f"{stored} pages were stored, {delivered} delivered")
+    assert min(stored, delivered) > 10 * ENGINES
     for server in servers:
         assert AdminClient(server.url).call("/v2/fsck", p.Fsck(), p.FsckReport).problems == []
-
-
-# What is excused, and what is not.
-
-KEYS = ("a", "b", "c")
-SET = Event(
-    Begun(number=0, client="A", call=Call.SET, at=1, pool="kv", keys=KEYS, value=1),
-    Ended(number=0, at=2, done=(True, True, True)),
-)
-
-
-def made(call, at, **answer):
-    return Event(
-        Begun(number=1, client="B", call=call, at=at, pool="kv", keys=KEYS),
-        Ended(number=1, at=at + 1, **answer),
-    )
-
-
-def anomalies(*events, outages=()):
-    judged = [part for event in (SET, *events) for part in excused(event, outages)]
-    return [(anomaly.kind, anomaly.key) for anomaly in HistoryChecker(judged).check()]
-
-
-def test_a_miss_is_a_loss_unless_the_store_was_away():
-    miss = made(Call.GET, 10, found=(1, None, 1))
-    assert anomalies(miss) == [(AnomalyKind.LOST, "b")]
-    assert anomalies(miss, outages=[(5, 9)]) == [(AnomalyKind.LOST, "b")]
-    assert anomalies(miss, outages=[(5, 10)]) == []
-    denial = made(Call.EXISTS, 10, hit=1)
-    assert anomalies(denial) == [(AnomalyKind.DENIED, "b")]
-    assert anomalies(denial, outages=[(11, 20)]) == []
-
-
-def test_wrong_bytes_are_never_excused():
-    wrong = made(Call.GET, 10, found=(1, None, b"x"))
-    assert anomalies(wrong, outages=[(5, 20)]) == [(AnomalyKind.FOREIGN, "c")]
