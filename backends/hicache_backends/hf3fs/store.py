@@ -192,20 +192,16 @@ class Store:
 
     def _open_usrbio(self) -> SlotEngine | None:
         """Open the USRBIO engine; None if it is optional and not possible."""
-        config, required = self.config, self.config.engine == "usrbio"
+        config = self.config
         try:
             library = load_library()
         except ImportError as error:
-            if required:
-                raise ConfigError(
-                    f"engine 'usrbio' needs the package hf3fs-py-usrbio: {error}"
-                ) from error
-            return None
-        mount_point = library.extract_mount_point(self.path)
-        if mount_point is None:
-            if required:
-                raise ConfigError(
-                    f"engine 'usrbio' needs a 3FS mount, and {self.path!r} is on none"
-                )
-            return None
-        return UsrbioEngine(library, mount_point, buffer_bytes=config.usrbio_buffer_bytes)
+            missing = f"the package hf3fs-py-usrbio: {error}"
+        else:
+            mount_point = library.extract_mount_point(self.path)
+            if mount_point is not None:
+                return UsrbioEngine(library, mount_point, buffer_bytes=config.usrbio_buffer_bytes)
+            missing = f"a 3FS mount, and {self.path!r} is on none"
+        if config.engine == "usrbio":
+            raise ConfigError(f"engine 'usrbio' needs {missing}")
+        return None

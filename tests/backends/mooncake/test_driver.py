@@ -167,14 +167,6 @@ def test_threads_that_read_one_page(rig):
     assert not connection._kept
 
 
-def test_a_set_that_is_too_late_publishes_nothing(rig):
-    one = rig()
-    keys = chain("late", 4)
-    assert one.put(keys, seconds=1e-9) == [False] * 4
-    assert one.hits(keys) == 0
-    assert one.put(keys) == [True] * 4
-
-
 def test_a_forked_child_is_refused_and_opens_none_of_its_own(rig, cluster):
     """The library's threads are not there, and it would hang; what is inherited is not closed, and
     the parent goes on."""

@@ -256,7 +256,7 @@ def test_the_master_drops_a_store_between_a_lookup_and_its_read():
 @pytest.mark.long
 @pytest.mark.parametrize("copies", [1, 2])
 def test_three_stores(copies):
-    """Each killed, stopped and cut off in turn; what it prints are the figures."""
+    """Each is killed, stopped and cut off in turn."""
     seconds = os.environ.get("HICACHE_RACE_SECONDS", "8")
     script = 'ip link set lo up && exec "$0" -m tests.backends.mooncake.three_stores "$@"'
     events = "killed,stopped,cut"
