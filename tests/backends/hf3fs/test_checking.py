@@ -39,21 +39,6 @@ def test_what_the_map_says_is_compared_with_the_slot(stored, changed):
     assert damaged(one, msgspec.structs.replace(pages[0], **changed))
 
 
-def test_flipped_bits(stored):
-    """Of a page; and of an envelope: magic number, length, fingerprint, key, checksum. The
-    generation proves nothing."""
-    one, pages = stored
-    for slot in range(3):
-        begin = slot * one.scope.file.geometry.slot_bytes
-        for at in (0, 500, one.page_bytes - 1, *(one.page_bytes + at for at in (0, 8, 16, 56))):
-            flip(one.scope.file.path, begin + at)
-            assert [damaged(one, page) for page in pages] == [i == slot for i in range(3)]
-            flip(one.scope.file.path, begin + at)
-        flip(one.scope.file.path, begin + one.page_bytes + 48)
-    flip(one.scope.file.path, one.page_bytes + 32)
-    assert [damaged(one, page) for page in pages] == [True, False, False]
-
-
 def test_a_file_that_is_short_or_unreadable(stored):
     one, pages = stored
     os.truncate(one.scope.file.path, 100)
@@ -62,11 +47,3 @@ def test_a_file_that_is_short_or_unreadable(stored):
     os.mkdir(one.scope.file.path)
     one.scope.file.close()
     assert damaged(one, pages[0]) is None
-
-
-def flip(path, at):
-    with open(path, "r+b") as some:
-        some.seek(at)
-        [byte] = some.read(1)
-        some.seek(at)
-        some.write(bytes([byte ^ 1]))

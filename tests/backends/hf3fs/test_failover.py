@@ -346,65 +346,59 @@ def look_up(client):
     return client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
 
 
-class Pair:
-    """A client of two servers that answer alike."""
-
-    def __init__(self, stack, answer):
-        self._servers = [stack.enter_context(listening(answer)) for _ in range(2)]
-        urls = [url for url, _ in self._servers]
-        self.metadata = stack.enter_context(closing(HttpMetadataClient(urls, rng=random.Random(1))))
-
-    def send(self, path, request, kind):
-        return self.metadata.send(path, request, kind, Call(PATIENCE_SECONDS))
-
-    @property
-    def asked(self):
-        """How many requests each of them has read."""
-        return sorted(calls(requests) for _, requests in self._servers)
-
-    @property
-    def keys(self):
-        lines = [
-            line
-            for _, requests in self._servers
-            for data in requests
-            for line in data.lower().split(b"\r\n")
-        ]
-        return {line for line in lines if line.startswith(b"idempotency-key")}
+@pytest.fixture
+def stack():
+    with ExitStack() as made:
+        yield made
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 504])
-def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
-    with ExitStack() as stack:
-        pair = Pair(stack, problem(status, "internal"))
-        with pytest.raises(RetryableError):
-            pair.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized)
-        assert (pair.asked, len(pair.keys)) == ([2, 2], 1)
+@pytest.fixture
+def serve(stack):
+    """Starts a server of one answer; its address, and the requests that it has read."""
+    return lambda answer: stack.enter_context(listening(answer))
+
+
+@pytest.fixture
+def client_of(stack):
+    """Makes a client of some addresses."""
+    return lambda *urls: stack.enter_context(
+        closing(HttpMetadataClient(urls, rng=random.Random(1)))
+    )
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "error", "attempts"),
+    ("status", "code", "error", "asked"),
     [
-        (400, "malformed", MetadataError, 1),
-        (401, "unauthorized", MetadataError, 1),
-        (403, "forbidden", MetadataError, 1),
-        (404, "unknown_scope", UnknownScopeError, 1),
-        (409, "mismatch", ScopeMismatchError, 1),
-        (413, "too_large", MetadataError, 1),
-        (422, "invalid", MetadataError, 1),
-        (429, "too_many", RateLimitedError, 1),
+        (400, "malformed", MetadataError, [0, 1]),
+        (401, "unauthorized", MetadataError, [0, 1]),
+        (403, "forbidden", MetadataError, [0, 1]),
+        (404, "unknown_scope", UnknownScopeError, [0, 1]),
+        (409, "mismatch", ScopeMismatchError, [0, 1]),
+        (413, "too_large", MetadataError, [0, 1]),
+        (422, "invalid", MetadataError, [0, 1]),
+        (429, "too_many", RateLimitedError, [0, 1]),
         # No faults of the store, which open no breaker.
-        (429, "too_many", StorageRefusedError, 1),
-        (403, "quota", StorageRefusedError, 1),
-        (408, "late", BusyError, ATTEMPTS + 1),
+        (429, "too_many", StorageRefusedError, [0, 1]),
+        (403, "quota", StorageRefusedError, [0, 1]),
+        (408, "late", BusyError, [0, ATTEMPTS + 1]),
+        *((status, "internal", RetryableError, [2, 2]) for status in (500, 502, 503, 504)),
+        (503, "moving", NoOwnerError, [2, 2]),
+        (503, "unavailable", NoOwnerError, [2, 2]),
+        (503, "draining", DrainingError, [1, 1]),
     ],
 )
-def test_a_refusal_is_taken_from_the_first_server(status, code, error, attempts):
-    with ExitStack() as stack:
-        pair = Pair(stack, problem(status, code))
-        with pytest.raises(error):
-            pair.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp)
-        assert pair.asked == [0, attempts]
+def test_how_often_two_servers_that_answer_alike_are_asked(
+    serve, client_of, status, code, error, asked
+):
+    """A refusal is taken from the first one; what another may answer is asked of it under one key."""
+    servers = [serve(problem(status, code)) for _ in range(2)]
+    client = client_of(*[url for url, _ in servers])
+    request = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])])
+    with pytest.raises(error):
+        client.send("/v2/reserve", request, p.Leases, Call(PATIENCE_SECONDS))
+    assert sorted(calls(requests) for _, requests in servers) == asked
+    lines = b"".join(data for _, requests in servers for data in requests).lower().split(b"\r\n")
+    assert len({line for line in lines if line.startswith(b"idempotency-key")}) == 1
 
 
 FOUND = p.encode(
@@ -422,90 +416,63 @@ def moved(url):
     return reply(b"307 No\r\nLocation: " + f"{url}/v2/lookup".encode(), body)
 
 
-def test_the_owner_of_a_scope_is_asked_first_once_it_is_known():
-    with ExitStack() as stack:
-        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
-        server, at_server = stack.enter_context(listening(moved(owner)))
-        client = stack.enter_context(closing(HttpMetadataClient(server)))
-        for _ in range(3):
-            assert look_up(client).scopes[0].slots == [3]
-        assert (calls(at_server), calls(at_owner)) == (1, 3)
+def test_the_owner_of_a_scope_is_asked_first_once_it_is_known(serve, client_of):
+    owner, at_owner = serve(reply(b"200 OK", FOUND))
+    server, at_server = serve(moved(owner))
+    client = client_of(server)
+    for _ in range(3):
+        assert look_up(client).scopes[0].slots == [3]
+    assert (calls(at_server), calls(at_owner)) == (1, 3)
 
 
 @pytest.mark.parametrize(("error", "asks"), [(RetryableError, True), (NoResponseError, False)])
-def test_an_owner_in_backoff_is_asked_where_that_costs_no_time(error, asks):
+def test_an_owner_in_backoff_is_asked_where_that_costs_no_time(serve, client_of, error, asks):
     """It may have been started again since, and another server names it."""
-    with ExitStack() as stack:
-        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
-        server, _ = stack.enter_context(listening(moved(owner)))
-        client = stack.enter_context(closing(HttpMetadataClient([server, owner])))
-        named = client._servers.at(owner)
-        named.in_backoff, named.backoff_until = True, time.monotonic() + PATIENCE_SECONDS
-        named.failed_at, named.was_silent = time.monotonic(), error is NoResponseError
-        if asks:
-            assert look_up(client).scopes[0].slots == [3]
-        else:
-            with pytest.raises(BusyError):
-                look_up(client)
-        assert bool(at_owner) == asks
-        named.failed_at -= OWNER_SECONDS
-        assert named.may_own
-
-
-@pytest.mark.parametrize("code", ["moving", "unavailable"])
-def test_a_server_that_is_cut_off_from_the_store_is_not_asked_for_ever(code):
-    """It cannot name the new owner. It is not left for good, since it may serve other scopes."""
-    with ExitStack() as stack:
-        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
-        server, at_server = stack.enter_context(listening(problem(503, code)))
-        client = stack.enter_context(closing(HttpMetadataClient([server, owner])))
-        client._owners["0:kv"] = client._servers.at(server)
-        for _ in range(3):
-            assert look_up(client).scopes[0].slots == [3]
-        assert (calls(at_server), calls(at_owner)) == (1, 3)
-        assert not client._servers.at(server).in_backoff
-
-
-@pytest.mark.parametrize("code", ["moving", "unavailable"])
-def test_every_server_is_asked_for_an_owner(code):
-    with ExitStack() as stack:
-        pair = Pair(stack, problem(503, code))
-        with pytest.raises(NoOwnerError):
-            pair.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp)
-        assert pair.asked == [2, 2]
-
-
-def test_servers_that_disagree_about_an_owner_send_nobody_back_and_forth_for_ever():
-    with ExitStack() as stack:
-        server, asked = stack.enter_context(listening(moved("http://127.0.0.1:9")))
-        client = stack.enter_context(closing(HttpMetadataClient([server, "http://127.0.0.1:9"])))
-        with pytest.raises(RetryableError):
+    owner, at_owner = serve(reply(b"200 OK", FOUND))
+    server, _ = serve(moved(owner))
+    client = client_of(server, owner)
+    named = client._servers.at(owner)
+    named.in_backoff, named.backoff_until = True, time.monotonic() + PATIENCE_SECONDS
+    named.failed_at, named.was_silent = time.monotonic(), error is NoResponseError
+    if asks:
+        assert look_up(client).scopes[0].slots == [3]
+    else:
+        with pytest.raises(BusyError):
             look_up(client)
-        assert 1 <= calls(asked) <= ATTEMPTS + 1
+    assert bool(at_owner) == asks
+    named.failed_at -= OWNER_SECONDS
+    assert named.may_own
 
 
-def test_a_redirection_to_another_route_is_not_followed():
-    with ExitStack() as stack:
-        elsewhere, asked = stack.enter_context(listening(reply(b"200 OK", FOUND)))
-        server, _ = stack.enter_context(
-            listening(reply(b"307 No\r\nLocation: " + f"{elsewhere}/v2/clear".encode(), b""))
-        )
-        client = stack.enter_context(closing(HttpMetadataClient(server)))
-        with pytest.raises(RetryableError, match="a redirection to"):
-            client.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp, Call(10.0))
-        assert not asked
+@pytest.mark.parametrize("code", ["moving", "unavailable"])
+def test_a_server_that_is_cut_off_from_the_store_is_not_asked_for_ever(serve, client_of, code):
+    """It cannot name the new owner. It is not left for good, since it may serve other scopes."""
+    owner, at_owner = serve(reply(b"200 OK", FOUND))
+    server, at_server = serve(problem(503, code))
+    client = client_of(server, owner)
+    client._owners["0:kv"] = client._servers.at(server)
+    for _ in range(3):
+        assert look_up(client).scopes[0].slots == [3]
+    assert (calls(at_server), calls(at_owner)) == (1, 3)
+    assert not client._servers.at(server).in_backoff
 
 
-def test_each_server_that_drains_is_asked_once():
-    with ExitStack() as stack:
-        pair = Pair(stack, problem(503, "draining"))
-        with pytest.raises(DrainingError):
-            pair.send(
-                "/v2/reserve",
-                p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])]),
-                p.Leases,
-            )
-        assert (pair.asked, len(pair.keys)) == ([1, 1], 1)
+def test_servers_that_disagree_about_an_owner_send_nobody_back_and_forth_for_ever(serve, client_of):
+    server, asked = serve(moved("http://127.0.0.1:9"))
+    client = client_of(server, "http://127.0.0.1:9")
+    with pytest.raises(RetryableError):
+        look_up(client)
+    assert 1 <= calls(asked) <= ATTEMPTS + 1
+
+
+def test_a_redirection_to_another_route_is_not_followed(serve, client_of):
+    elsewhere, asked = serve(reply(b"200 OK", FOUND))
+    location = f"{elsewhere}/v2/clear".encode()
+    server, _ = serve(reply(b"307 No\r\nLocation: " + location, b""))
+    client = client_of(server)
+    with pytest.raises(RetryableError, match="a redirection to"):
+        client.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp, Call(10.0))
+    assert not asked
 
 
 def test_a_writer_leaves_a_server_that_drains_and_comes_back(server, server_two):
