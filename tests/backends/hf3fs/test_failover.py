@@ -43,10 +43,8 @@ from hicache_metadata_server.client.failover import (
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, StorageUnavailableError
-from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.listening import listening, reply
-from tests.support.metadata import Served
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=30)
@@ -174,17 +172,10 @@ def test_with_no_server_well_the_one_that_rests_min_is_asked():
 # Two addresses of one real server.
 
 
-@pytest.fixture(scope="module")
-def server():
-    """One for all cases, each of which has a scope of its own."""
-    with Served(command=SERVE) as served:
-        yield served
-
-
 @pytest.fixture
-def ways(server):
+def ways(kept_server):
     with ExitStack() as stack:
-        yield [stack.enter_context(closing(Forward(server.port))) for _ in range(2)]
+        yield [stack.enter_context(closing(Forward(kept_server.port))) for _ in range(2)]
 
 
 def geometry(scope="0:kv-test"):
@@ -254,11 +245,11 @@ def test_another_server_is_asked_within_the_deadline(client, manner, caplog):
     assert caplog.text.count("serves again") == 1
 
 
-def test_a_change_that_two_servers_have_seen_is_done_once(client, server):
+def test_a_change_that_two_servers_have_seen_is_done_once(client, kept_server):
     client.home.manner = Manner.MUTE
     leased = client.reserve(["x", "y"])
     assert leased.states == [p.Reserved.LEASED] * 2
-    assert (client.leased(server), client.left) == (2, 1)
+    assert (client.leased(kept_server), client.left) == (2, 1)
 
 
 def test_calls_with_short_deadlines_leave_a_hanging_server_too(client):
@@ -296,11 +287,11 @@ def test_with_all_servers_away_calls_fail_and_come_back_by_themselves(client):
     eventually(lambda: client.metadata.endpoint == client.home.url)
 
 
-def test_what_nobody_waits_for_goes_to_the_other_server_too(client, server):
+def test_what_nobody_waits_for_goes_to_the_other_server_too(client, kept_server):
     leased = client.reserve(["x"])
     client.home.manner = Manner.REFUSES
     client.metadata.abort([p.LeaseScope(scope=client.scope, leases=leased.leases)])
-    eventually(lambda: client.leased(server) == 0)
+    eventually(lambda: client.leased(kept_server) == 0)
 
 
 def test_many_threads_leave_a_server_once(client):
@@ -475,9 +466,9 @@ def test_a_redirection_to_another_route_is_not_followed(serve, client_of):
     assert not asked
 
 
-def test_a_writer_leaves_a_server_that_drains_and_comes_back(server, server_two):
+def test_a_writer_leaves_a_server_that_drains_and_comes_back(kept_server, server_two):
     """These two have a store each; the client makes its scope in both."""
-    client = Client([server, server_two])
+    client = Client([kept_server, server_two])
     with closing(client.metadata):
         client.metadata.refresh(Call(10))
         client.reserve(["a"])
@@ -490,10 +481,10 @@ def test_a_writer_leaves_a_server_that_drains_and_comes_back(server, server_two)
         eventually(lambda: client.metadata.endpoint == client.home.url)
 
 
-def test_two_addresses_that_are_two_stores_lose_pages_and_are_told(server, server_two, caplog):
+def test_two_addresses_that_are_two_stores_lose_pages_and_are_told(kept_server, server_two, caplog):
     """Nothing can prove that addresses belong to one store. A scope that is not there is made
     anew."""
-    client = Client([server, server_two])
+    client = Client([kept_server, server_two])
     with closing(client.metadata), caplog.at_level(logging.WARNING):
         client.metadata.refresh(Call(10))
         client.reserve(["a"])
