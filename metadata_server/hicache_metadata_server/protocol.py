@@ -53,7 +53,6 @@ MSGPACK: Final = "application/msgpack"
 class Token(StrEnum):
     """Rights of a bearer token; each includes those before it."""
 
-    NONE = "none"
     READ = "read"
     WRITE = "write"
     ADMIN = "admin"
@@ -617,8 +616,6 @@ class About(Answer, frozen=True, kw_only=True):
 # `GET /v2/history`: time series of a server and its slowest calls. Optional.
 
 HISTORY: Final = "/v2/history"
-AFTER: Final = "after"
-"""Query parameter, in seconds since 1970: return only later samples."""
 
 
 # Columns of numbers: an hour of samples as objects would be several times as long.

@@ -60,7 +60,7 @@ def refused_tokens(asked):
         yield bearer(token), 401
     forbidden = [
         f"{right}-{tenant}"
-        for right in ORDER[1 : ORDER.index(asked.right)]
+        for right in ORDER[: ORDER.index(asked.right)]
         for tenant in ("acme", "")
     ]
     if asked.names_scope:

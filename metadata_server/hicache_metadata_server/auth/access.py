@@ -6,12 +6,13 @@ import ipaddress
 import math
 import socket
 import time
+from functools import lru_cache
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.auth.files import digest
 from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.core.limits import ANYBODY, TOO_MANY, Caller, TokenBucket
+from hicache_metadata_server.core.limits import ANYBODY, Caller, TokenBucket
 from hicache_metadata_server.protocol import Token
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Tokens:
         Raises:
             RequestError: 401 for a missing, unknown or expired token, 403 for an insufficient right.
         """
-        if not self._required or needed is Token.NONE:
+        if not self._required:
             return ANYBODY
         known = self._find(authorization)
         if known is None:
@@ -155,9 +156,8 @@ class OriginPolicy:
         self._tokens = tokens
         self._allowed = {name.strip().lower() for name in allowed if name.strip()}
         self._names = self._allowed | {socket.gethostname().lower(), host.lower()}
-        # Clients send the same few values: each of them is parsed once.
-        self._accepted = set[bytes]()
-        """Values of `Host` that were accepted before."""
+        # Clients send the same few values of `Host`: each of them is parsed once.
+        self._is_known = lru_cache(MAX_CACHED_HOSTS)(self._has_known_name)
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
         """Check that no page of another site has sent a request.
@@ -169,8 +169,12 @@ class OriginPolicy:
         if self._tokens:
             return
         host = headers.get(b"host", b"")
-        if host not in self._accepted:
-            self._check_host(host)
+        if not self._is_known(host):
+            message = (
+                f"this server has no tokens, and does not know itself as {_name_of(host)[:100]!r}: "
+                f"name it in {OPTION}, or give the server tokens"
+            )
+            raise _refused(message, "Host")
         # `Origin` decides where there is one: old browsers send no `Sec-Fetch-Site`, and programs
         # send neither.
         origin = headers.get(b"origin")
@@ -180,18 +184,10 @@ class OriginPolicy:
             message = "a page of another site has sent this request, and this server has no tokens"
             raise _refused(message, "Sec-Fetch-Site")
 
-    def _check_host(self, host: bytes) -> None:
+    def _has_known_name(self, host: bytes) -> bool:
         name = _name_of(host)
         is_private = name.endswith(PRIVATE) or ("." not in name and ":" not in name)
-        if not (is_private or name in self._names or _is_address(name)):
-            message = (
-                f"this server has no tokens, and does not know itself as {name[:100]!r}: name it "
-                f"in {OPTION}, or give the server tokens"
-            )
-            raise _refused(message, "Host")
-        # Any address is accepted, so that a client could make up values without end.
-        if len(self._accepted) < MAX_CACHED_HOSTS:
-            self._accepted.add(host)
+        return is_private or name in self._names or _is_address(name)
 
     def _check_origin(self, origin: bytes, host: bytes) -> None:
         # `null`, the origin of sandboxed frames and local files, has no `://` and is refused.
@@ -274,5 +270,5 @@ class RateLimiter:
             self.throttled[tenant] = self.throttled.get(tenant, 0) + 1
             message = f"tenant {tenant!r} may send {bucket.rate:g} requests a second"
             raise RequestError(
-                429, TOO_MANY, message, "Authorization", retry_seconds=math.ceil(seconds)
+                429, "too_many", message, "Authorization", retry_seconds=math.ceil(seconds)
             )

@@ -44,10 +44,6 @@ own."""
 
 NAME: Final = "[A-Za-z0-9._-]{1,64}"
 """Regular expression of tenant names."""
-QUOTA: Final = "quota"
-"""Error code of an exceeded quota of scopes, slots or bytes."""
-TOO_MANY: Final = "too_many"
-"""Error code of an exceeded request rate."""
 Columns = p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete
 """Requests whose scopes have columns of entries."""
 

@@ -29,7 +29,6 @@ from hicache_metadata_server.core.limits import (
     ANYBODY,
     DEFAULTS,
     NO_QUOTA,
-    QUOTA,
     Caller,
     Measure,
     Quotas,
@@ -639,7 +638,7 @@ class MetadataService:
         if quota is NO_QUOTA or not new:
             return
         if why := quota.beyond(TenantUsage.of(self.held_by(tenant)), new):
-            raise RequestError(403, QUOTA, f"tenant {tenant!r} is at its quota: {why}", field)
+            raise RequestError(403, "quota", f"tenant {tenant!r} is at its quota: {why}", field)
 
     def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
         """Geometries of the scopes of one tenant, "" for scopes without tenant."""

@@ -17,7 +17,7 @@ from hicache_metadata_server.core.changes import SteadyClock
 from hicache_metadata_server.core.errors import invalid
 from hicache_metadata_server.http.asgi import STATUS_PAGE, ProtocolApp, content_types
 from hicache_metadata_server.http.handlers import Handlers
-from hicache_metadata_server.protocol import AFTER, HISTORY
+from hicache_metadata_server.protocol import HISTORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,7 @@ def _pages(app: ProtocolApp) -> list[Route]:
 
     async def history(request: Request) -> Response:
         _, content_type = content_types(request.url.path, dict(request.scope["headers"]))
-        text = request.query_params.get(AFTER, "0")
+        text = request.query_params.get("after", "0")
         try:
             after = float(text)
         except ValueError:
@@ -120,7 +120,7 @@ def _pages(app: ProtocolApp) -> list[Route]:
         if math.isfinite(after):
             found = p.encode(app.recorder.history(after), content_type)
             return Response(found, media_type=content_type)
-        refused = invalid(f"seconds since 1970, not {text[:40]!r}", AFTER)
+        refused = invalid(f"seconds since 1970, not {text[:40]!r}", "after")
         problem = p.encode(refused.problem, content_type)
         return Response(problem, refused.status, media_type=content_type)
 
