@@ -88,7 +88,6 @@ def test_a_backup_is_a_store_with_what_readers_can_verify(stored, tmp_path):
     assert (status, told.startswith(f"{pages} pages: {tmp_path}/b.db, ")) == (0, True), told
     assert (tmp_path / "b.db").stat().st_mode & 0o777 == 0o600
     assert {file.name for file in tmp_path.iterdir()} == {"m.db", "b.db"}
-    assert run_metadata("fsck", "--store", address(tmp_path / "b.db")).exit_code == 0
     wanted = {place: page for place, page in live(stored).items() if page[3]}
     assert len(wanted) == pages
     with opened_store(address(tmp_path / "b.db")) as (service, _):
@@ -101,6 +100,9 @@ def test_a_backup_is_a_store_with_what_readers_can_verify(stored, tmp_path):
 def test_a_restored_backup_gives_no_slot_that_a_writer_may_still_write(stored, tmp_path, restore):
     """A lease that was given after the backup is unknown to it, until it has ended."""
     assert backed_up(tmp_path)[0] == 0
+    content = (tmp_path / "b.db").read_bytes()
+    assert run_metadata("fsck", "--store", address(tmp_path / "b.db")).exit_code == 0
+    assert (tmp_path / "b.db").read_bytes() == content
     restore(tmp_path / "b.db", tmp_path / "r.db")
     now = time.time()
     # Also after another restart.

@@ -18,7 +18,7 @@ ScopeNames = Annotated[
     list[str] | None,
     typer.Argument(metavar="SCOPE", help="rank:namespace, as listed by `scopes`."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask; needed where there is no terminal.")]
 POLL_SECONDS: Final = 0.2
 FORCED_WAIT_SECONDS: Final = 60.0
 MAX_WIDTH: Final = 4096

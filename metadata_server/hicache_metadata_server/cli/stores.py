@@ -40,7 +40,7 @@ def fsck(
         str,
         typer.Option(
             metavar="URL",
-            help="Check this store instead: a sqlite:///FILE that no server has open, or a Redis.",
+            help="Check this store instead, a sqlite:///FILE or a Redis; a server may use it.",
         ),
     ] = "",
 ) -> None:
@@ -70,8 +70,9 @@ def _check_store(store: str) -> tuple[int, list[str]]:
 
         service = restored_service(store, time.time())
     else:
-        with opened_store(store) as (service, _):
-            pass
+        # In a copy: a start takes the file that it has opened for the original of its backups.
+        with _copied(store) as copy, opened_store(f"sqlite:///{copy}") as opened:
+            service, _ = opened
     return sum(scope.geometry.slots for scope in service.scopes.values()), audited(service)
 
 
@@ -115,44 +116,60 @@ def backup(
     import sqlite3
 
     from hicache_metadata_server.storage.sqlite import INODE
-    from hicache_metadata_server.storage.store import sqlite_file
 
     with exit_on_error():
         if file.exists() and not replace:
             raise FileExistsError(f"{file} exists already; --replace replaces it")
-        source = sqlite_file(store)
-        if not Path(source).is_file():
-            raise FileNotFoundError(f"there is no store {source}")
-        # In the same directory: a rename to another file system would not be atomic. Its mode keeps
-        # others out of keys, which reveal prompts that share a prefix.
-        with tempfile.TemporaryDirectory(dir=file.absolute().parent, prefix=file.name) as directory:
-            copy = Path(directory) / file.name
-            copy.touch(0o600)
-            try:
-                with (
-                    closing(sqlite3.connect(source)) as origin,
-                    closing(sqlite3.connect(copy)) as target,
-                ):
-                    origin.backup(target)
-                    [(damage,), *_] = target.execute("PRAGMA quick_check").fetchall()
-                    if damage != "ok":
-                        fail(f"{source} is damaged: {damage}")
-                    # It is checked as a store of its own, not as a copy that somebody serves. A
-                    # database of something else has no such table, and is refused then.
-                    with suppress(sqlite3.OperationalError):
-                        target.execute("DELETE FROM counters WHERE name = ?", (INODE,))
-                        target.commit()
-                problems, pages = _checked(copy)
-                with closing(sqlite3.connect(copy)) as target, target:
-                    # Whatever file has this content counts as a copy, also this one.
-                    target.execute("UPDATE counters SET ceiling = 0 WHERE name = ?", (INODE,))
-            except sqlite3.Error as error:
-                fail(f"{source} cannot be copied to {file}: {error}")
+        # In the same directory: a rename to another file system would not be atomic.
+        with _copied(store, file.absolute().parent) as copy:
+            problems, pages = _checked(copy)
+            with closing(sqlite3.connect(copy)) as target, target:
+                # Whatever file has this content counts as a copy, also this one.
+                target.execute("UPDATE counters SET ceiling = 0 WHERE name = ?", (INODE,))
             copy.rename(file)
     for problem in problems:
         typer.echo(f"a start leaves out: {problem}")
     typer.echo(f"{pages:,} pages: {file}, {file.stat().st_size:,} bytes")
     raise typer.Exit(FOUND_PROBLEMS if problems else 0)
+
+
+@contextmanager
+def _copied(store: str, place: Path | None = None) -> Generator[Path]:
+    """Copy a SQLite store, which a server may use, to a directory that is removed afterwards.
+
+    Args:
+        place: above that directory; None for the system's place of temporary files.
+    """
+    import sqlite3
+
+    from hicache_metadata_server.storage.sqlite import INODE
+    from hicache_metadata_server.storage.store import sqlite_file
+
+    source = sqlite_file(store)
+    if not Path(source).is_file():
+        # A mistyped path would be an empty store.
+        raise FileNotFoundError(f"there is no store {source}")
+    # Its mode keeps others out of keys, which reveal prompts that share a prefix.
+    with tempfile.TemporaryDirectory(dir=place, prefix="hicache-metadata-") as directory:
+        copy = Path(directory) / "copy.db"
+        copy.touch(0o600)
+        try:
+            with (
+                closing(sqlite3.connect(source)) as origin,
+                closing(sqlite3.connect(copy)) as target,
+            ):
+                origin.backup(target)
+                [(damage,), *_] = target.execute("PRAGMA quick_check").fetchall()
+                if damage != "ok":
+                    fail(f"{source} is damaged: {damage}")
+                # It is checked as a store of its own, not as a copy that somebody serves. A
+                # database of something else has no such table, and is refused then.
+                with suppress(sqlite3.OperationalError):
+                    target.execute("DELETE FROM counters WHERE name = ?", (INODE,))
+                    target.commit()
+            yield copy
+        except sqlite3.Error as error:
+            fail(f"{source} cannot be copied: {error}")
 
 
 def _checked(copy: Path) -> tuple[list[str], int]:
@@ -173,16 +190,11 @@ def _checked(copy: Path) -> tuple[list[str], int]:
 @contextmanager
 def opened_store(url: str) -> Generator[tuple[MetadataService, SqliteStore]]:
     """Return the service that a SQLite store recovers to, and the store."""
-    from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.sqlite import SqliteStore
     from hicache_metadata_server.storage.store import sqlite_file
 
-    file = sqlite_file(url)
-    if not Path(file).is_file():
-        # A mistyped path would be an empty store.
-        raise StoreError(f"there is no store {file}")
-    store, now = SqliteStore(file), time.time()
+    store, now = SqliteStore(sqlite_file(url)), time.time()
     try:
         service = MetadataService(durability=store.durability)
         service.restore(store.recover(now), store.rows, now)

@@ -57,7 +57,7 @@ _IDEMPOTENCY_KEY: Final = {
     "in": "header",
     "schema": {"type": "string", "maxLength": 128},
 }
-_AFTER: Final = {"name": AFTER, "in": "query", "schema": {"type": "number", "default": 0}}
+_AFTER: Final = {"name": "after", "in": "query", "schema": {"type": "number", "default": 0}}
 _SUMMARIES: Final = {
     "/v2": "Protocol, server, instance, durability, limits",
     "/v2/scopes": "Every scope, its geometry, its slots by state",
