@@ -43,26 +43,7 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-TEMPLATE: Final = "#/components/schemas/{name}"
 ROUTES: Final = (*p.ROUTES.values(), *p.SGLANG_ROUTES.values(), p.HISTORY_ROUTE)
-_DONE: Final = {"description": "Done."}
-_RANK: Final = {
-    "name": "rank",
-    "in": "path",
-    "required": True,
-    "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
-}
-_IDEMPOTENCY_KEY: Final = {
-    "name": p.IDEMPOTENCY_HEADER,
-    "in": "header",
-    "schema": {"type": "string", "maxLength": 128},
-}
-_AFTER: Final = {"name": "after", "in": "query", "schema": {"type": "number", "default": 0}}
-_SUMMARIES: Final = {
-    "/v2": "Protocol, server, instance, durability, limits",
-    "/v2/scopes": "Every scope, its geometry, its slots by state",
-    HISTORY: "What the server did over time, and its slowest calls; not every server has it",
-}
 
 
 def create_app(
@@ -161,14 +142,16 @@ class Assets(StaticFiles):
 
 
 def openapi(version: str) -> dict[str, Any]:
-    """Build the OpenAPI document."""
-    kinds: set[Any] = {p.Problem}
-    for route in ROUTES:
-        kinds |= {kind for kind in (route.request, route.answer) if kind is not None}
+    """Build the OpenAPI document out of the table of routes."""
     # In one order: otherwise the document would differ from start to start.
-    ordered = sorted(kinds, key=lambda kind: kind.__name__)
-    schemas, components = msgspec.json.schema_components(ordered, ref_template=TEMPLATE)
-    by_kind = dict(zip(ordered, schemas, strict=True))
+    kinds: list[Any] = sorted(
+        {p.Problem, *(kind for route in ROUTES for kind in (route.request, route.answer) if kind)},
+        key=lambda kind: kind.__name__,
+    )
+    schemas, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    by_kind = dict(zip(kinds, schemas, strict=True))
     return {
         "openapi": "3.1.0",
         "info": {
@@ -187,42 +170,31 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _described(route: p.Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    is_native = route.path.startswith("/v2")
-    both = (p.JSON, p.MSGPACK)
-    described: dict[str, Any] = {
-        "tags": ["native" if is_native else "compatible with SGLang 0.5.23"],
+    # The part that is compatible with SGLang 0.5.23 is JSON alone.
+    types = (p.JSON, p.MSGPACK) if route.path.startswith("/v2") else (p.JSON,)
+
+    def body(kind: Any) -> dict[str, Any]:
+        content = {name: {"schema": schemas[kind]} for name in types} if kind else {}
+        return {"description": f"{kind.__name__ if kind else 'Done'}.", "content": content}
+
+    parameters = [
+        {"name": name, "in": place, "required": place == "path", "schema": {"type": kind}}
+        for name, place, kind, is_taken in (
+            ("rank", "path", "integer", "{rank}" in route.path),
+            (p.IDEMPOTENCY_HEADER, "header", "string", route.changes),
+            ("after", "query", "number", route.path == HISTORY),
+        )
+        if is_taken
+    ]
+    return {
+        "summary": ((route.request or route.answer).__doc__ or "").partition("\n")[0],
         "description": f"Needs a token of {route.token} where the server has tokens.",
         # `{}` permits calls without a token: a server may have none.
         "security": [{}, {"token": []}],
+        "parameters": parameters,
+        **({"requestBody": {**body(route.request), "required": True}} if route.request else {}),
         "responses": {
-            "default": {
-                "description": "Refused; `code` and `field` say why.",
-                "content": _content(schemas[p.Problem], p.JSON),
-            }
+            "200" if route.answer else "204" if len(types) > 1 else "2XX": body(route.answer),
+            "default": body(p.Problem),
         },
-        "parameters": [],
     }
-    if route.answer is not None:
-        described["responses"]["200"] = {**_DONE, "content": _content(schemas[route.answer], *both)}
-    elif is_native:
-        described["responses"]["204"] = _DONE
-    else:
-        described["responses"] |= {"200": _DONE, "204": _DONE}
-        described["parameters"].append(_RANK)
-    if route.request is not None:
-        content_types = both if is_native else (p.JSON,)
-        content = _content(schemas[route.request], *content_types)
-        described["requestBody"] = {"required": True, "content": content}
-    if is_native:
-        # The docstring of a request type begins with its route: "`POST /v2/lookup`: summary".
-        text = (route.request.__doc__ or "").partition("`: ")[2] if route.request else ""
-        described["summary"] = text.partition("\n")[0] or _SUMMARIES[route.path]
-    if route.changes:
-        described["parameters"].append(_IDEMPOTENCY_KEY)
-    if route.path == HISTORY:
-        described["parameters"].append(_AFTER)
-    return described
-
-
-def _content(schema: Any, *content_types: str) -> dict[str, Any]:
-    return {content_type: {"schema": schema} for content_type in content_types}
