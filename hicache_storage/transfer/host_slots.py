@@ -18,7 +18,7 @@ from hicache_storage.transfer.copies import HOST
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from hicache_storage.pools import PagedHostPool, SlotAllocator
+    from hicache_storage.pools import SlotAllocator
     from hicache_storage.pools.pages import Numbers
     from hicache_storage.transfer.streams import Completion, Event, Stream
 
@@ -92,9 +92,7 @@ class HostSlots:
         fences: of the copies.
     """
 
-    def __init__(
-        self, pool: PagedHostPool | SlotAllocator, fences: Collection[PageFences] = ()
-    ) -> None:
+    def __init__(self, pool: SlotAllocator, fences: Collection[PageFences] = ()) -> None:
         self._pool = pool
         self._page_size = pool.page_size
         self.fences = fences

@@ -102,8 +102,7 @@ def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):
     served(world, LONG)
     world.controller.be("well")
     forget(world)
-    assert world.cache.prefetch_from_storage("r", LONG)
-    eventually(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    fetch(world, LONG)
     assert world.cache.match(LONG).length == 0
     served(world, LONG)
     lock = world.cache.lock(world.cache.match(LONG))
