@@ -9,7 +9,7 @@ import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.harness.log_records import records_above_debug
-from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.pools import GuardedPool, PoolMemory, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import check, covers
 from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer
@@ -83,6 +83,22 @@ class ReadingCases:
         missing = context.keys(1)[0]
         chain = [first, missing, second, first, first, missing]
         sut.compare_holed(chain, sut.get(chain), {first, second})
+
+    @covers("GET-3")
+    def test_the_form_of_answers(self, context: CaseContext) -> None:
+        """Answers of batches of several sizes, also where all pages are missing."""
+        pools: dict[str, PoolMemory] = {PoolName.KV: GuardedPool(), PoolName.SWA: GuardedPool()}
+        # Without the layers, because their counters would fail on a wrong form before the driver's
+        # answer arrives here.
+        sut = context.storage(pools=pools, options=NO_LAYERS)
+        for size in (5, 1, 3):
+            stored, missing = context.keys(size), context.keys(size)
+            # `set` and `get` check the form.
+            sut.store(stored)
+            for keys in (stored, missing, stored[:1] + missing):
+                sut.get(keys)
+            sut.store(stored, PoolName.SWA)
+            sut.get(stored, PoolName.SWA)
 
     @covers("GET-3")
     def test_an_answer_stays_what_it_is(self, context: CaseContext) -> None:
