@@ -14,15 +14,11 @@ import time
 import pytest
 from hypothesis import given, settings
 
-from hicache_conformance.cases.random_calls import RandomRun, fault_plans
-from hicache_conformance.fixtures.process_group import ProcessGroup
-from hicache_conformance.history.events import Call
+from hicache_conformance.cases.random_calls import fault_plans
 from hicache_conformance.injectors.active_faults import ActiveFaults
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
-from hicache_conformance.injectors.named_faults import KILLED_ENGINE, MENU
+from hicache_conformance.injectors.named_faults import MENU
 from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
-from hicache_storage.spec import Capabilities, Sharing
-from tests.conformance.records import case_context
 
 KEYS = ["a", "b", "c", "d"]
 PLACES = [0, 1, 2, 3]
@@ -34,16 +30,16 @@ PLACES = [0, 1, 2, 3]
 
 def test_every_kind_is_on_a_menu():
     # What outlasts its plan has a case of its own.
-    apart = {KILLED_ENGINE.kind, FaultKind.HALF_OPEN}
+    apart = {FaultKind.HALF_OPEN}
     assert {fault.kind for menu in MENU.values() for fault in menu} | apart == set(FaultKind)
 
 
 @pytest.mark.parametrize("injector", MENU)
 def test_a_plan_has_up_to_four_faults_of_the_menu_and_states_once(injector):
-    menu = {fault.kind for fault in (*MENU[injector], KILLED_ENGINE)}
+    menu = {fault.kind for fault in MENU[injector]}
 
     @settings(max_examples=50, database=None, deadline=None)
-    @given(fault_plans(injector, hangs=True, engines=True))
+    @given(fault_plans(injector, hangs=True))
     def draw(plan):
         kinds = [fault.kind for fault in plan.faults]
         assert 1 <= len(kinds) <= 4
@@ -56,9 +52,9 @@ def test_a_plan_has_up_to_four_faults_of_the_menu_and_states_once(injector):
 
 
 @settings(database=None)
-@given(fault_plans("disk", hangs=False, engines=False))
-def test_hangs_and_killed_engines_are_drawn_only_where_they_may(plan):
-    assert not {FaultKind.HANG, KILLED_ENGINE.kind} & {fault.kind for fault in plan.faults}
+@given(fault_plans("disk", hangs=False))
+def test_hangs_are_drawn_only_where_they_may(plan):
+    assert not plan.hangs
 
 
 def test_a_plan_says_what_happens_where():
@@ -74,13 +70,13 @@ def test_a_plan_says_what_happens_where():
             ),
             Fault(kind=FaultKind.DELAY, seconds=0.02, operations=("read",), count=1),
             Fault(kind=FaultKind.SHORT_READ, first=4),
-            KILLED_ENGINE,
+            Fault(kind=FaultKind.KILL),
         ),
     )
     assert str(plan) == (
         "disk: ENOSPC at create or write number 3 to 5; a delay of 20 ms at read number 1; short "
         "read at any operation from "
-        "number 5 on; killed engine"
+        "number 5 on; killed server"
     )
     assert str(FaultPlan("disk", ())) == "disk: no fault"
 
@@ -233,39 +229,3 @@ def test_plans_are_recorded_once(stage):
         [FaultKind.HANG],
         [FaultKind.CUT],
     ]
-
-
-# Whole rehearsals
-# ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def context(tmp_path):
-    """A context of the file driver, on the injector `objects`."""
-    injector, shared = DriverMethodInjector(), Capabilities(sharing=Sharing.PROCESSES)
-    context = case_context(tmp_path, capabilities=shared, injector=injector)
-    yield context
-    injector.heal()
-    context.close()
-
-
-def test_another_engine_is_killed_and_this_one_goes_on(context, monkeypatch):
-    random_run, killed, real = RandomRun(context, context.injector), [], ProcessGroup.worker
-    monkeypatch.setattr(
-        ProcessGroup,
-        "worker",
-        lambda *args, **named: killed.append(real(*args, **named)) or killed[-1],
-    )
-    plan = FaultPlan(
-        "objects",
-        (
-            Fault(kind=FaultKind.ENGINE, place=0.2),
-            Fault(kind=FaultKind.ERROR, error="EIO", count=2),
-        ),
-    )
-    calls = [("set", (11, 12)), ("get", (0, 11)), ("exists", (0, 1)), ("set", (13, 3))]
-    assert random_run.run(plan, calls) is None
-    (engine,) = killed
-    assert engine.ended
-    assert {event.call for event in engine.events} == {Call.SET}
-    assert context.injector.plans == [plan]

@@ -15,39 +15,33 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from msgspec import structs
 
 from hicache_conformance.fixtures.fault_calls import (
+    DEADLINE_SECONDS,
     call_bounded,
     check_hits,
     check_kept,
-    set_deadline,
+    under_fault,
     wait_until_serving,
 )
-from hicache_conformance.fixtures.process_group import (
-    STORE_ATTEMPTS,
-    STORE_PAUSE_SECONDS,
-    ProcessGroup,
-)
+from hicache_conformance.fixtures.process_group import STORE_ATTEMPTS, STORE_PAUSE_SECONDS
 from hicache_conformance.harness.oracle import PoolQuery, check_exists
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool, PoolShape
+from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import (
     StorageUnderTest,
     all_pages,
     block_groups,
     trailing,
 )
-from hicache_conformance.history.events import Call
-from hicache_conformance.injectors.active_faults import find_fault
-from hicache_conformance.injectors.named_faults import KILLED_ENGINE, MENU
+from hicache_conformance.injectors.named_faults import MENU
 from hicache_conformance.model.case import Violation, check, checked, covers
 from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.processes.worker import KillSchedule
 from hicache_storage.layers import StorageOptions
 from hicache_storage.plugins import registry
 from hicache_storage.spec import HungReads, PoolName, PoolTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.injectors.injector import FaultInjector
@@ -261,9 +255,6 @@ SHRINK_SECONDS: Final = 60.0
 be blamed on the driver."""
 PLAN_KEYS: Final = 20
 GUARDED: Final = StorageOptions(breaker_threshold=4, breaker_cooldown_seconds=0.05)
-OTHERS: Final[Mapping[str, PoolShape]] = {
-    PoolName.KV: PoolShape(pages=16, components=(3_000, 5_000))
-}
 
 Step = tuple[str, tuple[int, ...]]
 """A call, and places of the keys that it is about."""
@@ -288,7 +279,6 @@ class PlanCases:
             # Reads may not wait by declaration, and methods must be able to hang.
             hangs=promised.hung_reads is HungReads.BOUNCE_BUFFER
             and (injector.name != "objects" or promised.may_hang),
-            engines=declares(context.capabilities, "sharing>=processes"),
         )
         count = context.profile.plan_steps
 
@@ -302,15 +292,14 @@ class PlanCases:
 
 
 @st.composite
-def fault_plans(draw: st.DrawFn, injector: str, *, hangs: bool, engines: bool) -> FaultPlan:
+def fault_plans(draw: st.DrawFn, injector: str, *, hangs: bool) -> FaultPlan:
     """Plans of one to four faults.
 
     Args:
         hangs: whether operations may hang; each costs its deadlines, so that only some plans have
             one.
-        engines: whether another engine may be killed.
     """
-    menu = [*MENU[injector], *([KILLED_ENGINE] if engines else [])]
+    menu = MENU[injector]
     brief = [fault for fault in menu if fault.kind is not FaultKind.HANG]
     fault = st.sampled_from(brief).flatmap(partial(_timed, injector))
     if hangs:
@@ -325,8 +314,6 @@ def fault_plans(draw: st.DrawFn, injector: str, *, hangs: bool, engines: bool) -
 def _timed(injector: str, fault: Fault) -> st.SearchStrategy[Fault]:
     """The fault at some time, for some time."""
     places = st.integers(0, 10_000).map(lambda number: number / 10_000)
-    if fault.kind is FaultKind.ENGINE:
-        return places.map(lambda place: structs.replace(fault, place=place))
     # What is done to a server has no operations to count.
     if fault.kind in UNTIMED or injector == "services":
         return st.just(fault)
@@ -346,7 +333,7 @@ class _Search:
     """Runs plans and calls, each pair once; repeated, it ends as it did."""
 
     def __init__(self, context: CaseContext, injector: FaultInjector) -> None:
-        self._run = RandomRun(context, injector)
+        self._context = context
         self._injector = injector
         self._found: dict[tuple[FaultPlan, tuple[Step, ...]], Violation | None] = {}
         """By example."""
@@ -360,7 +347,7 @@ class _Search:
             if self._until is not None and time.monotonic() > self._until:
                 return
             recorded = list(self._injector.plans)
-            violation = self._found[example] = self._run.run(plan, steps)
+            violation = self._found[example] = self._violation(plan, steps)
             if self._until is not None:
                 # What is tried in order to shorten the first is of no interest.
                 self._injector.plans[:] = recorded
@@ -370,19 +357,11 @@ class _Search:
         if found is not None:
             raise found
 
-
-class RandomRun:
-    """Runs calls with an injector, each time with an identity and a storage of its own."""
-
-    def __init__(self, context: CaseContext, injector: FaultInjector) -> None:
-        self._context = context
-        self._injector = injector
-
-    def run(self, plan: FaultPlan, steps: Sequence[Step]) -> Violation | None:
-        """Make the calls; the rule that was broken, if one was."""
+    def _violation(self, plan: FaultPlan, steps: Sequence[Step]) -> Violation | None:
+        """Make the calls with an identity and a storage of their own; the rule that was broken."""
         sut, keys = self._context.storage(options=GUARDED), self._context.keys(PLAN_KEYS)
         try:
-            self._run_steps(sut, keys, plan, steps)
+            self._run(sut, keys, plan, steps)
         except Violation as violation:
             return violation
         finally:
@@ -391,24 +370,16 @@ class RandomRun:
             sut.storage.close()
         return None
 
-    def _run_steps(
+    def _run(
         self, sut: StorageUnderTest, keys: Sequence[str], plan: FaultPlan, steps: Sequence[Step]
     ) -> None:
         # Some pages are there before anything goes wrong.
         stored = set[str]()
         for what, places in (("set", tuple(range(PLAN_KEYS // 2))), *steps[:2]):
             self._call(sut, what, [keys[place] for place in places], plan, stored)
-        # A kill is not something that an injector does; it happens once, before the faults below
-        # the driver begin.
-        engine = find_fault(plan.faults, FaultKind.ENGINE)
-        if engine is not None:
-            self._kill_another(sut, engine.place)
-        set_deadline(sut)
-        self._injector.inject(plan)
-        for what, places in steps[2:]:
-            self._call(sut, what, [keys[place] for place in places], plan, stored)
-        self._injector.heal()
-        set_deadline(sut, None)
+        with under_fault(self._injector, plan, sut, DEADLINE_SECONDS):
+            for what, places in steps[2:]:
+                self._call(sut, what, [keys[place] for place in places], plan, stored)
         wait_until_serving(self._context, sut, plan)
         check_kept(self._context, sut, sorted(stored), plan)
 
@@ -426,12 +397,3 @@ class RandomRun:
                 bounded("batch_exists_v2", partial(sut.exists, chain))
             case _:
                 pass
-
-    def _kill_another(self, sut: StorageUnderTest, place: float) -> None:
-        """Let another engine of the same identity set its own pages, and kill it in the middle."""
-        group = ProcessGroup(self._context, OTHERS)
-        group.identity = sut.identity
-        engine = group.worker("another")
-        work = group.work(group.new_keys(8), {Call.SET: 1}, calls=8, max_keys=4)
-        group.run({engine: work}, {engine: KillSchedule(1 + int(place * 4), place)})
-        engine.close()

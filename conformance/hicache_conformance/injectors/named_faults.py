@@ -98,6 +98,3 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
 }
 """What can go wrong on each injector. A lookup that lies is not there: no driver could tell, and
 nothing it said would hold."""
-
-KILLED_ENGINE: Final = _at(FaultKind.ENGINE)
-"""On every injector, where another process may use the store."""

@@ -47,13 +47,9 @@ class FaultKind(StrEnum):
     """The servers are killed, and started again when the injector is healed."""
     STALE = "restart from a stale snapshot"
     """As a killed server, and what it finds on its disk is older than what it has acknowledged."""
-    ENGINE = "killed engine"
-    """Another engine of the same model, at work in the same store, is killed at the fraction
-    `place` of a set. What it takes with it is level durable's to find out; here the others have to
-    go on."""
 
 
-UNTIMED = (FaultKind.KILL, FaultKind.STALE, FaultKind.REFUSE, FaultKind.ENGINE)
+UNTIMED = (FaultKind.KILL, FaultKind.STALE, FaultKind.REFUSE)
 """Kinds that act once, when the plan begins, whatever the operations; a server is back when the
 injector is healed."""
 
