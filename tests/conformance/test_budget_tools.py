@@ -1,10 +1,26 @@
-"""Steps of a call, which cases count."""
+"""What cases measure with: memory while a call runs, calls of a driver and their steps."""
 
 from __future__ import annotations
 
 import os
 
+from hicache_conformance.cases.budget import transient_bytes
 from hicache_conformance.harness.driver_calls import CallSteps
+
+MIB = 1 << 20
+
+
+def test_what_stays_and_a_reused_buffer_are_not_counted():
+    kept, buffers = [], []
+
+    def reuse():
+        if not buffers:
+            buffers.append(bytearray(32 * MIB))
+        else:
+            buffers[0][:] = memoryview(buffers[0])
+
+    assert transient_bytes([lambda: kept.append(bytearray(32 * MIB))] * 2) < 4 * MIB
+    assert transient_bytes([reuse] * 3) < 4 * MIB
 
 
 class Lister:
