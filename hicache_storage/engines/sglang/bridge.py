@@ -133,7 +133,8 @@ class SGLangBridge(EngineStorage):
             mem_pool_host,
             engine_kv_dtype=_engine_kv_dtype(),
             weight_version=weights,
-            variant=_model_variant(),
+            # Empty where the options are not known.
+            variant=model_variant(_told(get_model, None)),
             kv_heads=_kv_heads() if self._engine.tp_lcm_size else 0,
         )
         logical = is_logical(mem_pool_host)
@@ -531,36 +532,23 @@ def _placeholders(anchor: object) -> EnginePool:
     )
 
 
+def _told(read: Callable[[], AnswerT], otherwise: AnswerT) -> AnswerT:
+    """Return what SGLang's runtime context has; `otherwise` where it is not set up, as in tests."""
+    try:
+        return read()
+    except (ValueError, RuntimeError):
+        return otherwise
+
+
 def _weight_version() -> str:
     """Return the engine's `--weight-version`, or that of the last update; empty if unknown."""
-    try:
-        return get_serving().weight_version
-    except ValueError:
-        return ""
+    return _told(lambda: get_serving().weight_version, "")
 
 
 def _engine_kv_dtype() -> str:
     """Return the engine's `--kv-cache-dtype`; empty if unknown or ambiguous."""
-    if torch.version.hip:
-        # On ROCm the same name stands for two encodings, depending on the card.
-        return ""
-    try:
-        return get_model().kv_cache_dtype
-    except ValueError:
-        return ""
-
-
-def _model_variant() -> dict[str, str]:
-    """Return the engine's options that change the model's KV; empty if unknown.
-
-    Raises:
-        ConfigError: the file of scales cannot be read.
-    """
-    try:
-        model = get_model()
-    except ValueError:
-        return {}
-    return model_variant(model)
+    # On ROCm the same name stands for two encodings, depending on the card.
+    return "" if torch.version.hip else _told(lambda: get_model().kv_cache_dtype, "")
 
 
 def _kv_heads() -> int:
@@ -577,8 +565,4 @@ def _replica() -> int:
 
     SGLang's storage configuration has 0 for all of them.
     """
-    try:
-        return int(get_parallel().dp_rank or 0)
-    except RuntimeError:
-        # SGLang has not set up its parallel groups, as in tests.
-        return 0
+    return int(_told(lambda: get_parallel().dp_rank or 0, 0))
