@@ -58,7 +58,7 @@ def check_vllm(target: DoctorTarget) -> Iterator[Finding]:
 
 def tier_options(target: DoctorTarget) -> dict[str, object]:
     """Return the bridge's options, as they are given; empty if there are none."""
-    return next(iter(_tiers(connector_options(target))), {})
+    return next(iter(_tiers(connector_options(target))), dict[str, object]())
 
 
 def connector_options(target: DoctorTarget) -> dict[str, object]:
