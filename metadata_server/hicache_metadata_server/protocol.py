@@ -341,7 +341,6 @@ class DeleteScope(Request, frozen=True, kw_only=True):
     """Delete a page only if it has this generation; the column may be left out."""
 
 
-# Older servers refuse an owner here, so it is left out where it is empty.
 class Delete(Request, frozen=True, kw_only=True):
     """`POST /v2/delete`: delete pages."""
 
