@@ -6,7 +6,6 @@ a description of each of its namespaces, whose identity is compared.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -109,8 +108,7 @@ class WantedIdentity:
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         for name in fields.keys() - set(IDENTITY_FIELDS):
-            near = difflib.get_close_matches(name, IDENTITY_FIELDS, 1)
-            hint = f"; do you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, IDENTITY_FIELDS)
             raise ValueError(f"identity: there is no field {name!r}{hint}")
         self.identity = StorageIdentity(**cast("dict[str, Any]", UNGIVEN | dict(fields)))
         self._given = {name: getattr(self.identity, name) for name in fields}
