@@ -39,11 +39,15 @@ def test_a_driver_that_hangs_in_case_after_case_is_not_given_all_of_them(site):
 
 @pytest.fixture
 def interruptible():
-    """Programs that this process starts take SIGINT, also where a shell that started it in the
-    background ignores the signal for all of them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Programs that this process starts take SIGINT and SIGHUP, also where a shell that started it
+    in the background, or nohup, ignores the signal for all of them."""
+    before = [
+        (signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler)),
+        (signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL)),
+    ]
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("interruptible")
