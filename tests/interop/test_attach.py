@@ -61,7 +61,12 @@ def created(monkeypatch):
 PLAIN = partial(mha_pools, "page_first")
 REFUSED = {
     "interface": (PLAIN, {"interface_v1": None}, ConfigError, r'set "interface_v1": 1'),
-    "key": (PLAIN, {"tennant": "x"}, ConfigError, r"key 'tennant'.*did you mean 'tenant'"),
+    "key": (
+        PLAIN,
+        {"tennant": "x"},
+        ConfigError,
+        r"unknown option 'tennant'; did you mean 'tenant'",
+    ),
     "driver": (PLAIN, {"driver": "flie"}, DriverNotFoundError, r"no driver named 'flie'"),
     "option": (PLAIN, {"driver_config": {"stor": "x"}}, ConfigError, r"did you mean 'store'"),
     "model": (PLAIN, {"model": None}, ConfigError, r"no model name"),
