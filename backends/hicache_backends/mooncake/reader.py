@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ CHUNK_OBJECTS: Final = 16
 """Objects in one request. With a store that hangs, each delays its thread for a timeout."""
 CHUNK_BYTES: Final = (1 << 20) + CHUNK_OBJECTS * ENVELOPE_BYTES
 """Bytes of one request. They are still in the CPU cache when they are copied."""
+TRIAL_SECONDS: Final = 0.1
+"""Time that one get in some seconds waits for a store that is left out and tried again."""
 COPY_BYTES: Final = 1 << 20
 """Bytes copied between two checks whether the caller still waits."""
 LONG_COPY_BYTES: Final = 128 << 10
@@ -149,13 +152,9 @@ class PageReader:
             shield = partial(_shield, requests.token, call)
             max_bytes = min(self.buffers.size, CHUNK_BYTES)
             for store, found in self._by_store(connection, asked).items():
-                if not connection.stores.is_out(store):
+                if self._is_in(connection, store, found[0].name):
                     some = split(found, _size, max_bytes, CHUNK_OBJECTS)
                     requests.add(UNKNOWN if store == ON_DISK else store, some)
-                elif connection.stores.try_again(store):
-                    self._thread_pool.run_in_background(
-                        partial(self._try_again, connection, store, found[0].name)
-                    )
             requests.run()
         if requests.late:
             outcome.faults.append(StorageTimeoutError("a store has not answered in time"))
@@ -178,7 +177,23 @@ class PageReader:
             by_store.setdefault(store, []).append(one)
         return by_store
 
-    def _try_again(self, connection: Connection, store: str, name: str) -> None:
+    def _is_in(self, connection: Connection, store: str, name: str) -> bool:
+        """Return whether a store is to be asked; where it is time, one that is left out is tried.
+
+        Its answer is waited for: a store that is back may have new pages, and no earlier get.
+        """
+        stores = connection.stores
+        if stores.is_out(store) and stores.try_again(store):
+            tried = threading.Event()
+            self._thread_pool.run_in_background(
+                partial(self._try_again, connection, store, name, tried)
+            )
+            tried.wait(TRIAL_SECONDS)
+        return not stores.is_out(store)
+
+    def _try_again(
+        self, connection: Connection, store: str, name: str, tried: threading.Event
+    ) -> None:
         """Read the beginning of an object, to find out whether its store answers."""
         token, failed = connection.stores.begin(store, 0), True
         try:
@@ -186,6 +201,7 @@ class PageReader:
                 failed = not connection.can_read(name)
         finally:
             connection.stores.end(store, token, failed=failed)
+            tried.set()
 
     def _request(
         self,

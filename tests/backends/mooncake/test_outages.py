@@ -19,6 +19,7 @@ import pytest
 
 from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.stores import RETRY_SECONDS
 from hicache_storage.spec import StorageUnavailableError
 from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
 from tests.support.waiting import eventually
@@ -209,6 +210,16 @@ def test_a_store_that_fails_takes_no_pages_of_another_one(gone):
         cluster.stores[0].resume()
         if gone == "suspend":
             eventually(lambda: None not in rig.get(keys))
+
+
+def test_the_first_get_finds_a_store_that_is_back():
+    """Its new pages are acknowledged, so no get has to miss them first."""
+    with two_stores() as (_, rig, keys):
+        store, stores = homes(rig, keys)[keys[0]], rig.connection.stores
+        stores.end(store, stores.begin(store, 0), failed=True)
+        assert None in rig.get(keys)
+        time.sleep(RETRY_SECONDS)
+        rig.expect(keys)
 
 
 @pytest.mark.long
