@@ -58,6 +58,8 @@ class NodeWriteBack:
         self.writes: dict[int, _Copy | None] = {}
         self.stores: dict[int, _Copy | None] = {}
         """Running ones; None after `clear`."""
+        self.copied: list[_Copy] = []
+        """Copies that have ended while a node above their own is still being copied."""
         self.declined = 0
         """Nodes that were not written for lack of host memory."""
         self.stored_again = 0
@@ -105,9 +107,12 @@ class NodeWriteBack:
             for node in copy.node.upward(copy.start):
                 node.writing -= 1
         # All counts first: a path is stored only if none of its nodes has a running copy.
-        for copy in written:
-            self._store_path(copy.node)
-            copy.locks.release()
+        copied, self.copied = [*self.copied, *written], []
+        for copy in copied:
+            if self._store_path(copy.node):
+                copy.locks.release()
+            else:
+                self.copied.append(copy)
         for result in self._controller.backups.completed():
             self._stored(result)
 
@@ -119,6 +124,7 @@ class NodeWriteBack:
         """Forget the nodes, which are removed; what is running goes on."""
         self.writes = dict.fromkeys(self.writes)
         self.stores = dict.fromkeys(self.stores)
+        self.copied = []
 
     def _write_states(self, nodes: Iterable[Node]) -> None:
         """Copy states that were never on a lower tier, until memory is short."""
@@ -176,17 +182,23 @@ class NodeWriteBack:
         finally:
             host.unlock(above)
 
-    def _store_path(self, node: Node) -> None:
-        """Store the path to `node`, from the top on, as far as the host has it."""
+    def _store_path(self, node: Node) -> bool:
+        """Store the path to `node`, from the top on, as far as the host has it.
+
+        False if the rest has to wait for a running copy.
+        """
         # Not an error: `stored` stays empty, so that a storage that is attached later gets the
         # path.
         if not self._controller.attached:
-            return
+            return True
         for each in node.downward():
             # Nothing below either: pages behind a hole cannot be restored.
-            if each.writing or not self._ownership.host[SlotKind.KV].holds(each):
-                return
+            if each.writing:
+                return False
+            if not self._ownership.host[SlotKind.KV].holds(each):
+                return True
             self._store(each)
+        return True
 
     def _store(self, node: Node) -> None:
         host = self._ownership.host

@@ -112,6 +112,22 @@ def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):
     assert world.cache.match(LONG).length == 16
 
 
+def test_a_copy_that_ends_before_the_one_above_it_is_stored_with_that(world, monkeypatch):
+    """Nothing was stored of its node, as long as nobody used it: a miss once it was evicted."""
+    ended, tickets = world.controller.completed_writes, list[int]()
+
+    def completed():
+        """The last of them first, one by one."""
+        tickets.extend(ended())
+        return [tickets.pop()] if tickets else []
+
+    monkeypatch.setattr(world.controller, "completed_writes", completed, raising=False)
+    served(world, LONG, 8)
+    forget(world)
+    fetch(world, LONG)
+    assert world.cache.match(LONG).length == 16
+
+
 def grow(world, tokens):
     """A request whose answer is a page longer each time; the tokens of the conversation then."""
     served(world, (*tokens, tokens[-1] + 1, tokens[-1] + 2))

@@ -369,6 +369,7 @@ class World:
                 for copies in (self.write_back.writes, self.write_back.stores)
                 for copy in copies.values()
             ),
+            *(copy.locks for copy in self.write_back.copied),
             *(prefetch.kept for prefetch in self.cache._prefetches.values()),
         ]
         for locks in filter(None, self.locks.loads.values()):
