@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from hicache_backends.file.bundle import Bundle, BundleId, BundleName, bundles_among
 from hicache_backends.file.events import Added, Event, Found, Removed, Unlisted
 from hicache_backends.file.paths import MAX_USUAL_BYTES
+from hicache_backends.file.temp_files import writers_at_work
 from hicache_backends.posix.directories import sync_directory
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import file_bytes
@@ -44,9 +45,6 @@ ENTRY_BYTES = 32
 
 MAX_REMOVALS = 32
 """Limit on bundles whose removal is announced at once; a cursor has room for some ten."""
-
-REMOVAL_SECONDS = 2.0
-"""Seconds since a process has announced a removal after which its files are taken for left behind."""
 
 MAX_RELISTS = 8
 """Limit on listing a directory again because other processes change it meanwhile."""
@@ -186,16 +184,12 @@ class BundleSet:
 
         One that a living process is about to remove is left to it, which counts its pages.
         """
-        orphans = self._orphans
-        self._orphans = []
+        orphans, self._orphans = self._orphans, []
         if not orphans:
             return
-        lately = {
-            writer: cursor
-            for writer, cursor in snapshot.of(self.namespace).items()
-            if cursor.removing and self.feed.idle_seconds(cursor) < REMOVAL_SECONDS
-        }
-        busy = _removing(lately)
+        at_work = writers_at_work(self.feed.paths)
+        cursors = snapshot.of(self.namespace)
+        busy = _removing({writer: cursors[writer] for writer in at_work & cursors.keys()})
         left = [one for one in orphans if one.name.claim is not None or one.id not in busy]
         if len(left) < len(orphans):
             self.invalidate()

@@ -197,11 +197,8 @@ class ChangeFeed:
     find.
     """
 
-    def __init__(
-        self, paths: StorePaths, writer: str, clock: ServerClock, *, syncs: bool = False
-    ) -> None:
+    def __init__(self, paths: StorePaths, writer: str, *, syncs: bool = False) -> None:
         self.writer = writer
-        self.clock = clock
         self.syncs = syncs
         self.lock = threading.RLock()
         self.paths = paths
@@ -466,7 +463,7 @@ class ChangeFeed:
                 with contextlib.suppress(OSError):
                     os.unlink(f"{self.paths.retired}/{cursor}")
 
-    def retire_idle_cursors(self) -> None:
+    def retire_idle_cursors(self, clock: ServerClock) -> None:
         """Move aside the cursors of writers that are idle for a day, if there are many cursors.
 
         Each cursor costs every listing time. A retired one still proves that its bundles were
@@ -483,25 +480,18 @@ class ChangeFeed:
         idle = list[str]()
         for name in names:
             cursor = parse_cursor(name)
+            if cursor is None:
+                continue
             with contextlib.suppress(OSError):
-                if (
-                    cursor is not None
-                    and self.idle_seconds(cursor) > IDLE_WRITER_SECONDS
-                    and not self._has_leftovers(cursor)
-                ):
+                if clock.age_seconds(
+                    os.stat(f"{self.paths.writers}/{name}").st_ctime_ns
+                ) > IDLE_WRITER_SECONDS and not self._has_leftovers(cursor):
                     idle.append(name)
         if idle:
             os.makedirs(self.paths.retired, exist_ok=True)
         for name in idle:
             with contextlib.suppress(OSError):
                 os.rename(f"{self.paths.writers}/{name}", f"{self.paths.retired}/{name}")
-
-    def idle_seconds(self, cursor: WriterCursor) -> float:
-        """Seconds since the last event of a writer; 0 if its cursor has moved on."""
-        try:
-            return self.clock.age_seconds(os.stat(f"{self.paths.writers}/{cursor}").st_ctime_ns)
-        except FileNotFoundError:
-            return 0.0
 
     def _has_leftovers(self, cursor: WriterCursor) -> bool:
         """Return whether files are there whose removal the cursor ends with."""

@@ -129,7 +129,8 @@ class Publisher:
         free = list(filter(self.is_unclaimed, bundles))
         if len(free) < len(bundles):
             bundle_set.invalidate()
-        removed = bundle_set.remove_files(free, expired, paths=paths, reason=reason)
+        with self.temp_files.at_work():
+            removed = bundle_set.remove_files(free, expired, paths=paths, reason=reason)
         outcomes = dict(zip(free, removed, strict=True))
         return [outcomes.get(bundle, False) for bundle in bundles]
 

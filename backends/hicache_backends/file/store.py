@@ -133,7 +133,7 @@ class Store:
         self.thread_pool = ThreadPool("hicache-file", threads - 1)
         self.descriptors = Descriptors(config.open_files)
         self.clock = ServerClock()
-        self.feed = ChangeFeed(self.paths, random_writer(), self.clock, syncs=config.fsync)
+        self.feed = ChangeFeed(self.paths, random_writer(), syncs=config.fsync)
         self.bundle_sets = BundleSets(self.feed)
         self.temp_files = TempFiles(
             self.paths,
@@ -381,7 +381,7 @@ class Store:
         try:
             self._adjust_clock()
             self.temp_files.collect()
-            self.feed.retire_idle_cursors()
+            self.feed.retire_idle_cursors(self.clock)
         except OSError as error:
             self.close()
             raise StorageUnavailableError(

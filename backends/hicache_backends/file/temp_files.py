@@ -27,7 +27,7 @@ from hicache_backends.file.paths import (
 from hicache_backends.posix.files import file_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from hicache_backends.file.paths import StorePaths
     from hicache_backends.posix.files import Descriptors
@@ -68,6 +68,16 @@ def parse_temporary(text: str) -> TemporaryName | None:
     pid_scope, pid, started, writer, number, size = match.groups()
     process = ProcessId(pid_scope, int(pid, 16), int(started, 16))
     return TemporaryName(process, writer, int(number, 16), int(size, 16))
+
+
+def writers_at_work(paths: StorePaths) -> set[str]:
+    """The writers that have temporary files and whose processes have not exited, as far as is known.
+
+    Raises:
+        OSError: the files could not be listed.
+    """
+    names = filter(None, map(parse_temporary, paths.list_names(paths.temporaries)))
+    return {name.writer for name in names if not has_exited(name.process)}
 
 
 class ServerClock:
@@ -194,6 +204,18 @@ class TempFiles:
         """
         with contextlib.suppress(OSError):
             os.unlink(self.path(name))
+
+    @contextlib.contextmanager
+    def at_work(self) -> Generator[None]:
+        """Keep an empty file: what this process has announced as removed is left to it meanwhile."""
+        name = self.name(0)
+        # A full disk must not keep a removal from making room on it.
+        with contextlib.suppress(OSError):
+            os.close(self.create(name))
+        try:
+            yield
+        finally:
+            self.discard(name)
 
     def collect(self) -> tuple[int, int]:
         """Remove the files of processes that were killed.

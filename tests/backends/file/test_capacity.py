@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_backends.file import bundle_set, store
 from hicache_backends.file import capacity as capacity_module
+from hicache_backends.file import store, temp_files
 from hicache_backends.file import writer as writer_module
 from hicache_backends.file.events import WriterCursor
 from hicache_backends.file.paths import ProcessId
@@ -255,12 +257,10 @@ def test_what_cannot_be_removed_is_left_and_something_else_goes(room):
     assert disk_bytes(a) <= a.store.capacity.limit
 
 
-@pytest.mark.parametrize(
-    ("seconds", "by"), [(60.0, "the one that evicts"), (0.0, "one that lists")]
-)
-def test_a_removal_is_left_to_its_process_as_long_as_that_may_live(room, monkeypatch, seconds, by):
+@pytest.mark.parametrize("exited", [False, None, True])
+def test_a_removal_is_left_to_its_process_unless_that_has_exited(room, monkeypatch, exited):
     """A process that listed the bundles meanwhile removed them, and no one counted their pages."""
-    monkeypatch.setattr(bundle_set, "REMOVAL_SECONDS", seconds)
+    monkeypatch.setattr(temp_files, "has_exited", lambda process: exited)
     a, b = room(3), room(3)
     fill(a, "abc")
     assert hits(b, "abc") == [8, 8, 8]
@@ -273,11 +273,31 @@ def test_a_removal_is_left_to_its_process_as_long_as_that_may_live(room, monkeyp
 
     with at_steps(look, ("unlink",), within="/bundles/"):
         fill(a, "d")
-    assert taken == [by == "one that lists"]
-    assert a.stats().pages_evicted == (0 if taken[0] else 8)
+    assert taken == [exited is True]
+    assert a.stats().pages_evicted == (0 if exited else 8)
     for side in (a, b):
         assert hits(side, "abcd") == [0, 8, 8, 8]
     assert len(a.bundles()) == 3
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_delete_is_left_to_its_process_too(room, full):
+    """It writes no file of its own, and the disk may have no room for an empty one."""
+    a, b = room(3), room(3)
+    fill(a, "a")
+    assert hits(b, "a") == [8]
+    there = list[int]()
+
+    def look(step: int) -> None:
+        if step == 0:
+            b.catch_up(listing=True)
+            there.append(len(a.bundles()))
+
+    no_file = failing("open", errno.ENOSPC, when=lambda path, *_: str(path).endswith(".temporary"))
+    with no_file if full else nullcontext(), at_steps(look, ("unlink",), within="/bundles/"):
+        a.storage.delete(chain("a", 8))
+    assert there == [0 if full else 1]
+    assert (hits(a, "a"), hits(b, "a"), a.bundles()) == ([0], [0], [])
 
 
 def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):

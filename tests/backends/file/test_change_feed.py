@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hicache_backends.file import bundle_set as bundle_set_module
 from hicache_backends.file import change_feed as feed_module
 from hicache_backends.file import events as events_module
 from hicache_backends.file.bundle import BundleName
@@ -28,7 +27,7 @@ class Participant:
 
     def __init__(self, paths: StorePaths):
         self.paths = paths
-        self.feed = ChangeFeed(paths, random_writer(), ServerClock())
+        self.feed = ChangeFeed(paths, random_writer())
         self.counter = self.feed.counter
         self.bundle_set = BundleSet(NAMESPACE, self.feed)
 
@@ -219,10 +218,10 @@ def test_cursors_of_idle_writers_are_retired(party, listings, monkeypatch):
     last = party()
     stranger = Path(last.paths.writers) / "not-a-cursor"
     stranger.touch()
-    last.feed.retire_idle_cursors()
+    last.feed.retire_idle_cursors(ServerClock())
     assert cursor.exists()
     age(cursor, monkeypatch, 2 * feed_module.IDLE_WRITER_SECONDS)
-    last.feed.retire_idle_cursors()
+    last.feed.retire_idle_cursors(ServerClock())
     assert not cursor.exists()
     assert stranger.exists()
     listings.clear()
@@ -263,7 +262,7 @@ def test_a_file_whose_removal_was_announced_last_is_nobodys(party, monkeypatch):
     killed.feed.announce_removal(NAMESPACE, [name.id], lambda: None)
     (cursor,) = Path(a.paths.writers).glob(f"*{killed.feed.writer}*")
     age(cursor, monkeypatch, 2 * feed_module.IDLE_WRITER_SECONDS)
-    last.feed.retire_idle_cursors()
+    last.feed.retire_idle_cursors(ServerClock())
     assert cursor.exists()
     file = Path(a.bundle_set.directory, str(name))
     assert file.exists()
@@ -273,13 +272,12 @@ def test_a_file_whose_removal_was_announced_last_is_nobodys(party, monkeypatch):
     assert party().sees() == {other}
     assert not file.exists()
     assert knows.bundle_set.leaving_bytes() == 0
-    last.feed.retire_idle_cursors()
+    last.feed.retire_idle_cursors(ServerClock())
     assert not cursor.exists()
     assert party().sees() == knows.sees() == {other}
 
 
-def test_a_removal_under_way_ends_every_cursor_of_its_writer(party, monkeypatch):
-    monkeypatch.setattr(bundle_set_module, "REMOVAL_SECONDS", 0.0)
+def test_a_removal_under_way_ends_every_cursor_of_its_writer(party):
     a = party()
     gone, other = a.publish(), a.publish()
     a.feed.announce_removal(NAMESPACE, [gone.id], lambda: None)
