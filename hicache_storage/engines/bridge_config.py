@@ -42,13 +42,6 @@ class BridgeConfig(DriverConfig, frozen=True):
             "stopping a thread.",
         ),
     ] = 8.0
-    traces: Annotated[
-        bool,
-        Meta(
-            description="Make a span for each call, by OpenTelemetry and the process' own tracer "
-            "provider."
-        ),
-    ] = False
 
 
 def parse_options(

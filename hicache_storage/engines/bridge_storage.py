@@ -44,9 +44,7 @@ def open_storage(
             identity asks for them.
         InvalidPoolError: a pool cannot be served.
     """
-    options = StorageOptions(
-        deadline_seconds=config.deadline_seconds, metrics=metrics, traces=config.traces
-    )
+    options = StorageOptions(deadline_seconds=config.deadline_seconds, metrics=metrics)
     storage = create_storage(config.driver, identity, config.driver_config, options=options)
     try:
         if identity.store_tp_size and not storage.capabilities.head_shards:

@@ -1,4 +1,4 @@
-"""Layers around any driver: deadline, circuit breaker, metrics, traces."""
+"""Layers around any driver: deadline, circuit breaker, metrics."""
 
 from hicache_storage.layers.base import StorageLayer, innermost
 from hicache_storage.layers.breaker import BreakerState, CircuitBreaker, CircuitBreakerLayer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import HiCacheStorage, PoolName
 
 if TYPE_CHECKING:
@@ -103,18 +102,6 @@ class StorageLayer(HiCacheStorage):
 
     def close(self) -> None:
         self.inner.close()
-
-
-class MeasuringLayer(StorageLayer):
-    """A layer that knows the size of the pages of each registered pool."""
-
-    def __init__(self, inner: HiCacheStorage) -> None:
-        super().__init__(inner)
-        self._page_bytes: dict[PoolName, int] = {}
-
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._page_bytes[PoolName(host_pool_name)] = page_access(host_pool).geometry.page_bytes
 
 
 def innermost(storage: HiCacheStorage) -> HiCacheStorage:

@@ -221,7 +221,7 @@ class DeadlineLayer(GuardedLayer):
         # The request id is drawn here at the latest, because the log line about a late call names
         # it.
         bounded = replace(info, cancellation=token, request_id=call_request_id(info.request_id))
-        # In the caller's context: its request id and its span.
+        # In the caller's context: its request id.
         context = copy_context()
         try:
             task = self._thread_pool.submit(lambda: context.run(ask, bounded))

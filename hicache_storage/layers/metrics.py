@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hicache_storage.layers.base import MeasuringLayer, innermost
+from hicache_storage.layers.base import StorageLayer, innermost
 from hicache_storage.objects.recorder import StatsRecorder
+from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import MissReason, PoolName
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 
-class MetricsLayer(MeasuringLayer):
+class MetricsLayer(StorageLayer):
     """Counters of pages, bytes and latencies, derived from the answers of the wrapped storage.
 
     `ObjectStorage` drivers keep more precise ones: an answer does not tell a page that existed from
@@ -33,9 +34,11 @@ class MetricsLayer(MeasuringLayer):
     def __init__(self, inner: HiCacheStorage) -> None:
         super().__init__(inner)
         self._recorder = StatsRecorder(type(innermost(inner)).__name__)
+        self._page_bytes: dict[PoolName, int] = {}
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._page_bytes[PoolName(host_pool_name)] = page_access(host_pool).geometry.page_bytes
         # Start the counters at 0, as `ObjectStorage` does: Prometheus does not see the first value
         # of a new series as an increase.
         self._recorder.count(PoolName(host_pool_name))

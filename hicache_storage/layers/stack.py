@@ -9,7 +9,6 @@ from hicache_storage.layers.breaker import CircuitBreakerLayer
 from hicache_storage.layers.deadline import DeadlineLayer
 from hicache_storage.layers.metrics import MetricsLayer
 from hicache_storage.objects import ObjectStorage
-from hicache_storage.observability import tracing
 from hicache_storage.spec import ConfigError
 from hicache_storage.spec.arguments import check_seconds
 
@@ -39,11 +38,6 @@ class StorageOptions:
 
     Faults are always counted.
     """
-    traces: bool = False
-    """Trace each call with OpenTelemetry (`hicache-storage[otel]`).
-
-    Spans go to the process' own tracer provider.
-    """
 
     def __post_init__(self) -> None:
         if self.deadline_seconds is not None:
@@ -57,12 +51,9 @@ class StorageOptions:
 
 
 def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
-    """Wrap a driver into metrics, deadline, circuit breaker and traces, from the inside out.
+    """Wrap a driver into metrics, deadline and circuit breaker, from the inside out.
 
     The breaker is outside of the deadline, so that it counts a missed deadline as a fault.
-
-    Raises:
-        ConfigError: traces are enabled, and OpenTelemetry is not installed.
     """
     storage = driver
     if isinstance(driver, ObjectStorage):
@@ -77,8 +68,4 @@ def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
         storage = CircuitBreakerLayer(
             storage, options.breaker_threshold, options.breaker_cooldown_seconds
         )
-    if options.traces:
-        from hicache_storage.layers.tracing import TracingLayer
-
-        storage = TracingLayer(storage, tracing.spans() or tracing.enable())
     return storage

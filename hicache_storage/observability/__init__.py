@@ -1,1 +1,1 @@
-"""Observability: metrics, traces, request ids and logs. The core needs none of their libraries."""
+"""Observability: metrics, request ids and logs. The core needs none of their libraries."""

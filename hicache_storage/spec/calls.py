@@ -41,7 +41,7 @@ class HiCacheStorageExtraInfo:
     written or published.
     """
     request_id: str | None = None
-    """For logs and traces; at most 64 characters of it.
+    """For logs; at most 64 characters of it.
 
     None takes that of the context (`RequestScope`), or draws one.
     """

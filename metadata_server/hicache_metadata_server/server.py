@@ -33,7 +33,6 @@ from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.storage.sqlite import check_store, open_store
 from hicache_metadata_server.storage.store import MEMORY, is_shared, redacted
-from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
     from hicache_metadata_server.http.asgi import ProtocolApp
@@ -51,8 +50,6 @@ NO_STORE_CONSEQUENCE: Final = (
 SHUTDOWN_SECONDS: Final = 20
 """Time that requests which were accepted may take after a SIGTERM; systemd kills after 60 s, and
 Kubernetes after 30."""
-TRACES: Final = "OTEL_TRACES_EXPORTER"
-"""Variable of OpenTelemetry that enables traces; it names where they go."""
 HAND_OVER_SECONDS: Final = 2.0
 """Longest time for which the end of a server waits until others have its scopes."""
 NOT_STARTED: Final = 3
@@ -94,7 +91,6 @@ def check(settings: ServerSettings) -> list[tuple[str, str]]:
     else:
         check_store(settings.store)
     Security.of(settings, MetadataService(settings.limits))
-    _trace()
     return list(misspelt(os.environ))
 
 
@@ -106,7 +102,6 @@ def serve(settings: ServerSettings) -> None:
         ValueError: a setting is invalid.
     """
     _begin_log(settings)
-    _trace()
     raise_descriptor_limit()
     keep_large_blocks_apart()
     app = _shared_app(settings) if is_shared(settings.store) else _app(settings)
@@ -250,16 +245,3 @@ class Server(uvicorn.Server):
         self._sweeping.cancel()
         self.connections.is_stopping = True
         await super().shutdown(sockets)
-
-
-def _trace() -> None:
-    """Enable traces of all requests if OpenTelemetry has an exporter; flushed when the app ends."""
-    if os.environ.get(TRACES, "none").strip() in ("", "none"):
-        return
-    try:
-        from hicache_storage.observability.otel import provider_from_environment
-    except ImportError as error:
-        raise ValueError(
-            f"traces need more packages: pip install 'hicache-storage[otel]' ({error})"
-        ) from error
-    tracing.enable(provider_from_environment("hicache-metadata"))

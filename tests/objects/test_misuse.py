@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.observability.tracing import disable, enable
 from hicache_storage.spec import (
     DriverContractError,
     HiCacheStorageExtraInfo,
@@ -67,18 +66,15 @@ def test_strided_indices_are_fine(kit):
     }
 
 
-@pytest.fixture(params=["bare", "layers", "traced"])
+@pytest.fixture(params=["bare", "layers"])
 def around(kit, request):
-    """A dict with the page `a`: by itself, in layers with a breaker that takes one fault, traced."""
+    """A dict with the page `a`: by itself, in layers with a breaker that takes one fault."""
     storage, pool = kit.memory_storage()
     assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
-    if request.param == "traced":
-        enable()
-    layers = wrap(storage, StorageOptions(breaker_threshold=1, traces=request.param == "traced"))
+    layers = wrap(storage, StorageOptions(breaker_threshold=1))
     layers.register_mem_host_pool_v2(pool, "kv")
     storage.operations.clear()
-    yield storage if request.param == "bare" else layers, storage, pool
-    disable()
+    return storage if request.param == "bare" else layers, storage, pool
 
 
 def transfer(keys):

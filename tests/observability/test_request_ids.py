@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from io import StringIO
 
 import pytest
@@ -25,6 +25,7 @@ from hicache_storage.observability.request_ids import (
     new_request_id,
 )
 from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
+from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import running
 from tests.observability.serving import ask, stopped
 from tests.support.forking import in_child
@@ -179,6 +180,21 @@ async def test_the_server_answers_with_the_id_and_never_with_more():
         odd = await answered("/v2/initialize", **{"x-request-id": '{"a": 1}' + "x" * 100})
         assert odd == "__a_:_1_" + "x" * 56
         assert len({await answered("/v2/initialize") for _ in range(3)}) == 3
+
+
+def test_the_calls_id_is_that_of_its_requests_and_of_the_audit_log(tmp_path):
+    """Two processes: the engine's call, and the server that it asks."""
+    with Served(command=SERVE) as place:
+        rig = Rig(tmp_path / "store", metadata_url=place.url)
+        with closing(rig.storage), RequestScope("chat-7"):
+            rig.put(chain("c", 3))
+            rig.storage.clear()
+        _, _, body = ask(place.url, "GET", "/v2/history")
+        lines = [json.loads(line) for line in stopped(place).splitlines()]
+    of_calls = {call["route"]: call["request_id"] for call in json.loads(body)["slowest"]}
+    assert of_calls["/v2/reserve"] == of_calls["/v2/commit"] == "chat-7"
+    [audited] = [line for line in lines if line["logger"] == "hicache.audit"]
+    assert (audited["route"], audited["request_id"]) == ("/v2/clear", "chat-7")
 
 
 def test_a_fault_of_the_server_is_logged_with_the_id():

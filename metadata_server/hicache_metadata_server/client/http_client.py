@@ -9,7 +9,7 @@ import random
 import secrets
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -27,12 +27,11 @@ from hicache_metadata_server.client.errors import (
 from hicache_metadata_server.client.failover import ServerPool, addresses
 from hicache_metadata_server.client.http_transport import HttpTransport, PendingRequest
 from hicache_metadata_server.client.metadata_client import MetadataClient
-from hicache_storage.observability import tracing
-from hicache_storage.observability.request_ids import HEADER, RequestScope, call_request_id
+from hicache_storage.observability.request_ids import HEADER, call_request_id
 from hicache_storage.spec import StorageTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
     from ssl import SSLContext
 
     from hicache_metadata_server.client.failover import AttemptPlan, ServerEndpoint
@@ -144,7 +143,7 @@ class HttpMetadataClient(MetadataClient):
 
     def send_later(self, path: str, request: p.Request) -> None:
         until = time.monotonic() + UNAWAITED_SECONDS
-        # With the request id and the span of this call.
+        # With the request id of this call.
         context = contextvars.copy_context()
         with self._lock:
             if self._closed:
@@ -186,38 +185,33 @@ class HttpMetadataClient(MetadataClient):
         self, path: str, request: p.Request | None, response_type: type[T], until: float
     ) -> T:
         """Ask one server after another; TimeoutError if none has answered by `until`."""
-        with _request_span(path):
-            pending = self._pending(path, request, response_type)
-            plan = self._servers.plan(self._owners.get(pending.scope))
-            max_pause = PAUSE_SECONDS
-            while True:
-                # After the pause: an attempt without time would count as a silent server.
+        pending = self._pending(path, request, response_type)
+        plan = self._servers.plan(self._owners.get(pending.scope))
+        max_pause = PAUSE_SECONDS
+        while True:
+            # After the pause: an attempt without time would count as a silent server.
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            server = plan.server
+            try:
+                response = self._attempt(pending, plan, left)
+            except (RetryableError, DrainingError) as error:
                 left = until - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                server = plan.server
-                try:
-                    response = self._attempt(pending, plan, left)
-                except (RetryableError, DrainingError) as error:
-                    left = until - time.monotonic()
-                    if not plan.advance(error) and left > 0:
-                        raise
-                    if plan.needs_pause and left > 0:
-                        time.sleep(min(left, self._rng.uniform(0, max_pause)))
-                        max_pause = min(2 * max_pause, MAX_PAUSE_SECONDS)
-                else:
-                    if server.failures:
-                        self._servers.record_success(server)
-                    return response
+                if not plan.advance(error) and left > 0:
+                    raise
+                if plan.needs_pause and left > 0:
+                    time.sleep(min(left, self._rng.uniform(0, max_pause)))
+                    max_pause = min(2 * max_pause, MAX_PAUSE_SECONDS)
+            else:
+                if server.failures:
+                    self._servers.record_success(server)
+                return response
 
     def _pending(
         self, path: str, request: p.Request | None, response_type: type[T]
     ) -> PendingRequest[T]:
         headers = {**self._headers, HEADER: call_request_id(None)}
-        if tracing.spans() is not None:
-            from hicache_storage.observability.otel import inject
-
-            inject(headers)
         if p.ROUTES[path].changes:
             # One key for all attempts: servers make the change once, whichever of them has seen it.
             headers[p.IDEMPOTENCY_HEADER] = secrets.token_hex(16)
@@ -261,16 +255,6 @@ class HttpMetadataClient(MetadataClient):
                 server.url,
                 self._initialized_at,
             )
-
-
-@contextmanager
-def _request_span(path: str) -> Generator[None]:
-    """A span around a request; does nothing if tracing is off."""
-    if (spans := tracing.spans()) is None:
-        yield
-        return
-    with RequestScope(call_request_id(None)) as request_id, spans.request(path, request_id):
-        yield
 
 
 def _scope_of(request: p.Request | None) -> str:

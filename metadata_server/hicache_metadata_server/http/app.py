@@ -56,8 +56,8 @@ def create_app(
 ) -> ProtocolApp:
     """Application of one service, which was restored from its store.
 
-    Requests are traced if tracing is enabled before this call. By default everything is permitted,
-    and the clock is that of the machine; a shared store has `handlers` of its own.
+    By default everything is permitted, and the clock is that of the machine; a shared store has
+    `handlers` of its own.
     """
     app = ProtocolApp(
         handlers or Handlers(service, clock or SteadyClock()), store, security or Security(service)

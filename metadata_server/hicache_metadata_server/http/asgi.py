@@ -20,7 +20,6 @@ from hicache_metadata_server.http.handlers import ReceivedRequest, Response, ref
 from hicache_metadata_server.http.metrics import HistoryRecorder, Metrics
 from hicache_metadata_server.protocol import HISTORY
 from hicache_metadata_server.storage.group_commit import GroupCommit
-from hicache_storage.observability import tracing
 from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ class ProtocolApp:
         # Bound once: each attribute saves two lookups in every request.
         self._known = handlers.endpoints
         self._slow_log = self.recorder.slow_log
-        self._spans = tracing.spans()
         self._tokens = security.tokens
         self._rates = security.rates
         self._audit = security.audit
@@ -109,7 +107,7 @@ class ProtocolApp:
                     raise RequestError(403, "forbidden", message, "Authorization")
                 await self.pages(scope, receive, send)
                 return
-            request = self._read_head(path, scope["method"], headers, request_id)
+            request = self._read_head(path, scope["method"], headers)
             body = await self._read_body(receive, headers)
             # The time of a slow upload is the client's, not the server's.
             begin = time.perf_counter()
@@ -156,8 +154,6 @@ class ProtocolApp:
                 await ticking
             await self.handlers.close()
             await asyncio.to_thread(self.store.close)
-            if self._spans is not None:
-                await asyncio.to_thread(self._spans.flush)
             _log.info("stopped", scopes=len(self.service.scopes))
 
     async def _tick(self) -> None:
@@ -185,32 +181,24 @@ class ProtocolApp:
         self, request: ReceivedRequest | None, status: int, seconds: float, request_id: str
     ) -> None:
         """Record a request that is answered, in seconds from the last byte of its body."""
-        route, span = OTHER, None
-        if request is not None:
-            route, span = request.endpoint.name, request.span
+        route = OTHER if request is None else request.endpoint.name
         self.metrics.observe(route, status, seconds)
-        is_slow = seconds > self._slow_log.floor
-        # Entries are counted here and not before: most requests are neither slow nor traced.
-        if not (is_slow or span is not None):
+        if seconds <= self._slow_log.floor:
             return
+        # Entries are counted here and not before: most requests are not slow.
         size = request_size(request.message if request is not None else None)
-        if is_slow:
-            self._slow_log.add(
-                p.SlowCall(
-                    time=self.handlers.clock(),
-                    route=route,
-                    status=status,
-                    seconds=seconds,
-                    request_id=request_id,
-                    **size._asdict(),
-                )
+        self._slow_log.add(
+            p.SlowCall(
+                time=self.handlers.clock(),
+                route=route,
+                status=status,
+                seconds=seconds,
+                request_id=request_id,
+                **size._asdict(),
             )
-        if span is not None:
-            span.end(status, size.scopes, size.entries)
+        )
 
-    def _read_head(
-        self, path: str, method: str, headers: dict[bytes, bytes], request_id: str
-    ) -> ReceivedRequest:
+    def _read_head(self, path: str, method: str, headers: dict[bytes, bytes]) -> ReceivedRequest:
         """Check and resolve path, method and headers of a request.
 
         Raises:
@@ -231,10 +219,7 @@ class ProtocolApp:
         self._rates.admit(caller, endpoint.name)
         content_type, response_type = content_types(path, headers)
         idempotency_key = headers.get(b"idempotency-key", b"").decode("latin-1")
-        span = None
-        if self._spans is not None:
-            span = self._spans.answer(method, endpoint.name, request_id, headers)
-        return ReceivedRequest(endpoint, content_type, response_type, idempotency_key, caller, span)
+        return ReceivedRequest(endpoint, content_type, response_type, idempotency_key, caller)
 
     async def _read_body(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes:
         # By the header first, so that a client that announces too much is refused before it sends.

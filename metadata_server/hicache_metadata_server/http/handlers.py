@@ -26,7 +26,6 @@ from hicache_metadata_server.core.sglang import SglangService
 if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.group_commit import GroupCommit
-    from hicache_storage.observability.otel import ServerSpan
 
 TENANT_ROUTES: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
 """Routes without a scope that tenants may call; their operations filter by tenant. All other routes
@@ -137,8 +136,6 @@ class ReceivedRequest:
     idempotency_key: str
     """Empty without one."""
     caller: Caller = ANYBODY
-    span: ServerSpan | None = None
-    """None without traces."""
     message: Any = None
     digest: bytes = b""
     """Of route, content type and body; empty without an idempotency key."""
