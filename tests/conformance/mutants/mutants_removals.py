@@ -47,6 +47,12 @@ def again(right, store, namespaces, call):
     return told, lost
 
 
+def twice(right, store, reason, place):
+    """A removal is noted by the step that removes, and by the feed of the store."""
+    for _ in range(2):
+        right(reason, place)
+
+
 def announced(right, store, place, reason):
     """A removal is told, and happens a little later."""
     store.tell(reason, place)
@@ -87,6 +93,7 @@ telling("RM-1 TellsOfNoEvictions", "is not reported", tell=none_evicted)
 telling("RM-1 TellsOfItsOwnAlone", "is not reported", tell=noted, collect_removals=own_alone)
 telling("RM-1 TellsEachKeyOnce", "is not reported", collect_removals=each_once)
 telling("RM-2 TellsTwice", "the next call tells again", collect_removals=again)
+telling("RM-2 TellsInTwoPlaces", "is reported 2 times", tell=twice)
 telling("RM-3 TellsBeforeItHappens", "is reported, and exists", remove=announced)
 telling("RM-3 TellsOfTheNextVictim", "is reported, and exists", reserve=next_one)
 telling("RM-4 TellsOfTheLastAlone", "and lost is False", collect_removals=last_thousand)
