@@ -10,7 +10,7 @@ import pytest
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.pools import GuardedPool, PoolMemory, slots_of
-from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.harness.storage_under_test import PageGroup, check_form
 from hicache_conformance.model.case import check, covers
 from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer
 
@@ -105,18 +105,18 @@ class ReadingCases:
         """The answers of a get and a set do not change with the calls that follow."""
         sut, stored = context.stored(3, options=NO_LAYERS)
         chain = [*stored, *context.keys(2)]
-        transfers = sut.transfers([PageGroup(chain)], [sut.own_pages(chain)])
+        groups = [PageGroup(chain)]
+        transfers = sut.transfers(groups, [sut.own_pages(chain)])
         found = sut.call("batch_get_v2", lambda: sut.storage.batch_get_v2(transfers))
         written = sut.call("batch_set_v2", lambda: sut.storage.batch_set_v2(transfers))
-        before = [dict(found), list(found[PoolName.KV]), list(written[PoolName.KV])]
+        before = [check_form(answer, groups) for answer in (found, written)]
         sut.get(context.keys(2))
         sut.set(stored[:1])
-        after = [dict(found), found[PoolName.KV], written[PoolName.KV]]
+        after = [dict(found), dict(written)]
         check(
             after == before,
             "GET-3",
-            f"the answers of a get and a set changed with later calls, from {before[1:]} to "
-            f"{after[1:]}",
+            f"the answers of a get and a set changed with later calls, from {before} to {after}",
         )
 
     @covers("GET-3")

@@ -126,7 +126,7 @@ class StorageUnderTest:
             # The next owner's bytes: a driver that keeps a reference and writes later stores these
             # (SET-7).
             memory.fill(pages, spent(memory.page_bytes))
-        return _checked(answer, groups)
+        return check_form(answer, groups)
 
     def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bytes | None]:
         """Read pages; for each key what was delivered, or None."""
@@ -150,7 +150,7 @@ class StorageUnderTest:
             memory.fill(self._own_pages(memory), canary(self._calls, memory.page_bytes))
         transfers = self.transfers(groups, placed)
         answer = self.call("batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info))
-        verdicts = _checked(answer, groups)
+        verdicts = check_form(answer, groups)
         delivered = dict[str, list[bytes | None]]()
         for pool in pools:
             pages = [
@@ -561,9 +561,14 @@ def block_groups(pool: str, block: int, group: int) -> PoolTransfer:
     )
 
 
-def _checked(
+def check_form(
     answer: Mapping[PoolName, Sequence[bool]], groups: Sequence[PageGroup]
 ) -> dict[str, list[bool]]:
+    """Check that each page of a set or a get has its answer; a copy of the answers.
+
+    Raises:
+        Violation: GET-3.
+    """
     checked("GET-3")
     expected = dict[str, int]()
     for group in groups:
