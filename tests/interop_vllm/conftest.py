@@ -33,7 +33,7 @@ def pytest_pycollect_makemodule(module_path, parent):
             importlib.import_module("lmcache.v1.distributed.config")
             importlib.import_module("lmcache.v1.distributed.storage_controllers")
             importlib.import_module("lmcache.v1.multiprocess.config")
-            importlib.import_module("hicache_conformance.interfaces.vllm_tier.engine")
+            importlib.import_module("hicache_conformance.interfaces.vllm_tier.storage")
     return None
 
 

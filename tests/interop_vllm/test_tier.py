@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
-from hicache_conformance.interfaces.vllm_tier.engine import offloading_config
+from hicache_conformance.interfaces.vllm_tier.storage import offloading_config
 from hicache_storage.engines.vllm import HiCacheTier
 from hicache_storage.engines.vllm.tier import build_of
 from hicache_storage.spec import ConfigError, seconds_since_asked

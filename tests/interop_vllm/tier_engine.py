@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from hicache_conformance.interfaces.vllm_tier.engine import Rows, TierSpec, offloading_config
+from hicache_conformance.interfaces.vllm_tier.storage import Rows, TierSpec, offloading_config
 from hicache_storage.engines.vllm import HiCacheTier
 
 if TYPE_CHECKING:

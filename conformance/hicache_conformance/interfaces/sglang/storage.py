@@ -32,6 +32,7 @@ from hicache_conformance.interfaces.foreign_storage import (
     rounds,
 )
 from hicache_conformance.interfaces.sglang.engine import (
+    EnginePages,
     clears,
     construct,
     environment,
@@ -40,7 +41,6 @@ from hicache_conformance.interfaces.sglang.engine import (
     storage_config,
     types,
 )
-from hicache_conformance.interfaces.sglang.pools import EnginePages
 from hicache_conformance.model.case import NotPromised, check
 from hicache_storage.spec import (
     Capabilities,
