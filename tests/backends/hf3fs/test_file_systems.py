@@ -46,6 +46,18 @@ def test_symbolic_links_are_not_needed(mount, rig, server):
     ]
 
 
+def test_a_directory_of_an_earlier_version_keeps_its_id(tmp_path, rig, kept_server):
+    """There the id was the text of a symbolic link; its pages are named by it."""
+    path, keys = tmp_path / "store", chain("a", 2)
+    path.mkdir()
+    os.symlink("0123abcd", path / "store.id")
+    assert store_id(str(path)) == "0123abcd"
+    one, other = (rig(path, metadata_url=kept_server.url) for _ in range(2))
+    assert all(one.put(keys))
+    assert one.scope.name.endswith("-0123abcd")
+    other.expect(keys)
+
+
 @needs_fuse
 def test_preallocation_writes_nothing_where_there_is_no_fallocate(mount, caplog):
     """glibc's emulation writes zeros into each block, over pages that others store meanwhile."""
