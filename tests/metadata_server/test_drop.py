@@ -248,7 +248,6 @@ def test_doctor_leaves_no_scope_behind(tmp_path):
                 "path": f"{tmp_path}/store",
                 "metadata_url": place.url,
                 "file_size": size,
-                "preallocate": "false",
             }
             findings = list(check_round_trip(DoctorTarget(driver="hf3fs", options=options)))
             assert {finding.status for finding in findings} == {Status.OK}, findings

@@ -52,16 +52,9 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             description="Maximum size of each namespace's file, such as '1TiB'; a namespace is a "
             "pool of one model in one geometry. The least recently used pages are evicted. A full "
             "file sustains writes of half its size in the time of a quarantine. Disk space is "
-            "used as pages are written, unless preallocate is set."
+            "used as pages are written."
         ),
     ] = "16GiB"
-    preallocate: Annotated[
-        bool,
-        Meta(
-            description="Reserve the file's whole size on the disk when it is created. A file "
-            "system that cannot do this leaves the file sparse."
-        ),
-    ] = False
     engine: Annotated[
         Literal["auto", "usrbio", "posix"],
         Meta(

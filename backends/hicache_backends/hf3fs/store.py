@@ -126,7 +126,6 @@ class Store:
             SlotGeometry.of(namespace, self.config.file_bytes),
             self.engine.adopt,
             namespace.describe(),
-            preallocates=self.config.preallocate,
         )
         return SlotScope(f"0:{name}", namespace, file)
 

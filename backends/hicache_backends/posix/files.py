@@ -218,27 +218,6 @@ def file_bytes(path: str) -> int:
     return 0
 
 
-def allocate(descriptor: int, offset: int, length: int) -> bool:
-    """Allocate the blocks of a range of a file, and extend the file to it.
-
-    The system call alone: `os.posix_fallocate` emulates a missing one by writing zeros, which
-    damages what other processes write into the range meanwhile.
-
-    Returns:
-        False if the file system has no such call.
-
-    Raises:
-        OSError: the allocation has failed.
-    """
-    while _libc.fallocate(descriptor, 0, ctypes.c_long(offset), ctypes.c_long(length)):
-        error = ctypes.get_errno()
-        if error in (errno.EOPNOTSUPP, errno.ENOSYS):
-            return False
-        if error != errno.EINTR:
-            raise OSError(error, os.strerror(error))
-    return True
-
-
 def scatter(page: memoryview, targets: Sequence[memoryview]) -> None:
     """Copy a page into buffers, one after the other, with room for all of it."""
     start = 0

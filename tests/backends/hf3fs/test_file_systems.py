@@ -10,9 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hicache_backends.hf3fs.slots.files import SlotFile, SlotGeometry
 from hicache_backends.hf3fs.slots.scopes import store_id
-from hicache_backends.posix.files import Handle
 from tests.backends.hf3fs.harness import chain
 from tests.fuse.counting_fs import CountingMount
 from tests.metadata_server.full_disks import small_disk
@@ -25,7 +23,7 @@ needs_fuse = pytest.mark.skipif(
 
 @pytest.fixture
 def mount(tmp_path):
-    """A file system without fallocate and symbolic links, as some FUSE daemons' are."""
+    """A file system without symbolic links, as some FUSE daemons' are."""
     with CountingMount(tmp_path / "backing", tmp_path / "mount") as mount:
         yield mount
 
@@ -56,24 +54,6 @@ def test_a_directory_of_an_earlier_version_keeps_its_id(tmp_path, rig, kept_serv
     assert all(one.put(keys))
     assert one.scope.name.endswith("-0123abcd")
     other.expect(keys)
-
-
-@needs_fuse
-def test_preallocation_writes_nothing_where_there_is_no_fallocate(mount, caplog):
-    """glibc's emulation writes zeros into each block, over pages that others store meanwhile."""
-    files = [
-        SlotFile(
-            f"{mount.point}/{name}.slots", SlotGeometry(4096, 64), Handle, {}, preallocates=True
-        )
-        for name in ("a", "b")
-    ]
-    for file in files:
-        file.borrow()
-        assert os.stat(file.path).st_size == 64 * 4096
-        # Its description alone.
-        assert mount.counts()["write"] == 1 + files.index(file)
-        file.close()
-    assert "stays sparse" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from hicache_backends.posix.faults import detached
-from hicache_backends.posix.files import allocate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +79,6 @@ class SlotFile:
         geometry: a shorter file is extended; no file is truncated.
         adopt: wraps a descriptor in a handle.
         about: description of the namespace for operators, written to a JSON file beside this one.
-        preallocates: allocate the whole length at once.
     """
 
     def __init__(
@@ -89,14 +87,11 @@ class SlotFile:
         geometry: SlotGeometry,
         adopt: Callable[[int], Handle],
         about: Mapping[str, object],
-        *,
-        preallocates: bool,
     ) -> None:
         self.path = path
         self._about = about
         self.geometry = geometry
         self._adopt = adopt
-        self._preallocates = preallocates
         self._lock = threading.Lock()
         # The lock guards all that follows.
         self._handle: Handle | None = None
@@ -196,18 +191,9 @@ class SlotFile:
         return handle
 
     def _lengthen(self, descriptor: int) -> None:
-        length = os.fstat(descriptor).st_size
-        if length >= self.geometry.file_bytes:
-            return
-        if self._preallocates:
-            if allocate(descriptor, length, self.geometry.file_bytes - length):
-                return
-            self._preallocates = False
-            logger.warning(
-                "hf3fs: the file system of %s cannot preallocate; the file stays sparse", self.path
-            )
-        # A concurrent process can only have extended it to the same length.
-        os.ftruncate(descriptor, self.geometry.file_bytes)
+        if os.fstat(descriptor).st_size < self.geometry.file_bytes:
+            # A concurrent process can only have extended it to the same length.
+            os.ftruncate(descriptor, self.geometry.file_bytes)
 
     def _describe(self) -> None:
         """Write the description, if there is none.
