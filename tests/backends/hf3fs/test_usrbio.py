@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from copy import deepcopy
 
@@ -10,6 +11,7 @@ import pytest
 
 from hicache_backends.hf3fs import store as store_module
 from hicache_backends.hf3fs.slots import usrbio as usrbio_module
+from hicache_storage.objects import Call
 from tests.backends.hf3fs.harness import chain
 from tests.backends.hf3fs.usrbio_stand_in import StandIn
 
@@ -26,8 +28,7 @@ def library(tmp_path, monkeypatch):
 def usrbio(rig, library, monkeypatch):
     monkeypatch.setattr(usrbio_module, "ENTRIES", 8)
 
-    def make(rings=2, **options):
-        monkeypatch.setattr(usrbio_module, "RINGS", rings)
+    def make(**options):
         return rig(engine="usrbio", **{"usrbio_buffer": "256KiB", **options})
 
     return make
@@ -77,7 +78,7 @@ def test_a_file_that_ends_before_a_slot_is_damage(usrbio):
 
 
 def test_a_submission_that_fails_is_a_miss_and_the_ring_comes_back(usrbio, library):
-    mine, keys = usrbio(rings=1), chain("a", 4)
+    mine, keys = usrbio(), chain("a", 4)
     assert all(mine.put(keys))
     library.refusals = [errno.EAGAIN]
     assert mine.get(keys) == [None] * 4
@@ -90,7 +91,7 @@ def test_a_submission_that_fails_is_a_miss_and_the_ring_comes_back(usrbio, libra
 
 def test_some_of_a_batch_hang(usrbio, library):
     """What has come back is delivered; what has not keeps its memory."""
-    mine, keys = usrbio(rings=1), chain("a", 6)
+    mine, keys = usrbio(), chain("a", 6)
     assert all(mine.put(keys))
     library.kept = 2
     found = mine.get(keys, seconds=1.5)
@@ -101,7 +102,7 @@ def test_some_of_a_batch_hang(usrbio, library):
 
 
 def test_requests_that_hang_keep_nobody_and_no_memory_is_used_twice(usrbio, library):
-    mine, keys = usrbio(rings=1), chain("a", 4)
+    mine, keys = usrbio(), chain("a", 4)
     assert all(mine.put(keys))
     library.hangs.set()
     assert mine.get(keys, seconds=1.5) == [None] * 4
@@ -114,7 +115,7 @@ def test_requests_that_hang_keep_nobody_and_no_memory_is_used_twice(usrbio, libr
 
 
 def test_a_write_that_hangs_is_not_published_and_its_slot_not_given_away(usrbio, library):
-    mine, keys = usrbio(rings=1, lease_seconds=5.0), chain("a", 2)
+    mine, keys = usrbio(lease_seconds=5.0), chain("a", 2)
     assert mine.hits(keys) == 0
     library.hangs.set()
     assert mine.put(keys, seconds=0.3) == [False] * 2
@@ -151,3 +152,12 @@ def test_auto_takes_posix_where_there_is_no_library(rig, monkeypatch):
 
     monkeypatch.setattr(store_module, "load_library", absent)
     assert rig().store.engine.name == "posix"
+
+
+def test_calls_take_turns(usrbio, library):
+    """One that finds the ring busy waits for it, until its deadline."""
+    mine, keys = usrbio(), chain("a", 4)
+    assert all(mine.put(keys))
+    with mine.store.engine._reading.lend(Call(5), math.inf):
+        assert mine.get(keys, seconds=0.3) == [None] * 4
+    mine.expect(keys)

@@ -27,7 +27,7 @@ from hicache_storage.objects import ENVELOPE_BYTES
 from hicache_storage.objects.namespace import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Generator, Sequence
 
     from hicache_storage.objects import Call
 
@@ -39,8 +39,6 @@ DEFAULT_TIMEOUT_SECONDS: Final = 30.0
 """Timeout of calls without a deadline."""
 CLOSE_SECONDS: Final = 2.0
 
-RINGS: Final = 2
-"""Calls that may read, and calls that may write, at the same time."""
 ENTRIES: Final = 256
 """Requests in flight in one ring."""
 SHARED_MEMORY: Final = "/dev/shm"
@@ -81,7 +79,7 @@ class _Request(NamedTuple):
 
 
 class UsrbioEngine(SlotEngine):
-    """Engine with `RINGS` rings for reads, and as many for writes; each serves one call at a time.
+    """Engine with a ring for reads, and one for writes; each serves one call at a time.
 
     Args:
         library: `hf3fs_fuse.io`.
@@ -94,9 +92,8 @@ class UsrbioEngine(SlotEngine):
 
     def __init__(self, library: Any, mount_point: str, *, buffer_bytes: int) -> None:
         self._library = library
-        make = partial(_IoRing, library, mount_point, buffer_bytes)
-        self._reading = _RingPool(partial(make, for_read=True))
-        self._writing = _RingPool(partial(make, for_read=False))
+        self._reading = _SharedRing(library, mount_point, buffer_bytes, for_read=True)
+        self._writing = _SharedRing(library, mount_point, buffer_bytes, for_read=False)
 
     def adopt(self, descriptor: int) -> Handle:
         try:
@@ -121,14 +118,14 @@ class UsrbioEngine(SlotEngine):
         self._writing.close()
 
     def _move(
-        self, pool: _RingPool, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call
+        self, shared: _SharedRing, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call
     ) -> None:
         """Move all jobs, as many at a time as fit into a ring and its memory."""
         left = call.remaining()
         until = time.monotonic() + (DEFAULT_TIMEOUT_SECONDS if left is None else left)
         every: list[SlotRead | SlotWrite] = [*jobs]
         try:
-            with pool.lend(call, until) as ring:
+            with shared.lend(call, until) as ring:
                 for some in split(every, _aligned_size, ring.size, ENTRIES):
                     self._serve(ring, some, call, until)
         except OSError as error:
@@ -287,72 +284,55 @@ class _IoRing:
         self._memory.release()
 
 
-class _RingPool:
-    """A bounded pool of rings. Safe for many threads.
+class _SharedRing:
+    """A ring that one call uses at a time, made for the first one.
 
     A ring with abandoned requests is not used again before these have returned.
     """
 
-    def __init__(self, make: Callable[[], _IoRing]) -> None:
-        self._make = make
-        self._changed = threading.Condition()
-        self._spare = list[_IoRing]()
-        self._lent = 0
+    def __init__(
+        self, library: Any, mount_point: str, buffer_bytes: int, *, for_read: bool
+    ) -> None:
+        self._make = partial(_IoRing, library, mount_point, buffer_bytes, for_read=for_read)
+        self._lock = threading.Lock()
+        self._ring: _IoRing | None = None
 
     @contextlib.contextmanager
     def lend(self, call: Call, until: float) -> Generator[_IoRing]:
-        """Lend a ring for a call.
+        """Lend the ring to a call.
 
         Raises:
-            OSError: no ring can be created, or none becomes free in time.
+            OSError: it cannot be made, is not free in time, or requests in it hang.
         """
-        ring = self._take(call, until)
+        while not self._lock.acquire(timeout=POLL_SECONDS):
+            if call.expired() or time.monotonic() > until:
+                raise OSError(errno.ETIMEDOUT, "the ring is busy")
         try:
-            yield ring
+            self._ring = self._ring or self._make()
+            if not self._ring.is_idle():
+                raise OSError(errno.EBUSY, "requests hang in the ring")
+            yield self._ring
         finally:
-            with self._changed:
-                self._lent -= 1
-                self._spare.append(ring)
-                self._changed.notify()
-
-    def _take(self, call: Call, until: float) -> _IoRing:
-        with self._changed:
-            while True:
-                ring = next((one for one in self._spare if one.is_idle()), None)
-                if ring is not None:
-                    self._spare.remove(ring)
-                # Rings that hang count: a daemon that hangs would take one after the other.
-                elif self._lent + len(self._spare) < RINGS:
-                    ring = self._make()
-                if ring is not None:
-                    self._lent += 1
-                    return ring
-                if call.expired() or time.monotonic() > until:
-                    raise OSError(errno.ETIMEDOUT, "all rings are busy")
-                # No call will return a ring: a wait would last as long as the daemon hangs.
-                if not self._lent:
-                    raise OSError(errno.EBUSY, "the requests in all rings hang")
-                # With a time limit, because a deadline that passes and a request that returns
-                # notify nobody.
-                self._changed.wait(POLL_SECONDS)
+            self._lock.release()
 
     def stuck(self) -> int:
         """Count the abandoned requests that have not returned."""
-        with self._changed:
-            return sum(ring.in_flight for ring in self._spare)
+        # While a call has the ring, the requests in it are not abandoned.
+        return self._ring.in_flight if self._ring and not self._lock.locked() else 0
 
     def close(self) -> None:
-        """Close all rings.
+        """Close the ring.
 
         Memory of requests that still hang stays mapped until the process ends.
         """
         until = time.monotonic() + CLOSE_SECONDS
-        with self._changed:
-            for ring in self._spare:
-                while not ring.is_idle() and time.monotonic() < until:
-                    self._changed.wait(POLL_SECONDS)
-                if not ring.in_flight:
-                    ring.close()
+        # Kept: no later call may have it.
+        if not self._lock.acquire(timeout=CLOSE_SECONDS) or self._ring is None:
+            return
+        while not self._ring.is_idle() and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        if not self._ring.in_flight:
+            self._ring.close()
 
 
 def _aligned_size(job: SlotRead | SlotWrite) -> int:
