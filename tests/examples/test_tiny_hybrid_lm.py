@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hicache_storage.hybrid import build_hybrid_stack
 from hicache_storage.pools import DevicePool
@@ -76,45 +74,6 @@ def pools_of(model):
                 for part in page_layer(pools[name], slot, layer):
                     part.view(-1).view(torch.uint8).random_(0, 120)
     return pools
-
-
-tokens = st.lists(st.integers(0, 127), min_size=1, max_size=90)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    first=tokens,
-    second=tokens,
-    cuts=st.lists(st.integers(1, 40), min_size=1, max_size=8),
-    places=st.randoms(),
-)
-def test_logits_do_not_depend_on_what_is_computed_together(
-    example, model, first, second, cuts, places
-):
-    """Two sequences in chunks of any length, alone and together, in scattered pages: the bits of a
-    single pass."""
-    pages = places.sample(range(32), 12)
-    rows = (torch.tensor(pages).unsqueeze(1) * 16 + torch.arange(16)).view(2, -1)
-    pools, found, done = pools_of(model), ([], []), [0, 0]
-    sequences = first, second
-    turn = 0
-    while any(done[each] < len(sequences[each]) for each in (0, 1)):
-        segments, owners = [], []
-        for each in (0, 1):
-            length = cuts[(turn + each) % len(cuts)]
-            chunk = sequences[each][done[each] : done[each] + length]
-            if chunk and (turn + each) % 3:
-                segments.append(example.model.Segment(chunk, done[each], rows[each], 1 + each))
-                owners.append(each)
-                done[each] += len(chunk)
-        if segments:
-            for each, logits in zip(
-                owners, model.forward(segments, pools, lambda _: None), strict=True
-            ):
-                found[each].append(logits)
-        turn += 1
-    for sequence, logits in zip(sequences, found, strict=True):
-        assert torch.equal(torch.cat(logits), model.recompute(sequence))
 
 
 def test_every_layer_is_waited_for_before_it_is_computed(example, model):
