@@ -6,10 +6,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky
-from hypothesis.stateful import run_state_machine_as_test
 
 FACTOR = int(os.environ.get("HICACHE_PROGRAMS", "1"))
 SECONDS = 300 * FACTOR
@@ -36,21 +34,3 @@ def machine(kind, examples: int):
     case = kind.TestCase
     case.settings = programs(examples)
     return pytest.mark.timeout(SECONDS)(case)
-
-
-def assert_found(kind) -> None:
-    """Programs of a state machine fail before many have been tried.
-
-    A failure that hypothesis cannot repeat counts: where real threads run, a race is lost once."""
-    quick = settings(
-        programs(0),
-        max_examples=600,
-        stateful_step_count=40,
-        phases=[Phase.generate],
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-        print_blob=False,
-    )
-    with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError, Flaky)):
-        run_state_machine_as_test(kind, settings=quick)
