@@ -15,7 +15,7 @@ from hicache_backends.mooncake.config import MooncakeConfig, client_settings
 from hicache_storage import create_storage
 from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.spec import StorageIdentity
-from tests.interop.metadata import live, problems, started
+from tests.interop.metadata import problems, started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -133,10 +133,6 @@ class Hf3fsStore:
                             file.seek(start)
                             file.write(NOISE)
 
-    def pages(self) -> int:
-        """How many pages the server says there are."""
-        return sum(live(self.server.url).values())
-
     def outages(self) -> list[AbstractContextManager[None]]:
         """The metadata server is killed and started again, or suspended."""
         return [_between(self.server.kill, self.server.start), self.server.suspended()]
@@ -180,10 +176,6 @@ class MooncakeStore:
         address = f"http://127.0.0.1:{self.cluster._metrics}/get_all_keys"
         with urllib.request.urlopen(address, timeout=10) as answer:
             return answer.read().decode().split()
-
-    def pages(self) -> int:
-        """How many objects the master knows."""
-        return len(self._names())
 
     def outages(self) -> list[AbstractContextManager[None]]:
         """The master is killed, with all that it knew of, and started again; or suspended."""

@@ -148,6 +148,17 @@ def test_detach_while_the_store_hangs(ranks, trouble, operation):
     until_only(before)
 
 
+def test_a_store_that_is_away_at_first_is_found_later(ranks, trouble, monkeypatch, caplog):
+    monkeypatch.setattr("hicache_storage.objects.lifecycle.OPEN_RETRY_SECONDS", 0)
+    trouble.at("connect", answer=raise_os_error)
+    rank = ranks(mha_pools("page_first"))
+    rank.attach("sample")
+    assert "cannot be opened yet" in caplog.text
+    assert rank.backup(tokens(2)).completed_tokens == 0
+    trouble.clear()
+    assert rank.restores(rank.backup(tokens(2, start=50)))
+
+
 def test_after_a_clear_that_failed_nothing_is_served_until_one_has_happened(
     sample, trouble, caplog
 ):

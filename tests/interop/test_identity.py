@@ -54,3 +54,19 @@ def test_ranks_of_replicated_kv_share(ranks, storage, size):
     backup = writer.backup(tokens(4))
     assert other.restores(backup)
     assert other.bridge.batch_set_v1(keys, indices) == [True] * 4
+
+
+def test_a_rank_of_two_reads_its_heads_of_what_one_has_stored(ranks, trouble):
+    """By `tp_lcm_size`."""
+    whole = ranks(mha_pools("page_head", heads=4))
+    half = ranks(mha_pools("page_head", heads=2), **tp(1))
+    for rank in (whole, half):
+        rank.attach("sample", tp_lcm_size=4)
+    whole.backup(tokens(4))
+    half.wipe()
+    result = half.prefetch(tokens(4))
+    assert result.completed_tokens == 4 * PAGE_SIZE
+    numbers = result.indices["kv"][::PAGE_SIZE] // PAGE_SIZE
+    stored, read = (rank.pools.kv.kv_buffer[:, numbers] for rank in (whole, half))
+    upper = stored.chunk(2, dim=2)[1]
+    assert torch.equal(read.view(torch.uint8), upper.view(torch.uint8))

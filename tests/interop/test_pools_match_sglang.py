@@ -22,8 +22,9 @@ from hicache_storage.pools import (
     page_access,
 )
 from hicache_storage.pools.engine import AddressedPages, StagedPages
+from hicache_storage.pools.shards import head_shards
 from hicache_storage.spec import InvalidPoolError
-from tests.interop.engine import PAGE_SIZE, PAGES, mamba_pool, mha_pools, mla_pools
+from tests.interop.engine import PAGE_SIZE, PAGES, mamba_pool, mha_pools, mla_pools, scribble
 
 pytestmark = pytest.mark.interop
 
@@ -150,6 +151,25 @@ def test_pages_of_an_indexer_that_copies_are_ours():
     slots = range(PAGE_SIZE, 4 * PAGE_SIZE, PAGE_SIZE)
     ours = [b"".join(page) for page in ours.page_buffers(slots)]
     assert [bytes(buffer) for (buffer,) in page_access(theirs).sources(slots)] == ours
+
+
+def test_the_heads_are_where_sglang_has_them():
+    """SGLang's own addresses of the parts of `page_head`, and those that the bridge would take."""
+    heads, pool = 4, mha_pools("page_head", heads=4).kv
+    scribble(pool, 3)
+    slots = list(range(0, PAGES * PAGE_SIZE, PAGE_SIZE))
+    addresses, lengths = pool.get_split_heads_page_buffer_meta(
+        torch.arange(PAGES * PAGE_SIZE), heads
+    )
+    flat, start = pool.kv_buffer.view(torch.uint8).view(-1), pool.kv_buffer.data_ptr()
+    theirs = iter(
+        bytes(flat[at - start : at - start + length].tolist())
+        for at, length in zip(addresses, lengths, strict=True)
+    )
+    shards = [shard.sources(slots) for shard in head_shards(page_access(pool), heads, "kv")]
+    for page in range(PAGES):
+        for shard in shards:
+            assert [bytes(view) for view in shard[page]] == [next(theirs), next(theirs)]
 
 
 @pytest.mark.parametrize(

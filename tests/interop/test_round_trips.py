@@ -36,30 +36,9 @@ def test_pages_come_back(ranks, storage, make_pools, layout, controller):
     assert rank.prefetch(tokens(4, start=1000)).hit_tokens == 0
 
 
-def test_pages_come_back_where_the_pool_has_holes(plain):
-    """Host pages are handed out in any order; each page has to find its own place."""
-    backup = plain.backup(tokens(8))
-    plain.wipe()
-    kv = plain.pools.kv
-    taken = kv.alloc(16 * PAGE_SIZE).view(16, PAGE_SIZE)
-    kv.free(taken[torch.randperm(16, generator=torch.Generator().manual_seed(0))].reshape(-1))
-    kv.alloc(kv.available_size() - 16 * PAGE_SIZE)
-    result = plain.prefetch(tokens(8))
-    slots = result.indices["kv"][::PAGE_SIZE].tolist()
-    assert slots != sorted(slots)
-    assert plain.delivered(result, backup)
-
-
-def test_a_long_prompt_takes_several_batches(ranks, storage):
-    rank = ranks(mha_pools("page_first", pages=300))
-    rank.attach(*storage)
-    backup = rank.backup(tokens(290))
-    assert backup.completed_tokens == 290 * PAGE_SIZE
-    assert rank.restores(backup)
-
-
 def test_a_page_that_vanishes_after_the_query_ends_the_hit_there(sample, trouble):
     backup = sample.backup(tokens(6))
+    assert len(STORES["default"]) == 6, "each page once, K and V together"
     sample.wipe()
     fourth = list(STORES["default"])[3]
     trouble.at("get", answer=lambda operation: STORES["default"].pop(fourth, None) and None)
