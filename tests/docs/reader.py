@@ -15,14 +15,9 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
-import sysconfig
 import time
 import tomllib
-import venv
-import zipfile
 from configparser import ConfigParser
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -30,11 +25,11 @@ import yaml
 
 from hicache_conformance.harness.ports import accepts, free_ports
 from tests.docs.blocks import COMPARED, printed, steps
+from tests.support.environment import ROOT, furnished, make_venv, variables
 
 if TYPE_CHECKING:
     from tests.docs.blocks import Block, Step
 
-ROOT: Final = Path(__file__).parents[2]
 WHEELS: Final = os.environ.get("HICACHE_DOCS_WHEELS", "")
 SECONDS: Final = 1200 if WHEELS else 120
 PORTS: Final = re.compile(r"(?<![\w.])(18\d{3}|6379|700\d|50051)(?!\w)")
@@ -65,7 +60,7 @@ class Reader:
         self._variables = home / ".variables"
         self._servers, self._ports = list[int](), dict[str, str]()
         self._python: subprocess.Popen[str] | None = None
-        self._environment = _fresh(home) if WHEELS else _furnished(home)
+        self._environment = _fresh(home) if WHEELS else furnished(home)
         for folder in FOLDERS:
             (home / folder).symlink_to(ROOT / folder)
         for place in PLACES:
@@ -202,81 +197,14 @@ class Reader:
         )
 
 
-def _furnished(home: Path) -> dict[str, str]:
-    """An environment in which everything is installed: that of the tests, with this checkout's
-    wheel before it."""
-    scripts, packages = _make_venv(home, with_pip=False)
-    (packages / "_checkout.pth").write_text(f"{_unpacked_wheel()}\n")
-    # What our environment has, torch above all, does not have to be installed again; what is
-    # installed here comes first.
-    (packages / "zz_current_environment.pth").write_text(
-        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    )
-    for name, code in (
-        ("pip", "-m pip"),
-        ("pytest", "-m pytest"),
-        ("hicache", f'"{home}/venv/hicache.py"'),
-    ):
-        (scripts / name).write_text(f'#!/bin/sh\nexec "{scripts}/python" -P {code} "$@"\n')
-        (scripts / name).chmod(0o755)
-    (home / "venv" / "hicache.py").write_text(
-        # As pip writes it: `doctor` starts a process that imports this file again.
-        "from hicache_storage.cli.main import main\n\nif __name__ == '__main__':\n    main()\n"
-    )
-    # Everything that is needed is installed, the build backend included.
-    return {
-        **_environment(home),
-        "PIP_NO_INDEX": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",
-        "PIP_CONFIG_FILE": os.devnull,
-    }
-
-
 def _fresh(home: Path) -> dict[str, str]:
     """An environment in which nothing is installed but torch, of the size that a machine without a
     GPU needs."""
-    _make_venv(home, with_pip=True)
-    environment = {**os.environ, **_environment(home), "PIP_FIND_LINKS": WHEELS}
+    make_venv(home, with_pip=True)
+    environment = {**os.environ, **variables(home), "PIP_FIND_LINKS": WHEELS}
     command = ["pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), "torch"]
     subprocess.run(command, executable=home / "venv" / "bin" / "pip", env=environment, check=True)
     return environment
-
-
-def _make_venv(home: Path, *, with_pip: bool) -> tuple[Path, Path]:
-    venv.create(home / "venv", with_pip=with_pip, symlinks=True)
-    prefix = str(home / "venv")
-    packages = sysconfig.get_path("purelib", vars={"base": prefix, "platbase": prefix})
-    return home / "venv" / "bin", Path(packages)
-
-
-def _environment(home: Path) -> dict[str, str]:
-    path = f"{home / 'venv' / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-    return {
-        "PATH": path,
-        "HOME": str(home),
-        "TMPDIR": os.environ.get("TMPDIR", "/tmp"),
-        "COLUMNS": "200",
-        "LANG": "C.UTF-8",
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }
-
-
-@cache
-def _unpacked_wheel() -> Path:
-    """This checkout's own wheel, as pip would unpack it: what is missing there is missing for every
-    user."""
-    import atexit
-    import shutil
-    import tempfile
-
-    directory = Path(tempfile.mkdtemp(prefix="hicache-docs-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = directory.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(directory / "site")
-    return directory / "site"
 
 
 def _parse(block: Block) -> None:
