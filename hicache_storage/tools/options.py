@@ -1,6 +1,6 @@
 """Options of a driver as `key=value` texts.
 
-Secrets, directories and servers are found in them.
+Secrets and directories are found in them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import re
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from hicache_storage.hookspecs import DriverSpec
 
@@ -29,10 +28,6 @@ _SECRET: Final = re.compile(
 _USERINFO: Final = re.compile(r"(?<=//)[^/@\s]+@")
 _PLACE: Final = re.compile(r"(?:^|_)(?:path|dir|directory|folder|root)$")
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
-_HOST_PORT: Final = re.compile(
-    r"(?P<host>\[[0-9a-f:.]+\]|[a-z0-9][a-z0-9.-]*):(?P<port>\d{1,5})", re.IGNORECASE
-)
-_PORTS: Final = {"http": 80, "https": 443, "redis": 6379, "rediss": 6379}
 
 
 def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
@@ -84,21 +79,6 @@ def nearest_directory(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.is_dir())
 
 
-def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
-    """Find host and port of the servers in options, as URL or `host:port`.
-
-    Several are a list, or separated by commas.
-    """
-    found = dict[str, list[tuple[str, int]]]()
-    for name, value in options.items():
-        several = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else [value]
-        parts = [part for text in several if isinstance(text, str) for part in text.split(",")]
-        addresses = [address for part in parts if (address := _address(part.strip()))]
-        if addresses:
-            found[name] = addresses
-    return found
-
-
 def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | None:
     """Return options of a throwaway store in an empty directory.
 
@@ -123,18 +103,3 @@ def size_text(count: int | None) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
-
-
-def _address(text: str) -> tuple[str, int] | None:
-    if _URL.fullmatch(text):
-        try:
-            url = urlsplit(text)
-            port = url.port or _PORTS.get(url.scheme.lower())
-        except ValueError:
-            return None
-        return (url.hostname, port) if url.hostname and port else None
-    match = _HOST_PORT.fullmatch(text)
-    if match is None or int(match["port"]) > 65535:
-        return None
-    # Sockets take the address of IPv6 without the brackets.
-    return match["host"].strip("[]"), int(match["port"])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import resource
-import socket
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +12,7 @@ from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import Registry
 from hicache_storage.spec import Capabilities
-from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, endpoints, machine
+from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, machine
 from tests.support.commands import run_python
 
 TARGET = DoctorTarget(driver="acme")
@@ -156,62 +153,3 @@ def test_clock(monkeypatch, state, status):
         lambda *_args, **_kwargs: SimpleNamespace(adjtimex=lambda _buffer: state),
     )
     assert only(machine.check_clock(TARGET)).status is status
-
-
-# Places
-# --------------------------------------------------------------------------------------------------------------
-
-
-def of_file(path, **options):
-    target = DoctorTarget(driver="file", options={"path": str(path), **options})
-    return list(endpoints.check_directories(target))
-
-
-def test_a_directory_that_does_not_exist_yet(tmp_path):
-    space, system = of_file(tmp_path / "store")
-    assert space.status is Status.OK
-    assert str(tmp_path) in space.detail
-    assert "O_DIRECT" in system.detail
-    assert not list(tmp_path.iterdir())
-
-
-def test_directories_that_cannot_be_used(tmp_path, monkeypatch):
-    """A file system that is not mounted must not look healthy."""
-    missing, no_directory = tmp_path / "not-mounted", tmp_path / "socket"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(no_directory))
-        for path, said in (
-            (missing / "store", f"{missing} does not exist"),
-            (no_directory, f"{no_directory} is no directory"),
-        ):
-            finding = only(of_file(path))
-            assert (finding.status, finding.detail) == (Status.FAIL, said)
-    assert of_file(tmp_path, capacity="4PiB")[0].status is Status.FAIL
-    monkeypatch.setattr(endpoints.os, "access", lambda *_args: False)
-    assert "is not writable" in only(of_file(tmp_path)).detail
-
-
-def test_a_file_system_without_direct_io(tmp_path, monkeypatch):
-    really_open = os.open
-
-    def refusing(path, flags, *arguments, **options):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return really_open(path, flags, *arguments, **options)
-
-    monkeypatch.setattr(endpoints.os, "open", refusing)
-    _, system = of_file(tmp_path)
-    assert system.status is Status.WARN
-    assert "refuses O_DIRECT" in system.detail
-    assert not list(tmp_path.iterdir())
-
-
-def test_servers(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        options = {"path": str(tmp_path), "metadata_url": url}
-        target = DoctorTarget(driver="hf3fs", options=options)
-        assert only(endpoints.check_servers(target)).status is Status.OK
-    finding = only(endpoints.check_servers(target))
-    assert finding.status is Status.FAIL
-    assert "cannot be reached" in finding.detail

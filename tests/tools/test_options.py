@@ -1,4 +1,4 @@
-"""Secrets, directories and servers in a driver's options."""
+"""Secrets and directories in a driver's options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.spec import Capabilities
-from hicache_storage.tools.options import directories, parse_pairs, redacted, servers, trial_options
+from hicache_storage.tools.options import directories, parse_pairs, redacted, trial_options
 
 
 def test_pairs():
@@ -23,29 +23,6 @@ def test_pairs():
 def test_what_is_no_pair(text):
     with pytest.raises(ValueError, match="is not of the form key=value"):
         parse_pairs([text])
-
-
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        ("http://meta:8080/x", [("meta", 8080)]),
-        ("https://meta", [("meta", 443)]),
-        ("redis://:secret@10.0.0.1:6380/0", [("10.0.0.1", 6380)]),
-        ("localhost:7000", [("localhost", 7000)]),
-        ("[::1]:7000", [("::1", 7000)]),
-        ("a:1, b:2", [("a", 1), ("b", 2)]),
-        (["http://a:1", "b:2"], [("a", 1), ("b", 2)]),
-        ([3, "x"], None),
-        ("p2p://meta", None),
-        ("10GiB", None),
-        ("a:99999", None),
-        ("http://h:99999", None),
-        ("/data/a:1/b", None),
-        ("P2PHANDSHAKE", None),
-    ],
-)
-def test_servers(value, found):
-    assert servers({"x": value, "n": 3}) == ({} if found is None else {"x": found})
 
 
 def test_directories(tmp_path):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_storage.tools.doctor import (
     drivers,
-    endpoints,
     engine_identity,
     lmcache,
     machine,
@@ -34,9 +33,6 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "lmcache": lmcache.check_lmcache,
     "drivers": drivers.check_drivers,
     "options": round_trip.check_options,
-    "directories": endpoints.check_directories,
-    "servers": endpoints.check_servers,
-    # Last: where an endpoint has failed, it would say the same in other words.
     "round trip": round_trip.check_round_trip,
 }
 
@@ -55,7 +51,7 @@ LEFT_OUT: Final = {
 }
 """Checks of no concern, by role."""
 
-OF_ONE_DRIVER: Final = frozenset({"options", "directories", "servers", "round trip"})
+OF_ONE_DRIVER: Final = frozenset({"options", "round trip"})
 
 
 def planned(target: DoctorTarget) -> list[str]:

@@ -20,7 +20,7 @@ from hicache_storage.spec import (
 )
 from hicache_storage.tools.bench.client import PAGE_SIZE, Client, WrongAnswerError, make_pool
 from hicache_storage.tools.bench.settings import BenchWorkload, Operation
-from hicache_storage.tools.doctor.finding import Finding, fail, ok, warn
+from hicache_storage.tools.doctor.finding import fail, ok, warn
 from hicache_storage.tools.options import redacted, trial_options
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.hookspecs import DriverSpec
     from hicache_storage.spec import HiCacheStorage
-    from hicache_storage.tools.doctor.finding import DoctorTarget
+    from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
 CLEAN_UP: Final = (
     "nothing, it is empty; the next run removes it (`hicache metadata scopes delete` does, too)"
@@ -44,6 +44,9 @@ PAGES, PAGE_BYTES = 4, 8192
 MODELS: Final = ("hicache-doctor", "hicache-doctor-2")
 """Always the same: some stores keep a record of each, which would grow with every run."""
 FIXES: Final = (
+    ("there is no directory", "mount the file system that belongs there, or make the directory"),
+    ("Connection refused", "start the server, open the firewall, or correct its address"),
+    ("Name or service not known", "correct the server's name, or let it be resolved"),
     ("CERTIFICATE_VERIFY_FAILED", "name the authority of its certificate (hf3fs: metadata_ca)"),
     ("WRONG_VERSION_NUMBER", "write http://: the server speaks no TLS on this port"),
     ("closed connection without response", "write https://, if the server speaks TLS on this port"),
@@ -54,11 +57,10 @@ FIXES: Final = (
 """Remedies by a part of the error."""
 
 
-def usable_options(target: DoctorTarget) -> dict[str, object] | Finding:
-    """Return the target's options with their defaults, or those of a throwaway store.
+def _refusal(target: DoctorTarget) -> Finding | None:
+    """Return why there are no options to open a storage with; None if there are.
 
-    Or the reason that there are none: the driver refuses its options or is unknown, or a throwaway
-    store would need servers.
+    The driver refuses its options or is unknown, or a throwaway store would need servers.
     """
     check = f"{target.driver}: options"
     try:
@@ -69,23 +71,22 @@ def usable_options(target: DoctorTarget) -> dict[str, object] | Finding:
             needs = ", ".join(f"-c {name}=..." for name in spec.trial_config)
             detail = "none given, and a throwaway store needs a server: it was not opened"
             return warn(check, detail, needs)
-        config = parse_config(model, chosen)
+        parse_config(model, chosen)
     except ConfigError as error:
         fix = f"`hicache drivers {target.driver}` lists the options; -c key=value"
         return fail(check, str(error), fix)
     except DriverError as error:
         return fail(check, str(error), "see above")
-    return {name: getattr(config, name) for name in model.__struct_fields__}
+    return None
 
 
 def check_options(target: DoctorTarget) -> Iterator[Finding]:
     """Check that the driver accepts the options."""
-    check, found = f"{target.driver}: options", usable_options(target)
-    if isinstance(found, Finding):
-        yield found
+    if refusal := _refusal(target):
+        yield refusal
         return
     given = ", ".join(f"{name}={value}" for name, value in redacted(target.options).items())
-    yield ok(check, given or "none given; a throwaway store was examined")
+    yield ok(f"{target.driver}: options", given or "none given; a throwaway store was examined")
 
 
 def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
@@ -94,7 +95,7 @@ def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
     Its health is queried as well.
     """
     check = f"{target.driver}: round trip"
-    if isinstance(usable_options(target), Finding):
+    if _refusal(target):
         return
     spec = registry().get(target.driver or "")
     with _logged_warnings() as messages:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.tools.doctor.finding import Finding, Status, fail
+from hicache_storage.tools.doctor.finding import Finding, fail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,12 +94,9 @@ def _make_checks(notes: Connection, target: DoctorTarget, checks: list[str], log
     os.dup2(descriptor, 2)
     from hicache_storage.tools.doctor.plan import CHECKS
 
-    failed = False
     for check in checks:
-        if check != "round trip" or not failed:
-            for finding in CHECKS[check](target):
-                failed |= finding.status is Status.FAIL and check in ("directories", "servers")
-                notes.send(finding)
+        for finding in CHECKS[check](target):
+            notes.send(finding)
         notes.send(None)
 
 
