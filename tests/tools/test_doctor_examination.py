@@ -84,11 +84,11 @@ def test_a_faulty_driver(site, name):
     assert finding.fix
 
 
-def test_the_examination_goes_on_after_a_crash(site):
-    site.add("exits", "def connect(self): os._exit(7)")
-    findings = diagnose("exits", "open files", "round trip", "huge pages")
-    assert [finding.check for finding in findings] == ["open files", "round trip", "huge pages"]
-    assert "ended the process with status 7" in findings[1].detail
+def test_a_driver_that_cannot_be_imported_alive_is_one_failure(site):
+    site.add("exits", "os._exit(7)")
+    sound, fatal = diagnose("exits", "open files", "drivers", "options", "round trip")
+    assert (sound.check, fatal.check) == ("open files", "drivers")
+    assert "ended the process with status 7" in fatal.detail
 
 
 def test_what_a_driver_warns_of_while_it_works(site):

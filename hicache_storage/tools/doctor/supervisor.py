@@ -1,7 +1,4 @@
-"""Examination: the checks run in a process of their own, which a driver can hang or crash.
-
-Another process makes the checks that are left.
-"""
+"""Examination: the checks run in a process of their own, which a driver can hang or crash."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ def examine(
 ) -> Iterator[Finding]:
     """Run all checks, or those named, and yield their findings as they come.
 
-    A driver's failure raises nothing.
+    A driver's failure raises nothing. A check that takes its process along is the last one: those
+    after it would meet the same fault, and report it once more.
     """
     if checks is None:
         # Here, so that `hicache --help` does not import all checks.
         from hicache_storage.tools.doctor.plan import planned
 
         checks = planned(target)
-    remaining = list(checks)
     limit = 2 * target.deadline_seconds + grace_seconds
     try:
         created = tempfile.TemporaryDirectory(prefix="hicache-doctor-", ignore_cleanup_errors=True)
@@ -52,26 +49,24 @@ def examine(
     with created as directory:
         store, log = Path(directory, "store"), Path(directory, "log")
         store.mkdir()
-        while remaining:
-            yield from _run(replace(target, throwaway=str(store)), remaining, limit, log)
+        yield from _run(replace(target, throwaway=str(store)), checks, limit, log)
 
 
-def _run(target: DoctorTarget, remaining: list[str], limit: float, log: Path) -> Iterator[Finding]:
-    """Run checks, and take them from the list, until one takes its process along."""
+def _run(target: DoctorTarget, checks: list[str], limit: float, log: Path) -> Iterator[Finding]:
+    """Run checks until one takes its process along."""
     notes, theirs = _SPAWN.Pipe(duplex=False)
-    process = _SPAWN.Process(target=_make_checks, args=(theirs, target, list(remaining), log))
+    process = _SPAWN.Process(target=_make_checks, args=(theirs, target, checks, log))
     process.start()
     # The child alone has this end then, so that its exit is the end of the notes.
     theirs.close()
-    hung = False
+    remaining, hung = iter(checks), False
+    check = next(remaining, None)
     try:
-        while remaining and not hung:
-            # The limit is that of one check, and each note shows that a check goes on.
-            if hung := not notes.poll(limit):
-                break
+        # The limit is that of one check, and each note shows that a check goes on.
+        while check is not None and not (hung := not notes.poll(limit)):
             finding: Finding | None = notes.recv()
             if finding is None:
-                remaining.pop(0)
+                check = next(remaining, None)
             else:
                 yield finding
     except (EOFError, OSError):
@@ -82,8 +77,8 @@ def _run(target: DoctorTarget, remaining: list[str], limit: float, log: Path) ->
         process.kill()
         process.join()
         notes.close()
-    if remaining:
-        yield _post_mortem(remaining.pop(0), None if hung else process.exitcode, limit, log)
+    if check is not None:
+        yield _post_mortem(check, None if hung else process.exitcode, limit, log)
 
 
 def _make_checks(notes: Connection, target: DoctorTarget, checks: list[str], log: Path) -> None:
