@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,7 @@ class GuardedLayer(StorageLayer):
     unreachable (rule FT-2). They are counted here, since the storage does not meet the call.
     """
 
-    miss_reason: ClassVar[MissReason] = MissReason.FAULT
+    miss_reason: ClassVar[MissReason]
     """Reason of this layer's misses."""
 
     def __init__(self, inner: HiCacheStorage) -> None:
@@ -60,6 +61,7 @@ class GuardedLayer(StorageLayer):
         self._misses = StatsRecorder(type(self).__name__)
         self._pools: dict[PoolName, RegisteredPool] = {}
 
+    @abstractmethod
     def guard(
         self,
         operation: str,
@@ -67,7 +69,7 @@ class GuardedLayer(StorageLayer):
         miss: Callable[[StorageUnavailableError], AnswerT],
         info: HiCacheStorageExtraInfo | None = None,
     ) -> AnswerT:
-        """Make a call, or answer a miss in its place; a layer overrides it.
+        """Make a call, or answer a miss in its place.
 
         Args:
             operation: "lookup", "read", "write" or "delete".
@@ -75,7 +77,6 @@ class GuardedLayer(StorageLayer):
             miss: answers without it, and is told why. A clear raises then.
             info: of the call, as `limited` has returned it.
         """
-        return ask(info)
 
     def limited(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo | None:
         """Return what a call of this layer is made with."""

@@ -36,19 +36,15 @@ def as_deadline(seconds: object) -> float:
         return math.inf if seconds > 0 else -math.inf
 
 
-def check_seconds(name: str, seconds: object, *, or_zero: bool = False) -> None:
+def check_seconds(name: str, seconds: object) -> None:
     """Check an option that is a time to wait.
 
     Raises:
-        ConfigError: it is no finite number, not more than 0 (or not 0 at least), or longer than a
-            thread can wait.
+        ConfigError: it is no finite number, not more than 0, or longer than a thread can wait.
     """
-    # The smallest positive float, so that one comparison excludes 0, negative numbers and NaN.
-    least = 0.0 if or_zero else math.ulp(0.0)
-    if not (_is_number(seconds) and least <= seconds <= MAX_SECONDS):
-        bound = "0 at least" if or_zero else "positive"
+    if not (_is_number(seconds) and 0 < seconds <= MAX_SECONDS):
         raise ConfigError(
-            f"{name} must be a number of seconds, {bound} and {MAX_SECONDS:.0f} at most, got "
+            f"{name} must be a number of seconds, positive and {MAX_SECONDS:.0f} at most, got "
             f"{seconds!r:.80}"
         )
 
