@@ -17,9 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.model.outcomes import Outcome, RunRecord
-from hicache_conformance.model.profiles import PROFILES, parse_profile
 from hicache_conformance.model.rules import Level, parse_levels, rules
-from hicache_conformance.model.settings import Settings, parse_page_bytes
+from hicache_conformance.model.settings import PROFILES, Settings, parse_page_bytes, parse_profile
 from hicache_conformance.model.verdict import judge
 from hicache_conformance.report.results import results as results_of
 from hicache_conformance.report.terminal import BROKEN, NOT_CONFORMANT, conclude, now_running

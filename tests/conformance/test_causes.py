@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_conformance.harness.log_records import MAX_CAUSES, cause_log
-from hicache_conformance.injectors.active_faults import ActiveFaults
+from hicache_conformance.injectors.injector import ActiveFaults
 from hicache_conformance.model.case import Violation
 from hicache_conformance.model.cause import (
     Cause,

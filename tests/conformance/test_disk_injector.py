@@ -14,9 +14,8 @@ import pytest
 
 from hicache_conformance.injectors import disk as disk_module
 from hicache_conformance.injectors.disk import DiskInjector, load_mfusepy, missing_for_disk
-from hicache_conformance.injectors.named_faults import MENU
 from hicache_conformance.model.case import Inconclusive
-from hicache_conformance.model.fault_plan import FaultKind
+from hicache_conformance.model.fault_plan import MENU, FaultKind
 from tests.conformance.fault_helpers import (
     CONTENT,
     MAX_SECONDS,

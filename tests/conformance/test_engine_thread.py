@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hicache_conformance.interfaces.engine_thread import EngineThread
+from hicache_conformance.interfaces.presence_storage import EngineThread
 from hicache_conformance.model.case import Violation
 
 

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 
 from hicache_conformance.cases.random_calls import fault_plans
-from hicache_conformance.injectors.active_faults import ActiveFaults
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
-from hicache_conformance.injectors.named_faults import MENU
-from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
+from hicache_conformance.injectors.injector import ActiveFaults
+from hicache_conformance.model.fault_plan import MENU, UNTIMED, Fault, FaultKind, FaultPlan
 
 KEYS = ["a", "b", "c", "d"]
 PLACES = [0, 1, 2, 3]

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 from hicache_conformance.model.cause import Cause
 from hicache_conformance.model.outcomes import Outcome, Replay
-from hicache_conformance.report.page import page
+from hicache_conformance.report.files import page
 from hicache_conformance.report.results import reproduction
 from tests.conformance.records import ended, header, judged
 

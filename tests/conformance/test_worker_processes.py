@@ -13,8 +13,7 @@ import pytest
 from hicache_conformance.harness.pools import PoolShape
 from hicache_conformance.harness.process_state import read_stat
 from hicache_conformance.harness.store_files import disk_usage
-from hicache_conformance.history.events import Call
-from hicache_conformance.history.workload import Workload
+from hicache_conformance.history.events import Call, Workload
 from hicache_conformance.model.case import Inconclusive, Violation
 from hicache_conformance.processes import worker as workers
 from hicache_conformance.processes.worker import KillSchedule, WorkerProcess, WorkerStorage, watch

@@ -20,9 +20,8 @@ from hicache_conformance.fixtures.fault_calls import (
 from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.pools import kv_and_state
 from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
-from hicache_conformance.injectors.named_faults import UNAVAILABLE
 from hicache_conformance.model.case import Violation, check, checked, covers
-from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.fault_plan import UNAVAILABLE, Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
 from hicache_storage.spec import PoolName, StorageTimeoutError, StorageUnavailableError
 

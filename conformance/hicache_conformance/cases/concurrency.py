@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.history.workload import Client
+    from hicache_conformance.history.events import Client
 
 THREADS: Final = 8
 FRESH_PAGES: Final = 48

@@ -31,12 +31,18 @@ from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.process_state import OpenResources
 from hicache_conformance.harness.storage_under_test import check_each
-from hicache_conformance.injectors.active_faults import failure
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
-from hicache_conformance.injectors.named_faults import NAMED_FAULTS, REFUSALS, UNAVAILABLE
+from hicache_conformance.injectors.injector import failure
 from hicache_conformance.model.case import check, covers
-from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
+from hicache_conformance.model.fault_plan import (
+    NAMED_FAULTS,
+    REFUSALS,
+    UNAVAILABLE,
+    Fault,
+    FaultKind,
+    FaultPlan,
+)
 from hicache_conformance.model.rules import Level
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, is_refusal

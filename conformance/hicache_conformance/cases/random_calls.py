@@ -32,9 +32,8 @@ from hicache_conformance.harness.storage_under_test import (
     block_groups,
     trailing,
 )
-from hicache_conformance.injectors.named_faults import MENU
 from hicache_conformance.model.case import Violation, check, checked, covers
-from hicache_conformance.model.fault_plan import UNTIMED, Fault, FaultKind, FaultPlan
+from hicache_conformance.model.fault_plan import MENU, UNTIMED, Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
 from hicache_storage.layers import StorageOptions
 from hicache_storage.plugins import registry

@@ -21,9 +21,8 @@ from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, PoolShape, kv_and_state
 from hicache_conformance.history.events import Call
-from hicache_conformance.injectors.named_faults import UNAVAILABLE
 from hicache_conformance.model.case import Inconclusive, check, covers
-from hicache_conformance.model.fault_plan import FaultPlan
+from hicache_conformance.model.fault_plan import UNAVAILABLE, FaultPlan
 from hicache_conformance.model.rules import Level
 from hicache_storage.objects.removals import MAX_REMOVALS
 from hicache_storage.spec import PoolName, Removal, RemovalReason, Removals

@@ -1,4 +1,4 @@
-"""Events of a history: the caller, the times and the answer of each call.
+"""Events of a history (the caller, the times and the answer of each call), and the calls themselves.
 
 Times are nanoseconds of `time.monotonic_ns()`, which all processes of a machine share. Two calls
 whose intervals overlap are concurrent, and nothing is concluded from which of them ended first.
@@ -6,9 +6,22 @@ whose intervals overlap are concurrent, and nothing is concluded from which of t
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
+from random import Random
+from typing import TYPE_CHECKING
 
 import msgspec
+
+from hicache_conformance.harness.page_patterns import Page, PagePatterns
+from hicache_storage.spec import PoolName
+
+if TYPE_CHECKING:
+    import itertools
+    from collections.abc import Callable
+
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
+
 
 VALUES = 1 << 16
 """How many values an identity's pages can be told apart by; a page's generation has two bytes."""
@@ -110,3 +123,115 @@ class Recorder:
     def running(self) -> Begun | None:
         """One call that has begun and not returned."""
         return next(iter(self._open.values()), None)
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """Work of the threads of a process."""
+
+    seed: str
+    clients: int = 1
+    """Threads."""
+    calls: int
+    """Of each thread."""
+    keys: tuple[str, ...]
+    max_keys: int = 6
+    """Most keys of a call."""
+    pools: tuple[str, ...] = (str(PoolName.KV),)
+    mix: dict[Call, int]
+    """How often each call is made, in proportion to the others."""
+    first_value: int
+    """The sets of all threads write the values from here on, each its own; there are as many as
+    calls."""
+    start_at: int = 0
+    """Time to begin at, by `time.monotonic_ns()`, for processes that shall meet."""
+
+
+class Client:
+    """A thread's share of a storage: makes calls, and tells both ends of each."""
+
+    def __init__(
+        self,
+        name: str,
+        sut: StorageUnderTest,
+        patterns: PagePatterns,
+        note: Callable[[Begun | Ended], None],
+        numbers: itertools.count[int],
+    ) -> None:
+        self._name = name
+        self._sut = sut
+        self._patterns = patterns
+        self._note = note
+        self._numbers = numbers
+
+    def run(self, work: Workload, number: int) -> None:
+        """Make the calls of one thread of a workload.
+
+        Raises:
+            Violation: a call raised, or its answer has not the form that it must have.
+        """
+        random = Random(f"{work.seed}/{number}")
+        calls, weights = list(work.mix), list(work.mix.values())
+        # Polled and not slept through in one go: processes that wake up late by the scheduler would
+        # not overlap.
+        while time.monotonic_ns() < work.start_at:
+            time.sleep(0.0005)
+        for step in range(work.calls):
+            call = random.choices(calls, weights)[0]
+            # Without repetitions: of a page that is set twice in one call the history could not
+            # tell which answer is whose.
+            chain = random.sample(work.keys, random.randint(1, min(work.max_keys, len(work.keys))))
+            # What an exists says of other pools is the business of the rules EX; here it is asked
+            # about the KV pool alone.
+            pool = str(PoolName.KV) if call is Call.EXISTS else random.choice(work.pools)
+            self.call(call, chain, pool, work.first_value + number * work.calls + step)
+
+    def call(self, call: Call, keys: list[str], pool: str, value: int = 0) -> Ended:
+        """Make one call; its answer."""
+        number = next(self._numbers)
+        shown = tuple(keys) if call is not Call.CLEAR else ()
+        # Taken before the event is sent, so that the interval in the history contains the call. An
+        # interval that is too short would contradict answers that are right.
+        at = time.monotonic_ns()
+        self._note(
+            Begun(
+                number=number,
+                client=self._name,
+                call=call,
+                at=at,
+                pool=pool,
+                keys=shown,
+                value=value,
+            )
+        )
+        ended = self._made(number, call, keys, pool, value)
+        self._note(ended)
+        return ended
+
+    def _made(self, number: int, call: Call, keys: list[str], pool: str, value: int) -> Ended:
+        sut, now = self._sut, time.monotonic_ns
+        match call:
+            case Call.SET:
+                done = sut.set(keys, pool, generation=value)
+                return Ended(number=number, at=now(), done=tuple(done))
+            case Call.GET:
+                contents = sut.get(keys, pool)
+                # Before the bytes are compared, which takes as long as some gets.
+                at = now()
+                found = (
+                    None if content is None else self._value(key, content, pool)
+                    for key, content in zip(keys, contents, strict=True)
+                )
+                return Ended(number=number, at=at, found=tuple(found))
+            case Call.EXISTS:
+                answer = sut.exists(keys)
+                return Ended(number=number, at=now(), hit=answer.kv_hit_pages)
+            case Call.DELETE:
+                removed = sut.delete(keys, pool)
+                return Ended(number=number, at=now(), done=tuple(removed))
+            case Call.CLEAR:
+                raised = sut.clear()
+                return Ended(number=number, at=now(), raised=raised)
+
+    def _value(self, key: str, content: bytes, pool: str) -> int | bytes:
+        whole = self._patterns.generation(content, Page(self._sut.identity, pool, key))
+        return content if whole is None else whole

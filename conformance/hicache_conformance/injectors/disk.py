@@ -18,8 +18,15 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
-from hicache_conformance.injectors.injector import PATIENCE_SECONDS, ProcessInjector, obey
+from hicache_conformance.injectors.injector import (
+    PATIENCE_SECONDS,
+    ActiveFaults,
+    ProcessInjector,
+    failure,
+    find_fault,
+    flipped,
+    obey,
+)
 from hicache_conformance.model.case import Inconclusive
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 

@@ -7,8 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hicache_conformance.harness.corruption import Forgery
-from hicache_conformance.injectors.active_faults import ActiveFaults, failure, find_fault, flipped
-from hicache_conformance.injectors.injector import FaultInjector
+from hicache_conformance.injectors.injector import (
+    ActiveFaults,
+    FaultInjector,
+    failure,
+    find_fault,
+    flipped,
+)
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_storage.layers import innermost
 from hicache_storage.objects import Call, ObjectStorage, ObjectWrite, ReadBatch, WriteBatch

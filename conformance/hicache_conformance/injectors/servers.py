@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from hicache_conformance.harness.ports import accepts, free_ports
 from hicache_conformance.harness.process_state import processes, read_stat
 from hicache_conformance.harness.store_files import copy_file
-from hicache_conformance.injectors.active_faults import find_fault
-from hicache_conformance.injectors.injector import FaultInjector
+from hicache_conformance.injectors.injector import FaultInjector, find_fault
 from hicache_conformance.model.case import Inconclusive, NotPromised
 from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
 from hicache_conformance.model.settings import filled, port_names

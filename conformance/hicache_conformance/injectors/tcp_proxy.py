@@ -12,13 +12,13 @@ import socket
 import struct
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from hicache_conformance.injectors.active_faults import (
+from hicache_conformance.injectors.injector import (
     MAX_HANG_SECONDS,
     ActiveFaults,
+    ProcessInjector,
     find_fault,
     flipped,
 )
-from hicache_conformance.injectors.injector import ProcessInjector
 from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ from hicache_conformance.harness.log_records import CauseLog, cause_log
 from hicache_conformance.harness.page_patterns import PagePatterns
 from hicache_conformance.harness.pools import GuardedPool, PoolShape
 from hicache_conformance.harness.storage_under_test import StorageUnderTest
-from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
-from hicache_conformance.history.workload import Client, Workload
+from hicache_conformance.history.events import Begun, Call, Client, Ended, Event, Recorder, Workload
 from hicache_conformance.model.case import Inconclusive, Violation
 from hicache_conformance.model.cause import Cause, cause_of
 from hicache_storage.plugins import create_storage

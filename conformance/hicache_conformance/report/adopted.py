@@ -7,8 +7,8 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.report.files import template
 from hicache_conformance.report.header import SUITE, installed_version
-from hicache_conformance.report.page import template
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -66,7 +66,7 @@ def conclude(console: Console, record: RunRecord, settings: Settings, report: Pa
         return 128 + record.signal if record.signal else BROKEN
     judgement = judge(record, settings.levels, record.catalogue)
     if report is not None:
-        from hicache_conformance.report import write_report
+        from hicache_conformance.report.files import write_report
 
         write_report(report, record.header, judgement, record.catalogue)
         (report / "pytest.log").write_text(record.log, encoding="utf-8")

@@ -61,7 +61,7 @@ _CALLERS: Final = (
     "objects/faults.py",
     "objects/storage.py",
     "sglang/storage.py",
-    "runner/preflight.py",
+    "runner/session.py",
 )
 """Files that call a driver."""
 # What would make pytest read somebody else's configuration or load somebody else's plugins.

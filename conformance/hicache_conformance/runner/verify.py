@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from hicache_conformance.model.outcomes import DriverFiles, Header, Outcome, Replay
-from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels
-from hicache_conformance.model.settings import Settings
+from hicache_conformance.model.settings import PROFILES, Settings
 from hicache_conformance.report.header import SUITE
 from hicache_conformance.report.results import SCHEMA, badge, store_is_fresh
 

@@ -18,8 +18,7 @@ import msgspec
 from hicache_conformance.harness.page_patterns import Page, PagePatterns
 from hicache_conformance.harness.pools import PoolShape
 from hicache_conformance.history.checker import Counterexample, HistoryChecker
-from hicache_conformance.history.events import VALUES, Begun, Call, Ended, Event
-from hicache_conformance.history.workload import Workload
+from hicache_conformance.history.events import VALUES, Begun, Call, Ended, Event, Workload
 from hicache_conformance.processes.worker import WorkerProcess, WorkerStorage
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import PoolName, StorageIdentity

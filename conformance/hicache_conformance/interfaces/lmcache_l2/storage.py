@@ -21,9 +21,12 @@ from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_clas
 from lmcache.v1.distributed.memory_manager import L1MemoryManager
 from lmcache.v1.platform import consume_fd
 
-from hicache_conformance.interfaces.engine_thread import EngineThread
 from hicache_conformance.interfaces.foreign_storage import element_type, torch_type
-from hicache_conformance.interfaces.presence_storage import PageMemory, PresenceStorage
+from hicache_conformance.interfaces.presence_storage import (
+    EngineThread,
+    PageMemory,
+    PresenceStorage,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

@@ -34,9 +34,13 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from hicache_conformance.interfaces.engine_thread import START_SECONDS, EngineThread
 from hicache_conformance.interfaces.foreign_storage import element_type
-from hicache_conformance.interfaces.presence_storage import PageMemory, PresenceStorage
+from hicache_conformance.interfaces.presence_storage import (
+    START_SECONDS,
+    EngineThread,
+    PageMemory,
+    PresenceStorage,
+)
 from hicache_conformance.model.case import Violation
 from hicache_storage.spec import StorageIdentity
 

@@ -1,0 +1,172 @@
+"""The files of a report: for people (`index.html`, verdict first), for machines, for CI, for a README.
+
+`junit.xml` has one suite for each level and one test for each rule and case, as CI systems show them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from jinja2 import Environment, StrictUndefined, Template
+
+from hicache_conformance.model.outcomes import Case, CaseOutcome, Header, Outcome
+from hicache_conformance.model.rules import Level
+from hicache_conformance.report.results import as_json, badge, reproduction, results
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from hicache_conformance.model.verdict import Judgement, RuleResult
+
+
+def write_report(
+    directory: Path, header: Header, judgement: Judgement, cases: Mapping[str, Case]
+) -> None:
+    """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory.
+
+    It is made if need be.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    record = results(header, judgement)
+    (directory / "results.json").write_text(as_json(record), encoding="utf-8")
+    (directory / "badge.json").write_text(as_json(badge(header, judgement)), encoding="utf-8")
+    (directory / "junit.xml").write_text(junit(header, judgement), encoding="utf-8")
+    (directory / "index.html").write_text(page(header, judgement, cases), encoding="utf-8")
+
+
+LEVEL_SUMMARIES: Final = {
+    Level.CORE: "One pool: right bytes or none, from open to close",
+    Level.POOLS: "Several pools and hit policies",
+    Level.IDENTITY: "Whose pages are whose",
+    Level.SHARED: "Several processes on one store",
+    Level.DURABLE: "kill -9 and restart",
+    Level.FAULTS: "Full disks, lost servers, hung mounts",
+    Level.BUDGET: "Round trips, copies and counters",
+}
+
+
+def page(header: Header, judgement: Judgement, cases: Mapping[str, Case]) -> str:
+    """The text of the file."""
+    return template("index.html.j2").render(
+        header=header,
+        judgement=judgement,
+        levels=[_level(level, header, judgement) for level in Level],
+        outcomes=list(Outcome),
+        groups=_groups(header, judgement),
+        summaries={case.name: case.summary for case in cases.values()},
+    )
+
+
+@cache
+def template(name: str) -> Template:
+    """Return a template of this package; what goes into a page of HTML is escaped."""
+    environment = Environment(
+        # Reasons quote keys and bytes that a driver has answered, and undefined names must not
+        # become empty cells.
+        autoescape=name.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
+    # A text as Python has it, with the quotation marks that formatters prefer.
+    environment.filters["literal"] = lambda text: json.dumps(text, ensure_ascii=False)
+    return environment.from_string(
+        files("hicache_conformance.report").joinpath(name).read_text("utf-8")
+    )
+
+
+def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
+    """The rules that are broken, as the table has them, each with the cases that say so.
+
+    Cases of a broken rule in which the suite itself broke come last.
+    """
+    groups = list[dict[str, object]]()
+    for result in judgement.rules:
+        if result.selected and result.outcome in (Outcome.FAIL, Outcome.ERROR):
+            failing = result.failing()
+            failing += [
+                case
+                for case in result.cases
+                if case.outcome is Outcome.ERROR and case not in failing
+            ]
+            cases = [
+                (case, reproduction(header, case.case), [str(plan) for plan in case.plans])
+                for case in failing
+            ]
+            groups.append({"rule": result.rule, "outcome": result.outcome, "cases": cases})
+    return groups
+
+
+def _level(level: Level, header: Header, judgement: Judgement) -> dict[str, object]:
+    counts = {outcome: judgement.count(outcome, level) for outcome in Outcome}
+    return {
+        "name": str(level),
+        "summary": LEVEL_SUMMARIES[level],
+        "selected": level in header.levels,
+        "counts": {outcome: count for outcome, count in counts.items() if count},
+        "total": sum(counts.values()),
+        "passed": counts[Outcome.PASS],
+    }
+
+
+_TAGS: Final = {
+    Outcome.FAIL: "failure",
+    Outcome.ERROR: "error",
+    Outcome.UNTESTED: "skipped",
+    Outcome.NOT_DECLARED: "skipped",
+}
+# What XML 1.0 cannot hold, not even escaped.
+_ILLEGAL: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit(header: Header, judgement: Judgement) -> str:
+    """The text of the file."""
+    root = Element("testsuites", name=f"HiCacheStorage v{header.spec_version}: {header.driver}")
+    for level in Level:
+        if level in header.levels:
+            _suite(root, level, [result for result in judgement.rules if level in result.levels])
+    indent(root)
+    return tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _suite(root: Element, level: Level, results: list[RuleResult]) -> None:
+    suite = SubElement(root, "testsuite", name=str(level))
+    for result in results:
+        cases = [case for case in result.cases if level in case.levels]
+        # A case of several rules and levels stands in each; CI systems group by class name, which
+        # is the rule.
+        for case in cases:
+            _case(suite, result, case.case, case.outcome, case)
+        # Otherwise an untested rule would not show at all.
+        if not cases:
+            _case(suite, result, "no case", result.levels[level], None)
+    for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(name, str(len(suite.findall(f"testcase/{tag}"))))
+    suite.set("tests", str(len(suite)))
+    suite.set("time", f"{sum(float(case.get('time', '0')) for case in suite):.3f}")
+
+
+def _case(
+    suite: Element, result: RuleResult, name: str, outcome: Outcome, case: CaseOutcome | None
+) -> None:
+    seconds = case.seconds if case else 0.0
+    element = SubElement(
+        suite, "testcase", classname=result.rule.id, name=name, time=f"{seconds:.3f}"
+    )
+    properties = SubElement(element, "properties")
+    SubElement(properties, "property", name="rule", value=result.rule.id)
+    SubElement(properties, "property", name="outcome", value=str(outcome))
+    if outcome in _TAGS:
+        reason = (case.reason if case else result.reason) or str(outcome)
+        told = SubElement(
+            element, _TAGS[outcome], message=_ILLEGAL.sub("?", f"{outcome}: {reason}")
+        )
+        if case and case.detail:
+            told.text = _ILLEGAL.sub("?", case.detail)
