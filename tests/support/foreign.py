@@ -10,7 +10,13 @@ from pathlib import Path
 from tests.conformance.conftest import Ran
 from tests.support.commands import HICACHE
 
-SAMPLES = Path(__file__).parents[1] / "conformance" / "interfaces"
+TESTS = Path(__file__).parents[1]
+SAMPLES = {
+    "sglang": TESTS / "conformance" / "interfaces",
+    "vllm-tier": TESTS / "interop_vllm" / "samples",
+    "lmcache-l2": TESTS / "interop_vllm" / "samples",
+}
+"""Directories of the samples, by interface."""
 
 
 class SuiteRun:
@@ -24,7 +30,7 @@ class SuiteRun:
         self.report = report
         self.process = subprocess.Popen(
             [HICACHE, "conformance", "run", driver, *options, *arguments, "--report", report],
-            cwd=SAMPLES,
+            cwd=SAMPLES[interface],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
