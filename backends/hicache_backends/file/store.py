@@ -332,10 +332,10 @@ class Store:
 
     def _read_feed(self) -> FeedSnapshot:
         try:
-            snapshot = self.descriptors.making_room(self.feed.read)
+            snapshot = self.feed.read()
         except OSError:
             # When the store comes back, files that were opened before belong to a mount that has
-            # died.
+            # died. Or their descriptors are what is missing.
             self.descriptors.close()
             raise
         if snapshot.epoch != self._epoch:

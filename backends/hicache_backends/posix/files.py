@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hicache_backends.posix.faults import NO_DESCRIPTOR
 
@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 
     Move = Callable[[int, Sequence[memoryview], int], int]
 
-AnswerT = TypeVar("AnswerT")
-
 IDLE_SECONDS = 10.0
 """Seconds after which an unused file is closed: it occupies the room of an evicted bundle."""
-
-
-RECOVERY_SECONDS = 10.0
-"""Seconds after which the limit doubles again, when the process has run out of descriptors."""
 
 _OPENAT2 = 437
 _CACHESTAT = 451
@@ -80,9 +74,7 @@ class Descriptors:
     """
 
     def __init__(self, limit: int) -> None:
-        self._max_limit = limit
         self._limit = limit
-        self._recovers_at = 0.0
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, int], Handle] = OrderedDict()
         self._flags = set[int]()
@@ -140,26 +132,14 @@ class Descriptors:
         Raises:
             OSError: it cannot be opened.
         """
-        return self.making_room(lambda: os.open(path, flags | os.O_CLOEXEC, 0o666))
-
-    def making_room(self, step: Callable[[], AnswerT]) -> AnswerT:
-        """Run a step that needs a descriptor.
-
-        If the process has none left, files kept here are closed.
-
-        Raises:
-            OSError: it failed, for lack of descriptors or otherwise.
-        """
         try:
-            return step()
+            return os.open(path, flags | os.O_CLOEXEC, 0o666)
         except OSError as error:
             if error.errno not in NO_DESCRIPTOR:
                 raise
-            # Fewer for a while: others in this process need some too.
-            self._limit = min(self._limit, len(self._open) // 2)
-            self._recovers_at = time.monotonic() + RECOVERY_SECONDS
+            # Those of the files that are kept here may be what is missing.
             self.close()
-            return step()
+            return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def forget(self, path: str) -> None:
         """Close a file that is gone or about to be removed."""
@@ -169,13 +149,9 @@ class Descriptors:
 
     def expire(self) -> None:
         """Close files that have not been used for a while."""
-        now = time.monotonic()
-        before = now - IDLE_SECONDS
+        before = time.monotonic() - IDLE_SECONDS
         closing = list[Handle]()
         with self._lock:
-            if self._limit < self._max_limit and now >= self._recovers_at:
-                self._limit = min(self._max_limit, 2 * self._limit + 1)
-                self._recovers_at = now + RECOVERY_SECONDS
             while self._open and next(iter(self._open.values())).used < before:
                 closing.append(self._open.popitem(last=False)[1])
 

@@ -195,26 +195,3 @@ def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
     del handle
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
-
-
-def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path):
-    made, tried = Descriptors(8), []
-
-    def step():
-        tried.append(1)
-        if len(tried) == 1:
-            raise OSError(24, "too many open files")
-
-    made.making_room(step)
-    monkeypatch.setattr(files, "RECOVERY_SECONDS", 0.0)
-    made.expire()
-    (tmp_path / "file").touch()
-    made.borrow(str(tmp_path / "file"))
-    assert not open_files(tmp_path)
-    monkeypatch.setattr(made, "_recovers_at", 0.0)
-    for _ in range(4):
-        made.expire()
-    for number in range(9):
-        (tmp_path / f"{number}").touch()
-        made.borrow(str(tmp_path / f"{number}"))
-    assert len(open_files(tmp_path)) == 8
