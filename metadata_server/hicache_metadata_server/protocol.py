@@ -200,8 +200,6 @@ class Lookup(Request, frozen=True, kw_only=True):
     """`POST /v2/lookup`: find the slots of pages."""
 
     scopes: list[LookupScope]
-    pin_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds for which found slots must not be given to another key; 0 for no pin."""
     # Tools look up pages without changing the LRU order.
     touch: bool = True
     """True to mark found pages as used."""
@@ -221,10 +219,6 @@ class LookedUp(Answer, frozen=True, kw_only=True):
     """Response of `lookup`."""
 
     scopes: list[FoundPages]
-    # One pin for all scopes of the request, so that one `unpin` releases a whole read.
-    pin: Natural = 0
-    """Number of the pin on all found slots; 0 for no pin."""
-    pin_seconds: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class ReserveScope(Request, frozen=True, kw_only=True):
@@ -312,15 +306,6 @@ class SettledLeases(Answer, frozen=True, kw_only=True):
     """Response of `commit`, `abort` and `renew`."""
 
     scopes: list[SettledScope]
-
-
-class Unpin(Request, frozen=True, kw_only=True):
-    """`POST /v2/unpin`: release pins before their end. Unknown ones are ignored."""
-
-    pins: list[Positive]
-    # Servers that share a scope's store send the request to its owner.
-    scope: ScopeName | None = None
-    """A scope of the lookup that has pinned; without it, only this server is asked."""
 
 
 class Touch(Request, frozen=True, kw_only=True):
@@ -553,7 +538,6 @@ class SlotStatus(Answer, frozen=True, kw_only=True):
     """Owner of the lease."""
     seconds_left: float = 0.0
     """Seconds until the lease or the quarantine ends."""
-    pins: Natural = 0
 
 
 class Inspected(Answer, frozen=True, kw_only=True):
@@ -588,7 +572,6 @@ class Limits(Answer, frozen=True, kw_only=True):
     min_lease_seconds: Seconds = field(name="least_lease_seconds")
     max_lease_seconds: Seconds = field(name="most_lease_seconds")
     """Longer wanted times are reduced to this, shorter ones raised to the minimum."""
-    max_pin_seconds: Seconds = field(name="most_pin_seconds")
     quarantine_seconds: Annotated[float, Meta(ge=0)]
     idempotency_seconds: Seconds
     """Seconds for which an idempotency key is remembered."""
@@ -659,7 +642,7 @@ class SlowCall(Answer, frozen=True, kw_only=True):
     status: int
     seconds: float
     entries: Natural
-    """Keys, leases, slots or pins in the request, in all scopes."""
+    """Keys, leases or slots in the request, in all scopes."""
     scopes: Natural
     """Scopes in the request."""
     scope: str = ""
@@ -703,7 +686,7 @@ class Route:
     """True if the route takes an idempotency key."""
 
 
-# Lookups, touches and unpins take no key: doing them twice does no harm. Neither do describe, drop
+# Lookups and touches take no key: doing them twice does no harm. Neither do describe, drop
 # and drain, which end in the same state.
 ROUTES: Final = {
     route.path: route
@@ -716,7 +699,6 @@ ROUTES: Final = {
         Route("POST", "/v2/commit", Commit, SettledLeases, Token.WRITE, changes=True),
         Route("POST", "/v2/abort", Abort, SettledLeases, Token.WRITE, changes=True),
         Route("POST", "/v2/renew", Renew, SettledLeases, Token.WRITE, changes=True),
-        Route("POST", "/v2/unpin", Unpin, None, Token.READ),
         Route("POST", "/v2/touch", Touch, Marked, Token.READ),
         Route("POST", "/v2/delete", Delete, Marked, Token.WRITE, changes=True),
         Route("POST", "/v2/clear", Clear, Cleared, Token.WRITE, changes=True),

@@ -8,11 +8,10 @@ from msgspec import inspect
 
 from hicache_metadata_server.http.asgi import OPEN_PAGES, PAGES
 from hicache_metadata_server.protocol import ROUTES, SGLANG_ROUTES, ReserveScope, Token
-from tests.metadata_server.http_calls import of_keys
 
 SCOPE = "0:kv"
 VALUES = {"scope": SCOPE, "namespace": "kv", "model": "m", "num_pages": 64, "pages_to_release": []}
-VALUES |= {"slots": [0], "keys": ["live"], "prefixes": [""], "enabled": True, "pin_seconds": 1.0}
+VALUES |= {"slots": [0], "keys": ["live"], "prefixes": [""], "enabled": True}
 VALUES |= {name: [1] for name in ("lengths", "checksums", "generations")}
 """By field, of a server on which `prepared` was called."""
 
@@ -34,9 +33,9 @@ class AnyRequest(msgspec.Struct, frozen=True):
         return (409,) if self.path == "/v2/drop" else (200, 204)
 
 
-def every_route(*, lease, pin):
-    """A request to each, with a lease and a pin that are out."""
-    values = VALUES | {"leases": [lease], "pins": [pin]}
+def every_route(*, lease):
+    """A request to each, with a lease that is out."""
+    values = VALUES | {"leases": [lease]}
     for path, route in ROUTES.items():
         body = filled(route.request, values) if route.request else None
         names = body is not None and bool({"scope", "scopes"} & set(body))
@@ -74,13 +73,11 @@ def filled(kind, values):
 
 
 async def prepared(caller, headers):
-    """A scope with a live page and a leased one; returns a lease and a pin."""
+    """A scope with a live page and a leased one; returns the lease."""
     assert (await caller.initialize(SCOPE, slots=64, headers=headers)).status == 200
     assert (await caller.store(SCOPE, ["live"], headers=headers)).status == 200
     leased = await caller.reserve(SCOPE, ["leased"], headers=headers)
-    asked = {**of_keys(SCOPE, ["live"]), "pin_seconds": 30}
-    found = await caller.post("/v2/lookup", asked, headers=headers)
-    return leased.json["scopes"][0]["leases"][0], found.json["pin"]
+    return leased.json["scopes"][0]["leases"][0]
 
 
 async def ask(caller, asked, headers):

@@ -73,13 +73,6 @@ def delete(service, keys, scope="0:kv", now=NOW):
     return service.delete(p.Delete(scopes=[part]), now).scopes[0].done
 
 
-def pin(service, keys, scope="0:kv", now=NOW, seconds=9):
-    """Look keys up and pin their pages; returns the pin and the slots."""
-    part = p.LookupScope(scope=scope, keys=list(keys))
-    found = service.lookup(p.Lookup(scopes=[part], pin_seconds=seconds), now)
-    return found.pin, found.scopes[0].slots
-
-
 def clear(service, scope="0:kv", now=NOW):
     service.clear(p.Clear(scopes=[scope]), now)
 

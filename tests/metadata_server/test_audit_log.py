@@ -35,9 +35,9 @@ def lines(file):
 async def test_who_has_done_what(tmp_path):
     off = {"enabled": False}
     async with running(**guarded(tmp_path, "acme", "")) as caller:
-        lease, pin = await prepared(caller, bearer("write-acme"))
+        lease = await prepared(caller, bearer("write-acme"))
         assert lines(tmp_path / "audit") == []
-        for asked in every_route(lease=lease, pin=pin):
+        for asked in every_route(lease=lease):
             await ask(caller, asked, bearer("admin-"))
         await caller.post("/v2/clear", {"scopes": ["9:kv"]}, headers=bearer("admin-"))
         await caller.send("POST", "/v2/drain", b"{", headers=bearer("admin-"))
@@ -162,7 +162,7 @@ class Given:
         trusting = client_context(ca=str(self.directory / "authority.pem"))
         paths = (f"/{token}", f"/0/{token}", f"/v2/{token}", f"/v2?token={token}", "/healthz")
         with closing(HttpClient(self.place.url, token, tls=trusting)) as wire:
-            for asked in every_route(lease=1, pin=1):
+            for asked in every_route(lease=1):
                 body = None if asked.body is None else msgspec.json.encode(asked.body)
                 yield wire.send(asked.method, asked.path, body)
             yield wire.send("POST", "/v2/lookup", b"{")

@@ -71,7 +71,6 @@ def stored(tmp_path):
     pairs = [(key, slot) for key, (_, slot) in zip(plain, given, strict=True)]
     sglang.confirm_write(0, p.SglangConfirm(written_keys_to_confirm=pairs), now)
     services.reserve(service, ["held"], now=now)
-    services.pin(service, plain, now=now)
     write(tmp_path / "m.db", service)
     return service
 

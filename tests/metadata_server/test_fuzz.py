@@ -37,7 +37,7 @@ RAW += [b'{"keys":["\xed\xa0\x80"]}', b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b
 RAW += [b'{"keys":[],"keys":7}', b" " * 99]
 
 
-REQUESTS = [one for one in every_route(lease=1, pin=1) if one.path != "/v2/drain"]
+REQUESTS = [one for one in every_route(lease=1) if one.path != "/v2/drain"]
 FIELDS = sorted({"extra"}.union(*(one.body or {} for one in REQUESTS)))
 FIELDS += ["keys", "prefixes", "leases", "lengths", "checksums", "generations", "slot_bytes"]
 PIECES = 8

@@ -28,7 +28,7 @@ QUARANTINE = 2.0
 MAX_LEASE = 8
 RESTING = (QUARANTINED, FREE)
 STEPS = ["reserve", "commit"] * 3 + ["wait"] * 2
-STEPS += ["abort", "release", "delete", "touch", "pin", "unpin", "renew", "clear", "crash"]
+STEPS += ["abort", "release", "delete", "touch", "renew", "clear", "crash"]
 REASONS = {
     "reserve": {RemovedBecause.EVICTED},
     "delete": {RemovedBecause.DELETED, RemovedBecause.DAMAGED},
@@ -52,10 +52,8 @@ class History:
     scope: Scope = field(init=False)
     now: float = 1000.0
     next_lease: int = 1
-    next_pin: int = 1
     held: dict[int, tuple[str, int, float]] = field(default_factory=dict)
     """Leases that clients believe to hold: key, slot, end."""
-    pins: dict[int, tuple[list[int], float]] = field(default_factory=dict)
     blocks: dict[int, bytes] = field(default_factory=dict)
     log: list[SlotChanges] = field(default_factory=list)
     rested: dict[int, float] = field(default_factory=dict)
@@ -130,21 +128,6 @@ class History:
             if key in self.pages:
                 self.pages[key] = self.pages.pop(key)
 
-    def pin(self) -> None:
-        live = [self.scope.lru.slot(key) for key in self.scope.lru]
-        if live:
-            slots = self.chance.sample(live, self.chance.randint(1, len(live)))
-            until = self.now + self.chance.choice((1, 5))
-            self.scope.pin(self.next_pin, slots, until)
-            self.pins[self.next_pin] = slots, until
-            self.next_pin += 1
-
-    def unpin(self, pin: int = 0) -> None:
-        if pin or self.pins:
-            pin = pin or self.chance.choice(list(self.pins))
-            slots, _ = self.pins.pop(pin)
-            self.scope.unpin(pin, slots, self.now)
-
     def renew(self) -> None:
         if self.held:
             lease = self.chance.choice(list(self.held))
@@ -154,8 +137,6 @@ class History:
 
     def wait(self) -> None:
         self.now += self.chance.choice((0.5, 1, 3, 10))
-        for pin in [pin for pin, (_, until) in self.pins.items() if until <= self.now]:
-            self.unpin(pin)
         if self.chance.random() < 0.5:
             # Else the next that somebody asks for has to see to what is due.
             self.scope.settle(self.now)
@@ -215,7 +196,6 @@ class History:
         assert rested, "a slot is given out that rests"
         written = self.written.pop(slot, 0.0)
         assert written <= self.now, "a slot is given out that its writer may write into"
-        assert not self.is_pinned(slot), "a slot is given out that is pinned"
 
     def delete(self) -> None:
         keys, table = list({self.key(): None for _ in range(2)}), self.scope.table
@@ -230,17 +210,12 @@ class History:
         left = [slot >= 0 and not goes for slot, goes in zip(slots, meant, strict=True)]
         assert [self.scope.lru.slot(key) >= 0 for key in keys] == left
 
-    def is_pinned(self, slot: int) -> bool:
-        return any(slot in slots and end > self.now for slots, end in self.pins.values())
-
     def oldest_tail(self) -> str:
-        """The least recently used page that is not pinned and that no other page names; "" if
-        there is none."""
+        """The least recently used page that no other page names; "" if there is none."""
         tails = (
             key
-            for key, (slot, _) in self.pages.items()
-            if not self.is_pinned(slot)
-            and all(prefix != key for other, (_, prefix) in self.pages.items() if other != key)
+            for key in self.pages
+            if all(prefix != key for other, (_, prefix) in self.pages.items() if other != key)
         )
         return next(tails, "")
 
@@ -264,9 +239,7 @@ class History:
         old = self.scope
         old.settle(self.now, 10**6)
         scope = self.scope = Scope(self.geometry, QUARANTINE)
-        scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, {}
-        for pin, (slots, until) in self.pins.items():
-            scope.pin(pin, slots, until)
+        scope.epoch, scope.cleared_until = old.epoch, old.cleared_until
         blocks = ((number, SlotColumns.decode(blob)) for number, blob in self.blocks.items())
         assert (
             ScopeRestorer(scope, columns_of(self.slots, blocks, self.log), self.now, 100.0).run()
@@ -309,15 +282,12 @@ class History:
         """Leases and quarantines have ended that were to end by now."""
         table = self.scope.table
         for slot, state in enumerate(table.states):
-            held = state == QUARANTINED and self.scope.is_pinned(slot, self.now)
-            if state in (LEASED, QUARANTINED) and not held:
+            if state in (LEASED, QUARANTINED):
                 assert table.until[slot] > self.now
 
     def check_nothing_lost(self) -> None:
         """Once nothing holds them, all slots can be leased."""
         self.scope.clear(self.now)
-        for pin in list(self.pins):
-            self.unpin(pin)
         self.now += max(QUARANTINE, MAX_LEASE) + 1
         self.scope.settle(self.now, 10**6)
         states, slots, _ = self.scope.reserve(

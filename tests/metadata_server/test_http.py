@@ -146,7 +146,7 @@ def test_the_last_request_of_a_connection(connection, said):
         (message("/0/exists", b"{"), 400, "malformed"),
         (message("/0/exists", method="PUT"), 404, "unknown_route"),
         (message("/v2/lookup", b"x", Content_Type="text/plain"), 415, "media_type"),
-        (message("/v2/unpin", b'{"pins": []}', Content_Length="9" * 15), 413, "too_large"),
+        (message("/v2/touch", b'{"scopes": []}', Content_Length="9" * 15), 413, "too_large"),
         (message("/0/exists", b" ", Content_Length=DEFAULTS.body_bytes + 1), 413, "too_large"),
     ],
 )

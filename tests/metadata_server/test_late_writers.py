@@ -1,5 +1,5 @@
 """A slot changes hands only when no earlier holder of a lease may still write into it, also after a
-restart that lost all; `test_histories.py` has clears. Numbers of leases, generations and pins are never given
+restart that lost all; `test_histories.py` has clears. Numbers of leases and generations are never given
 twice, whatever of a store survives a restart."""
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def test_an_old_lease_is_stale_for_good(tmp_path, monkeypatch, store, loss):
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (NOW + next(seconds))))
     directory, before = tmp_path / "store", tmp_path / "before"
     directory.mkdir()
-    leases, generations, pins = set(), {}, set()
+    leases, generations = set(), {}
     for number in range(3):
         with closing(OneServer(store.format(directory))) as one:
             one.initialize()
@@ -231,9 +231,6 @@ def test_an_old_lease_is_stale_for_good(tmp_path, monkeypatch, store, loss):
             else:
                 assert set(one.commit(sorted(leases))) <= {STALE}
                 assert set(one.commit(part.leases)) == {DONE}
-                pin, _ = one.ask(services.pin, ["a"])
-                assert pin not in pins
-                pins.add(pin)
             leases |= {lease for lease in part.leases if lease}
             # Exact in JSON, too.
             assert all(0 <= number < 2**53 for number in (*part.leases, *part.generations))

@@ -91,13 +91,10 @@ async def test_scopes_of_two_owners_in_one_request(redis):
 
 
 async def test_a_server_that_drains_hands_its_scopes_over(redis):
-    """With pins and idempotency keys."""
+    """With idempotency keys."""
     async with two(redis) as (one, other):
         await one.initialize("0:kv")
         await one.store("0:kv", ["a"])
-        pin = (await one.post("/v2/lookup", {**of_keys("0:kv", ["a"]), "pin_seconds": 60})).json[
-            "pin"
-        ]
         once = {"Idempotency-Key": "once"}
         first = await one.reserve("0:kv", ["b"], headers=once)
         await drained(one)
@@ -107,13 +104,8 @@ async def test_a_server_that_drains_hands_its_scopes_over(redis):
 
         await eventually(moved)
         assert await live_at(other, "0:kv", ["a"]) == ["a"]
-        unpin = {"pins": [pin], "scope": "0:kv"}
-        answer = await one.post("/v2/unpin", unpin)
-        assert answer.headers["location"] == "http://two/v2/unpin"
-        asked = {"scope": "0:kv", "keys": ["a"]}
-        assert (await other.post("/v2/inspect", asked)).json["slots"][0]["pins"] == 1
-        assert (await other.post("/v2/unpin", unpin)).status == 204
-        assert (await other.post("/v2/inspect", asked)).json["slots"][0]["pins"] == 0
+        answer = await one.post("/v2/touch", of_keys("0:kv", ["a"]))
+        assert answer.headers["location"] == "http://two/v2/touch"
         assert await other.reserve("0:kv", ["b"], headers=once) == first
         assert (await other.reserve("0:kv", ["b"])).json["scopes"][0]["states"] == ["busy"]
 

@@ -85,9 +85,9 @@ async def test_every_route_refuses_and_does_nothing(tmp_path):
     seen = set()
 
     async with running(**guarded(tmp_path, "acme", "other", "")) as caller:
-        lease, pin = await prepared(caller, bearer("write-acme"))
+        lease = await prepared(caller, bearer("write-acme"))
         before = state(caller.service)
-        for asked in every_route(lease=lease, pin=pin):
+        for asked in every_route(lease=lease):
             for headers, status in refused_tokens(asked):
                 reply = await ask(caller, asked, {**headers, "idempotency-key": "k"})
                 assert reply.status == status, (asked, headers, reply)
@@ -108,10 +108,10 @@ async def test_every_route_refuses_and_does_nothing(tmp_path):
 async def test_the_same_requests_are_done_for_who_may(tmp_path, token):
     """So what the test above sends is refused for its token, and for nothing else."""
     # Each in a server of its own: one of them clears, and one drains.
-    for number in range(len(list(every_route(lease=1, pin=1)))):
+    for number in range(len(list(every_route(lease=1)))):
         async with running(**guarded(tmp_path, "acme", "")) as caller:
-            lease, pin = await prepared(caller, bearer("write-acme"))
-            asked = list(every_route(lease=lease, pin=pin))[number]
+            lease = await prepared(caller, bearer("write-acme"))
+            asked = list(every_route(lease=lease))[number]
             reply = await ask(caller, asked, bearer(token))
             refused = token == "admin-acme" and not (asked.names_scope or asked.open_to_tenants)
             assert reply.status in ((403,) if refused else asked.done), (asked, reply)
@@ -119,7 +119,7 @@ async def test_the_same_requests_are_done_for_who_may(tmp_path, token):
 
 async def test_what_names_no_scope_keeps_to_what_is_the_tenants(tmp_path):
     async with running(**guarded(tmp_path, "acme", "other", "")) as caller:
-        _, pin = await prepared(caller, bearer("write-acme"))
+        await prepared(caller, bearer("write-acme"))
         await caller.initialize("1:kv", slots=8, headers=bearer("write-other"))
         await caller.post("/2/initialize", {"num_pages": 8}, headers=bearer("write-"))
         refused = await caller.initialize("9:new", SCOPE, headers=bearer("write-other"))
@@ -134,11 +134,6 @@ async def test_what_names_no_scope_keeps_to_what_is_the_tenants(tmp_path):
             assert {name: one["tenant"] for name, one in listed.items()} == tenants, token
         for token, slots in (("admin-acme", 64), ("admin-other", 8), ("admin-", 80)):
             assert (await caller.post("/v2/fsck", {}, headers=bearer(token))).json["slots"] == slots
-        pins = {"pins": [pin]}
-        for token, left in (("read-other", 1), ("read-", 1), ("read-acme", 0)):
-            assert (await caller.post("/v2/unpin", pins, headers=bearer(token))).status == 204
-            scope = caller.service.scopes[SCOPE]
-            assert scope.status(scope.slot_of("live"), 0.0).pins == left, token
 
 
 async def test_no_tenant_gets_another_ones_remembered_answer(tmp_path):

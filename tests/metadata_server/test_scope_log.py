@@ -32,7 +32,6 @@ from tests.metadata_server.services import (
     delete,
     drop,
     initialize,
-    pin,
     random_changes,
     reserve,
     slot_status,
@@ -78,7 +77,7 @@ class Owner:
         loaded = self.do(load(self.connection, scope, token))
         found, again = restored(self.service, log, loaded, self.now)
         self.service.adopt(again, found)
-        self.store.attach(log, found.pins)
+        self.store.attach(log)
 
     def append(self, changes):
         self.do(self.store.append(changes))
@@ -126,7 +125,7 @@ def test_everything_comes_back_whatever_the_clocks_say(
     one.make("0:kv")
     commit(one.service, reserve(one.service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
     held = reserve(one.service, ["held"])
-    number, [slot] = pin(one.service, ["a"])
+    slot = one.service.scopes["0:kv"].slot_of("a")
     delete(one.service, ["a"])
     one.service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"b", "0:kv"))
     one.write()
@@ -138,16 +137,14 @@ def test_everything_comes_back_whatever_the_clocks_say(
     assert state(other.service, other.now) == state(one.service, one.now)
     assert other.service.answers.find("once", b"digest", other.now).body == b"b"
     status = slot_status(other.service, slot, now=other.now)
-    assert (status.pins, status.state) == (1, p.SlotState.QUARANTINED)
+    rest = pytest.approx(DEFAULTS.quarantine_seconds, abs=1e-3)
+    assert (status.state, status.seconds_left) == (p.SlotState.QUARANTINED, rest)
     assert commit(other.service, held.leases, now=other.now) == [p.Settled.DONE]
     assert min(reserve(other.service, ["new"], now=other.now).leases) > max(held.leases)
-    other.service.unpin(p.Unpin(pins=[number]), other.now)
     other.write()
     third = owner("third", ahead=2 * ahead)
     third.take("0:kv")
     assert state(third.service, third.now) == state(other.service, other.now)
-    # A pin that was let go stays so.
-    assert slot_status(third.service, slot, now=third.now).pins == 0
 
 
 @pytest.mark.parametrize("groups", [1, 5, 6, 12])

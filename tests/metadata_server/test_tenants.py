@@ -178,9 +178,7 @@ def test_a_rate_is_a_bucket_that_fills():
     assert admitted(slow) == 1, "seconds are whole"
 
 
-@pytest.mark.parametrize(
-    "route", ["/v2/commit", "/v2/abort", "/v2/renew", "/v2/unpin", "/{rank}/confirm_write"]
-)
+@pytest.mark.parametrize("route", ["/v2/commit", "/v2/abort", "/v2/renew", "/{rank}/confirm_write"])
 def test_what_was_begun_is_ended_ahead_of_the_rate(route):
     _, made = rates(requests_per_second=1.0, burst=5.0)
     assert [admitted(made) for _ in range(6)] == [0] * 5 + [1]

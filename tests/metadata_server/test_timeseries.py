@@ -130,7 +130,6 @@ TWO = [p.LookupScope(scope="0:kv", keys=["a", "b"]), p.LookupScope(scope="0:mamb
         (p.Clear(scopes=["0:kv", "1:kv"]), (0, 2, "0:kv")),
         (p.Inspect(scope="0:kv", keys=["a"], slots=[1, 2]), (3, 1, "0:kv")),
         (p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=1)]), (0, 1, "0:kv")),
-        (p.Unpin(pins=[4, 5]), (2, 0, "")),
         (p.SglangReserve(keys=[("a", ""), ("b", "a")]), (2, 0, "")),
         (p.SglangConfirm(written_keys_to_confirm=[("a", 1)], pages_to_release=[2]), (2, 0, "")),
         (None, (0, 0, "")),

@@ -275,10 +275,9 @@ class V2Scope:
         request = p.Initialize(scopes=[part])
         return self.client.call("/v2/initialize", request, p.Initialized).created[0]
 
-    def lookup(self, keys: Sequence[str], pin_seconds: float = 0.0) -> p.FoundPages:
+    def lookup(self, keys: Sequence[str]) -> p.FoundPages:
         part = p.LookupScope(scope=self.name, keys=list(keys))
-        request = p.Lookup(scopes=[part], pin_seconds=pin_seconds)
-        return self.client.call("/v2/lookup", request, p.LookedUp).scopes[0]
+        return self.client.call("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp).scopes[0]
 
     def reserve(self, keys: Sequence[str], prefixes: Sequence[str] = ()) -> p.Leased:
         part = p.ReserveScope(scope=self.name, keys=list(keys), prefixes=list(prefixes))

@@ -98,14 +98,6 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "quarantined slots.",
         ),
     ] = 1.0
-    pin_seconds: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Maximum time that pages are pinned while they are read, so that they are "
-            "not evicted under the reader, which would be a miss. 0 pins nothing.",
-        ),
-    ] = 0.0
     timeout_seconds: Annotated[
         Seconds,
         Meta(

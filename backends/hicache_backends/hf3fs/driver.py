@@ -139,7 +139,7 @@ class Hf3fsStorage(ObjectStorage):
         found = self.store.metadata.lookup(_lookups(scopes, batches), call)
         return [
             [length == batch.namespace.object_bytes for length in part.lengths]
-            for part, batch in zip(found.scopes, batches, strict=True)
+            for part, batch in zip(found, batches, strict=True)
         ]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
@@ -222,7 +222,7 @@ class Hf3fsStorage(ObjectStorage):
         [scope] = store.scopes([batch.namespace])
         keys = list(dict.fromkeys(read.key for read in batch.reads))
         asked = p.LookupScope(scope=scope.name, keys=metadata_keys(keys))
-        [found] = store.metadata.lookup([asked], call, touch=False).scopes
+        [found] = store.metadata.lookup([asked], call, touch=False)
         certain, going, generations = True, list[str](), list[int]()
         for at, slot in enumerate(found.slots):
             if slot < 0:

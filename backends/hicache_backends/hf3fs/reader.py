@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hicache_backends.hf3fs.slots.scopes import SlotScope
     from hicache_backends.hf3fs.store import Store
-    from hicache_metadata_server.client.metadata_client import Located
+    from hicache_metadata_server.protocol import FoundPages
     from hicache_storage.objects import Call, ReadBatch
 
 ATTEMPTS: Final = 4
@@ -57,15 +57,8 @@ class PageReader:
                 for scope, reads in zip(scopes, left, strict=True)
             ]
             # One use for the LRU order, however often the page is read again.
-            located = self._store.metadata.lookup(
-                asked, call, pin_seconds=self._store.config.pin_seconds, touch=not attempt
-            )
-            try:
-                wrong = self._read_found(scopes, left, located, wrong, outcome, call)
-            finally:
-                # Also after an error: writers cannot have pinned slots before `pin_seconds` have
-                # passed.
-                self._store.metadata.unpin(located.pins)
+            found = self._store.metadata.lookup(asked, call, touch=not attempt)
+            wrong = self._read_found(scopes, left, found, wrong, outcome, call)
             if not wrong or call.expired():
                 break
             left = [[read for read in reads if read in wrong] for reads in left]
@@ -78,7 +71,7 @@ class PageReader:
         self,
         scopes: Sequence[SlotScope],
         left: Sequence[Sequence[ObjectRead]],
-        located: Located,
+        pages: Sequence[FoundPages],
         before: dict[ObjectRead, _Location],
         outcome: ReadOutcome,
         call: Call,
@@ -88,7 +81,7 @@ class PageReader:
         Returns the reads that failed verification, with their locations.
         """
         jobs, locations = list[SlotRead](), list[_Location]()
-        for scope, reads, found in zip(scopes, left, located.scopes, strict=True):
+        for scope, reads, found in zip(scopes, left, pages, strict=True):
             columns = zip(
                 found.slots, found.generations, found.lengths, found.checksums, strict=True
             )

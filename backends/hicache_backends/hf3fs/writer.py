@@ -353,7 +353,7 @@ class PageWriter:
         ]
         found = self._store.metadata.lookup(asked, call, touch=False)
         going = list[DeleteScope]()
-        for batch, part in zip(batches, found.scopes, strict=True):
+        for batch, part in zip(batches, found, strict=True):
             there = [
                 (metadata_key(write.key), generation)
                 for write, slot, generation in zip(

@@ -25,7 +25,7 @@ PRIVATE: Final = (".localhost", ".local", ".internal")
 """Top-level domains that nobody can register."""
 OPTION: Final = "HICACHE_METADATA_ALLOWED_HOSTS"
 MAX_CACHED_HOSTS: Final = 1024
-COMPLETIONS: Final = frozenset(("commit", "abort", "renew", "unpin", "confirm_write"))
+COMPLETIONS: Final = frozenset(("commit", "abort", "renew", "confirm_write"))
 """Requests that complete an earlier one. Refusing them would waste the pages written in between, and
 keep their slots leased."""
 _OWN_SITE: Final = (b"same-origin", b"none")

@@ -69,7 +69,6 @@ class _State:
             "/v2/commit": service.commit,
             "/v2/abort": service.abort,
             "/v2/renew": service.renew,
-            "/v2/unpin": service.unpin,
             "/v2/delete": service.delete,
             "/v2/clear": service.clear,
             "/v2/removals": service.collect_removals,

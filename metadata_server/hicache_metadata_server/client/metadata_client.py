@@ -101,24 +101,14 @@ class MetadataClient(ABC):
             self._initialize(scopes, call)
 
     def lookup(
-        self,
-        scopes: Sequence[p.LookupScope],
-        call: Call,
-        *,
-        pin_seconds: float = 0.0,
-        touch: bool = True,
-    ) -> Located:
-        """Look up the slots of pages, and pin them if `pin_seconds` is not 0."""
-        request = p.Lookup(scopes=list(scopes), pin_seconds=pin_seconds, touch=touch)
-        found, done = self._send_split("/v2/lookup", request, p.LookedUp, call)
+        self, scopes: Sequence[p.LookupScope], call: Call, *, touch: bool = True
+    ) -> list[p.FoundPages]:
+        """Look up the slots of pages, for each scope."""
+        request = p.Lookup(scopes=list(scopes), touch=touch)
+        found, _ = self._send_split("/v2/lookup", request, p.LookedUp, call)
         for columns, part in zip(found.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
-        pins = [
-            p.Unpin(pins=[response.pin], scope=chunk.scopes[0].scope)
-            for _, chunk, response in done
-            if response.pin
-        ]
-        return Located(found.scopes, pins)
+        return found.scopes
 
     def present_in_memory(
         self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
@@ -128,11 +118,6 @@ class MetadataClient(ABC):
         `lengths` has the bytes of a page of each scope; a page of another length is absent.
         """
         return None
-
-    def unpin(self, pins: Sequence[p.Unpin]) -> None:
-        """Release pins before their end, without waiting for the response."""
-        for pin in pins:
-            self.send_later("/v2/unpin", pin)
 
     def reserve(
         self, scopes: Sequence[p.ReserveScope], call: Call, *, lease_seconds: float
@@ -314,13 +299,6 @@ class _Declared(NamedTuple):
     model: str = ""
     was_initialized: bool = False
     """A server has known the scope, so other clients may have written into it since."""
-
-
-class Located(NamedTuple):
-    """Result of `lookup`: the found pages of each scope, and what releases their pins."""
-
-    scopes: list[p.FoundPages]
-    pins: list[p.Unpin]
 
 
 def _check_shape(request: Any, response: Any) -> None:

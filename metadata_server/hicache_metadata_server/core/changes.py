@@ -1,9 +1,8 @@
 """Changes that a store writes before their requests are answered, and the state beside slots that it
-keeps: pins, answers by idempotency keys, and counters."""
+keeps: answers by idempotency keys, and counters."""
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER, ScopeGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Iterable
 
 AHEAD: Final = 1 << 20
 """Ids between the last one and the durable ceiling."""
@@ -35,21 +34,6 @@ class ScopeRecord:
     """Tenant of the token that made it; empty for none."""
     model: str = ""
     """Name given by `describe`; empty for none."""
-
-
-@dataclass(frozen=True, slots=True)
-class PinRecord:
-    """A pin and its slots."""
-
-    pin: int
-    until: float
-    slots: dict[int, list[int]]
-    """By the number of their scope."""
-
-    def without(self, scopes: Container[int]) -> PinRecord | None:
-        """The pin on other scopes than these; None if there are none."""
-        slots = {number: some for number, some in self.slots.items() if number not in scopes}
-        return PinRecord(self.pin, self.until, slots) if slots else None
 
 
 # A Struct, because the field has another name in the log than here: `once` is also a column of the
@@ -76,8 +60,6 @@ class Changes:
     """New, cleared or described scopes."""
     slots: dict[int, SlotChanges] = field(default_factory=dict[int, SlotChanges])
     """Changed slots, by the number of their scope."""
-    pins: list[PinRecord] = field(default_factory=list[PinRecord])
-    unpinned: list[int] = field(default_factory=list[int])
     answers: list[AnswerRecord] = field(default_factory=list[AnswerRecord])
     counters: dict[str, int] = field(default_factory=dict[str, int])
     dropped: list[int] = field(default_factory=list[int])
@@ -87,8 +69,6 @@ class Changes:
         """Add everything but slots of a later group."""
         # Slots are left out: compaction reads blocks from memory, which has their latest state.
         self.scopes += later.scopes
-        self.pins += later.pins
-        self.unpinned += later.unpinned
         self.answers += later.answers
         self.counters.update(later.counters)
         self.dropped += later.dropped
@@ -99,62 +79,13 @@ class Changes:
     def folded(self, now: float) -> Changes:
         """Everything but slots that is left of all groups of a store."""
         scopes = {record.number: record for record in self.scopes}
-        pins = {pin.pin: pin for pin in self.pins if pin.until > now}
-        # Numbers of scopes and of pins are never used again, so the order does not matter.
-        dropped, unpinned = set(self.dropped), set(self.unpinned)
+        # Numbers of scopes are never used again, so the order does not matter.
+        dropped = set(self.dropped)
         return Changes(
             scopes=[record for number, record in scopes.items() if number not in dropped],
-            pins=[pin for number, pin in pins.items() if number not in unpinned],
             answers=[answer for answer in self.answers if answer.until > now],
             counters=self.counters,
         )
-
-
-class PinTable:
-    """Pins of all scopes by number, and the changes that are not durable yet."""
-
-    def __init__(self) -> None:
-        self._pins: dict[int, PinRecord] = {}
-        self._ends: list[tuple[float, int]] = []
-        self.added: dict[int, PinRecord] = {}
-        self.removed: list[int] = []
-
-    def add(self, record: PinRecord, *, remember: bool = True) -> None:
-        """Add a pin, or slots of further scopes to it; `remember` if it is not durable yet."""
-        if (known := self._pins.get(record.pin)) is not None:
-            record = PinRecord(record.pin, record.until, known.slots | record.slots)
-        self._pins[record.pin] = record
-        heapq.heappush(self._ends, (record.until, record.pin))
-        if remember:
-            self.added[record.pin] = record
-
-    def release(self, scope: int) -> None:
-        """Drop what is not durable yet of a scope that another server will own."""
-        self.added = {
-            pin: record
-            for pin, one in self.added.items()
-            if (record := one.without({scope})) is not None
-        }
-
-    def find(self, pins: Iterable[int]) -> list[PinRecord]:
-        """Find the pins that exist."""
-        return [self._pins[pin] for pin in dict.fromkeys(pins) if pin in self._pins]
-
-    def remove(self, pins: Iterable[int]) -> list[PinRecord]:
-        """Remove pins; unknown ones are no error."""
-        found = [self._pins.pop(pin) for pin in dict.fromkeys(pins) if pin in self._pins]
-        for record in found:
-            # A pin that the store never got needs no removal there.
-            if self.added.pop(record.pin, None) is None:
-                self.removed.append(record.pin)
-        return found
-
-    def ended(self, now: float) -> list[PinRecord]:
-        """Remove and return the pins that have ended."""
-        pins = list[int]()
-        while self._ends and self._ends[0][0] <= now:
-            pins.append(heapq.heappop(self._ends)[1])
-        return self.remove(pins) if pins else []
 
 
 class IdempotencyCache:

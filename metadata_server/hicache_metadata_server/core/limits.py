@@ -26,7 +26,6 @@ DEFAULTS: Final = Limits(
     lease_seconds=30,
     min_lease_seconds=0.2,
     max_lease_seconds=600,
-    max_pin_seconds=60,
     quarantine_seconds=5,
     idempotency_seconds=60,
 )
@@ -187,7 +186,7 @@ class RequestSize(NamedTuple):
     """Size of a request."""
 
     entries: int = 0
-    """Keys, leases, slots and pins, in all scopes."""
+    """Keys, leases and slots, in all scopes."""
     scopes: int = 0
     scope: str = ""
     """The first scope; empty for requests of SGLang's protocol."""

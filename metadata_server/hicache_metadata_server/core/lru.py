@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_metadata_server.core.slot_table import LIVE, as_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from hicache_metadata_server.core.slot_table import SlotTable
 
@@ -30,9 +30,8 @@ class LruOrder:
     Pages that were used together follow each other in the list. Their next use moves all of them at
     once: one comparison of slices finds that they do.
 
-    A page that other pages name as their prefix, or that is pinned, cannot be evicted. The search
-    for a victim takes such a page out of the list and gives it a number, so no later search meets it
-    again. Skipped pages are older than all others, in the order of their numbers. When the last child
+    A page that other pages name as their prefix cannot be evicted. The search for a victim takes such
+    a page out of the list and gives it a number, so no later search meets it again. Skipped pages are older than all others, in the order of their numbers. When the last child
     of one goes, it enters a heap. Each eviction is O(log n), amortized.
     """
 
@@ -152,25 +151,11 @@ class LruOrder:
         if (number := _skipped(self._table.older[slot])) >= 0:
             heapq.heappush(self._ready, (number, slot))
 
-    def victims(
-        self, wanted: int, is_pinned: Callable[[int], bool], evict: Callable[[int], None]
-    ) -> int:
-        """Evict up to `wanted` pages by `evict`, the least recently used first; returns their
-        number."""
-        gone, pinned = 0, list[tuple[int, int]]()
-        while gone < wanted:
-            # Skipped pages first: all of them are older than the pages in the list.
-            slot = self._oldest_skipped(is_pinned, pinned)
-            if slot < 0:
-                slot = self._oldest_in_order(is_pinned, pinned)
-            if slot < 0:
-                break
-            evict(slot)
-            gone += 1
-        # Pinned pages go back to the heap only now, or this search would meet them again.
-        for entry in pinned:
-            heapq.heappush(self._ready, entry)
-        return gone
+    def victims(self) -> Iterator[int]:
+        """Yield the page to evict next, the least recently used first, once the last one is gone."""
+        # Skipped pages first: all of them are older than the pages in the list.
+        while (slot := self._oldest_skipped()) >= 0 or (slot := self._oldest_in_order()) >= 0:
+            yield slot
 
     def unreachable(self) -> Iterator[int]:
         """Live pages that no search would find: none, unless there is a defect. O(n), for fsck."""
@@ -188,34 +173,23 @@ class LruOrder:
 
     # The search.
 
-    def _oldest_skipped(
-        self, is_pinned: Callable[[int], bool], pinned: list[tuple[int, int]]
-    ) -> int:
+    def _oldest_skipped(self) -> int:
         older, children = self._table.older, self._table.children
         while self._ready:
             number, slot = self._ready[0]
             if older[slot] == _skipped(number) and not children[slot]:
-                if not is_pinned(slot):
-                    return slot
-                pinned.append((number, slot))
+                return slot
             heapq.heappop(self._ready)
         return -1
 
-    def _oldest_in_order(
-        self, is_pinned: Callable[[int], bool], pinned: list[tuple[int, int]]
-    ) -> int:
+    def _oldest_in_order(self) -> int:
         older, children = self._table.older, self._table.children
         while (slot := self._oldest) >= 0:
             if not children[slot]:
-                if not is_pinned(slot):
-                    return slot
-                pinned.append((next(self._numbers), slot))
-                number = pinned[-1][0]
-            else:
-                # `became_leaf` puts it into the heap.
-                number = next(self._numbers)
+                return slot
+            # `became_leaf` puts it into the heap.
             self._unlink(slot, slot)
-            older[slot] = _skipped(number)
+            older[slot] = _skipped(next(self._numbers))
             self._table.newer[slot] = NONE
         return -1
 

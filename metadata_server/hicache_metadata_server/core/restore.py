@@ -26,7 +26,7 @@ LARGE_BYTES: Final = 1 << 20
 
 
 class ScopeRestorer:
-    """Fills a new scope whose `epoch`, `cleared_until` and pins are set.
+    """Fills a new scope whose `epoch` and `cleared_until` are set.
 
     No lease with its quarantine lasts longer than `max_seconds` from now, because the clock may
     have been set back. The LRU order is not durable: pages count as used in the order of their
@@ -104,7 +104,7 @@ class ScopeRestorer:
         if state == QUARANTINED:
             # A cleared slot may have been encoded before the clear reached it and set its end.
             until = max(until, scope.cleared_until)
-            if until <= self.now and not scope.is_pinned(slot, self.now):
+            if until <= self.now:
                 state = FREE
         table.states[slot] = state
         table.until[slot] = min(until, self.latest)

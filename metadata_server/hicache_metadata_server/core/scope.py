@@ -85,8 +85,6 @@ class Scope:
         self.lru = LruOrder(self.table)
         self.prefix_refs = PrefixRefs(self.table, self.lru)
         self.leases = HeldLeases(self.table)
-        self.pins: dict[int, dict[int, float]] = {}
-        """End of each pin, by slot."""
         self.timers = Timers()
         self.removals = ScopeRemovals(removal_room)
         self._min_spare = geometry.slots // MIN_SPARE_SHARE if geometry.slots >= STEP else 0
@@ -146,7 +144,7 @@ class Scope:
                     continue
                 if states[slot] == LEASED:
                     expired.append(slot)
-                elif states[slot] == QUARANTINED and not self.is_pinned(slot, now):
+                elif states[slot] == QUARANTINED:
                     states[slot] = FREE
                     free.append(slot)
         self.in_quarantine -= len(free)
@@ -184,14 +182,6 @@ class Scope:
     def quarantined(self) -> int:
         """Number of slots reported as quarantined: also the free slots of a closed scope."""
         return self.in_quarantine + len(self.free) - self.available
-
-    def is_pinned(self, slot: int, now: float) -> bool:
-        """True if a pin on a slot has not ended."""
-        return bool(self.pins) and self._pins_on(slot, now) > 0
-
-    def _pins_on(self, slot: int, now: float) -> int:
-        """Number of pins on a slot that have not ended."""
-        return sum(until > now for until in self.pins.get(slot, {}).values())
 
     # Operations of clients.
 
@@ -374,25 +364,6 @@ class Scope:
         self.settle(now)
         return pages
 
-    def pin(self, pin: int, slots: list[int], until: float) -> None:
-        """Keep slots from being given away until `until`."""
-        for slot in slots:
-            self.pins.setdefault(slot, {})[pin] = until
-
-    def unpin(self, pin: int, slots: list[int], now: float) -> None:
-        """Remove a pin from slots, and free those whose quarantine has ended."""
-        for slot in slots:
-            if (pins := self.pins.get(slot)) is not None:
-                pins.pop(pin, None)
-                if not pins:
-                    del self.pins[slot]
-        table = self.table
-        quarantined = [slot for slot in slots if table.states[slot] == QUARANTINED]
-        if quarantined:
-            # Through a timer, not at once: an unfinished clear may still have to set their end.
-            self.timers.add(now, quarantined)
-            self.settle(now)
-
     # Inspection.
 
     def status(self, slot: int, now: float) -> SlotStatus:
@@ -415,7 +386,6 @@ class Scope:
             checksum=table.checksums[slot] if live else 0,
             owner=self.leases.owners.get(slot, ""),
             seconds_left=max(0.0, table.until[slot] - now) if timed else 0.0,
-            pins=self._pins_on(slot, now),
         )
 
     def lookup(self, keys: Sequence[str], *, touch: bool = True) -> Sequence[int]:
@@ -528,7 +498,8 @@ class Scope:
         """
         if not slots:
             return
-        table, until, free = self.table, now + self.quarantine_seconds, list[int]()
+        table, until = self.table, now + self.quarantine_seconds
+        state = QUARANTINED if self.quarantine_seconds > 0 else FREE
         for slot in slots:
             del table.by_key[table.keys[slot]]
             if table.states[slot] == LEASED:
@@ -538,17 +509,13 @@ class Scope:
                 self.prefix_refs.remove(slot)
             table.keys[slot] = ""
             table.prefixes[slot] = ""
-            if self.quarantine_seconds <= 0 and not self.is_pinned(slot, now):
-                table.states[slot] = FREE
-                free.append(slot)
-            else:
-                table.states[slot] = QUARANTINED
-                table.until[slot] = until
-        if free:
-            self.free.add(free)
+            table.states[slot] = state
+            table.until[slot] = until
+        if state == FREE:
+            self.free.add(slots)
         else:
             self.timers.add(until, slots)
-        self.in_quarantine += len(slots) - len(free)
+            self.in_quarantine += len(slots)
         if remember:
             self.changed.append(slots)
 
@@ -560,13 +527,11 @@ class Scope:
         if wanted <= 0:
             return
         gone = list[str]()
-
-        def evict(slot: int) -> None:
+        # One page at a time: after its eviction, its prefix may be the next victim.
+        for slot in islice(self.lru.victims(), wanted):
             gone.append(self.table.keys[slot])
             self._quarantine([slot], now)
-
-        # One page at a time: after its eviction, its prefix may be the next victim.
-        self.evicted += self.lru.victims(wanted, lambda slot: self.is_pinned(slot, now), evict)
+        self.evicted += len(gone)
         self.removals.add(gone, RemovedBecause.EVICTED, now, owner)
         self.settle(now)
 

@@ -13,8 +13,6 @@ from hicache_metadata_server.core.changes import (
     Changes,
     IdAllocator,
     IdempotencyCache,
-    PinRecord,
-    PinTable,
     ScopeRecord,
 )
 from hicache_metadata_server.core.codec import changes_of
@@ -97,9 +95,6 @@ class MetadataService:
         """Contradictions in the store, whose slots the start has quarantined."""
         self._by_number: dict[int, Scope] = {}
         self._leases = IdAllocator()
-        # Servers that share a store hand pins over with their scopes, so no two may draw one number.
-        self._pin_numbers = IdAllocator(1 + secrets.randbelow(1 << 52) if shares_store else 1)
-        self._pins = PinTable()
         self._removal_room = RemovalRoom()
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
@@ -195,12 +190,10 @@ class MetadataService:
     def adopt(self, scope: Scope, recovered: Changes) -> None:
         """Serve a scope that `restored_scope` has restored under a `new_number`.
 
-        `recovered` has its pins, answers and counters.
+        `recovered` has its answers and counters.
         """
         self._by_number[scope.number] = scope
         self.scopes[scope.geometry.scope] = scope
-        for pin in recovered.pins:
-            self._pins.add(pin, remember=False)
         self.answers.restore(recovered.answers)
         self._leases.skip_to(recovered.counters.get("lease", 1))
         self.max_hold_seconds = max(self.max_hold_seconds, recovered.counters.get(LONGEST, 0))
@@ -209,7 +202,6 @@ class MetadataService:
         """Forget a scope, with its answers and unwritten changes: another server owns it."""
         number = self._forget(name)
         del self._by_number[number]
-        self._pins.release(number)
         self.answers.release(name)
 
     def _forget(self, name: str) -> int:
@@ -262,7 +254,6 @@ class MetadataService:
         the scope is created anew.
         """
         Measure(self.limits).scopes(request.scopes)
-        self._release_pins(self._pins.ended(now), now)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         for i, scope in enumerate(scopes):
             scope.settle(now)
@@ -293,22 +284,14 @@ class MetadataService:
     # Pages.
 
     def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
-        """Look up the slots of pages, and pin them if requested."""
+        """Look up the slots of pages."""
         scopes = self._scopes(request)
-        found, slots_by_scope = list[p.FoundPages](), dict[int, list[int]]()
-        seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
-        for part, scope in zip(request.scopes, scopes, strict=True):
-            slots = scope.lookup(part.keys, touch=request.touch)
-            found.append(_found(scope, slots))
-            if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
-                slots_by_scope.setdefault(scope.number, []).extend(there)
-        pin = 0
-        if slots_by_scope:
-            pin = self._pin_numbers.take(1)
-            self._pins.add(PinRecord(pin, now + seconds, slots_by_scope))
-            for number, slots in slots_by_scope.items():
-                self._by_number[number].pin(pin, slots, now + seconds)
-        return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
+        return p.LookedUp(
+            scopes=[
+                _found(scope, scope.lookup(part.keys, touch=request.touch))
+                for part, scope in zip(request.scopes, scopes, strict=True)
+            ]
+        )
 
     def present(self, name: str, keys: Sequence[str], length: int) -> list[bool]:
         """Return for each page whether it is live and of a length, in bytes; mark live ones as used."""
@@ -362,18 +345,6 @@ class MetadataService:
         return self._settled(
             request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until)
         )
-
-    def unpin(self, request: p.Unpin, now: float, caller: Caller = ANYBODY) -> None:
-        """Release pins before their end. Pins of other tenants are ignored like unknown ones."""
-        Measure(self.limits).entries(request.pins, "pins")
-        pins = request.pins
-        if not caller.sees_all:
-            pins = [
-                record.pin
-                for record in self._pins.find(pins)
-                if all(may_use(caller, scope.tenant) for scope, _ in self._pinned(record))
-            ]
-        self._release_pins(self._pins.remove(pins), now)
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
         """Mark pages as used."""
@@ -456,8 +427,6 @@ class MetadataService:
 
     def settle(self, now: float, most: int) -> bool:
         """Process about `most` due slots; True if more are due."""
-        if ended := self._pins.ended(now):
-            self._release_pins(ended, now)
         self.answers.expire(now)
         for scope in self.scopes.values():
             if most <= 0:
@@ -469,11 +438,7 @@ class MetadataService:
 
     def take_changes(self) -> Changes:
         """Take the changes since the last call, encoded as the slots are now."""
-        changes = Changes(
-            answers=self.answers.added,
-            pins=list(self._pins.added.values()),
-            unpinned=self._pins.removed,
-        )
+        changes = Changes(answers=self.answers.added)
         changes.scopes = [
             ScopeRecord(
                 scope.number,
@@ -510,8 +475,6 @@ class MetadataService:
         self._changed = {}
         self._dropped = []
         self.answers.added = []
-        self._pins.added = {}
-        self._pins.removed = []
 
     def put_back(self, changes: Changes) -> None:
         """Return changes that could not be written; the next `take_changes` has them again.
@@ -531,10 +494,6 @@ class MetadataService:
             scope.changed.append(slots.changed)
             if slots.leases.keys:
                 scope.leased.append(slots.leased)
-        for pin in changes.pins:
-            if (kept := pin.without(self._gone)) is not None:
-                self._pins.added.setdefault(pin.pin, kept)
-        self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
             # Differs from every value, so that the counter is written again.
             self._written[name] = -1
@@ -548,7 +507,6 @@ class MetadataService:
         """
         self._started = now
         self._leases = IdAllocator(recovered.counters.get("lease", 1))
-        self._pin_numbers = IdAllocator(recovered.counters.get("pin", 1))
         self._last_number = max(
             [recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)]
         )
@@ -557,26 +515,18 @@ class MetadataService:
         self._written = self._counters() | {LONGEST: kept}
         closed_until = min(recovered.counters.get(CLOSED_UNTIL, 0), now + self.max_hold_seconds)
         for record in recovered.scopes:
-            scope = self.restored_scope(record, recovered.pins, rows(record), now)
+            scope = self.restored_scope(record, rows(record), now)
             if closed_until > max(now, scope.closed_until):
                 scope.closed_until = closed_until
             self.adopt(scope, Changes())
-        for pin in recovered.pins:
-            self._pins.add(pin, remember=False)
         self.answers.restore(recovered.answers)
 
     def restored_scope(
-        self,
-        record: ScopeRecord,
-        pins: Sequence[PinRecord],
-        columns: SlotColumns,
-        now: float,
-        longest: int = 0,
+        self, record: ScopeRecord, columns: SlotColumns, now: float, longest: int = 0
     ) -> Scope:
         """Restore a scope. May run in a thread: requests do not see the scope before `adopt`.
 
-        `pins` may be of other scopes, too. `longest` is that of the longest lease and quarantine
-        that its store has seen, in seconds.
+        `longest` is that of the longest lease and quarantine that its store has seen, in seconds.
         """
         scope = Scope(record.geometry, self.limits.quarantine_seconds, self._removal_room)
         longest = max(self.max_hold_seconds, longest)
@@ -588,10 +538,6 @@ class MetadataService:
         if not record.epoch and record.cleared_until > now:
             scope.close_until(min(record.cleared_until, now + longest))
         scope.model = record.model
-        # Before the slots: a pinned slot stays in quarantine.
-        for pin in pins:
-            if record.number in pin.slots:
-                scope.pin(pin.pin, pin.slots[record.number], pin.until)
         problems = ScopeRestorer(scope, columns, now, longest).run()
         self.recovery_problems += [f"{record.geometry.scope}: {problem}" for problem in problems]
         return scope
@@ -652,7 +598,6 @@ class MetadataService:
     def _counters(self) -> dict[str, int]:
         return {
             "lease": self._leases.ceiling,
-            "pin": self._pin_numbers.ceiling,
             "scope": self._last_number,
             # The last one, which depends on whether others have changed.
             LONGEST: self.max_hold_seconds,
@@ -660,14 +605,6 @@ class MetadataService:
 
     def _visible_to(self, caller: Caller) -> list[str]:
         return [name for name, scope in self.scopes.items() if may_use(caller, scope.tenant)]
-
-    def _pinned(self, pin: PinRecord) -> list[tuple[Scope, list[int]]]:
-        # A dropped scope is skipped: its name may belong to another tenant now.
-        return [
-            (self._by_number[number], slots)
-            for number, slots in pin.slots.items()
-            if number in self._by_number and number not in self._gone
-        ]
 
     def _known(self, name: str, field: str) -> Scope:
         scope = self.scopes.get(name)
@@ -704,11 +641,6 @@ class MetadataService:
             )
             answers.append(p.SettledScope(states=states))
         return p.SettledLeases(scopes=answers)
-
-    def _release_pins(self, records: Iterable[PinRecord], now: float) -> None:
-        for record in records:
-            for scope, slots in self._pinned(record):
-                scope.unpin(record.pin, slots, now)
 
     def _status(self, scope: Scope, now: float) -> p.ScopeStatus:
         return p.ScopeStatus(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.group_commit import GroupCommit
 
-TENANT_ROUTES: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
-"""Routes without a scope that tenants may call; their operations filter by tenant. All other routes
+TENANT_ROUTES: Final = frozenset(("/v2", "/v2/scopes"))
+"""Routes without a scope that tenants may call; the list is filtered by tenant. All other routes
 without a scope concern the whole server."""
 MAX_CACHED_PATHS: Final = 4096
 KEY_CHARACTERS: Final = 128
@@ -215,7 +215,6 @@ class Handlers:
             return Response(kept.status, kept.content_type, kept.body, changes=True)
         if isinstance(message, p.Fsck):
             return None
-        changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
         try:
             if endpoint.takes_caller:
                 answer = endpoint.do(message, self.clock(), request.caller)
@@ -224,8 +223,8 @@ class Handlers:
         except RequestError as refused:
             # A refused confirm of the SGLang protocol has confirmed the other pages, so there may
             # be changes to commit even so.
-            return refusal(refused, request.response_type)._replace(changes=changes)
-        response = self._response(answer, request, changes=changes)
+            return refusal(refused, request.response_type)._replace(changes=endpoint.changes)
+        response = self._response(answer, request, changes=endpoint.changes)
         if request.digest:
             answers.add(
                 AnswerRecord(
@@ -373,7 +372,6 @@ def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
         row("/v2/commit", service.commit),
         row("/v2/abort", service.abort),
         row("/v2/renew", service.renew),
-        row("/v2/unpin", service.unpin, takes_caller=True, changes=True),
         row("/v2/touch", service.touch),
         row("/v2/delete", service.delete),
         row("/v2/clear", service.clear, audited=True),
@@ -415,5 +413,5 @@ def _names_in(kind: type[msgspec.Struct]) -> ScopeNames | None:
     if "scopes" in fields:
         return lambda message: ([part.scope for part in message.scopes], "scopes[{}].scope")
     if "scope" in fields:
-        return lambda message: ((message.scope,) if message.scope else (), "scope")
+        return lambda message: ((message.scope,), "scope")
     return None

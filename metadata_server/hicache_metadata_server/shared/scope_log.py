@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from hicache_metadata_server.core.changes import Changes, PinRecord, ScopeRecord
+from hicache_metadata_server.core.changes import Changes, ScopeRecord
 from hicache_metadata_server.core.codec import (
     BLOCK,
     SlotChanges,
@@ -156,9 +156,7 @@ class ScopeLog:
     dirty: DirtyBlocks = field(default_factory=DirtyBlocks)
     log_bytes: int = 0
     windows: deque[tuple[int, float]] = field(default_factory=deque[tuple[int, float]])
-    """Windows in `rest`, with the scope time at which all their pins and answers have ended."""
-    pinned_until: float = 0.0
-    """Scope time at which the last pin ends."""
+    """Windows in `rest`, with the scope time at which all their answers have ended."""
     limit: int = MAX_LOG_BYTES
     """Length from which each write also compacts it."""
 
@@ -171,15 +169,8 @@ class ScopeLog:
         self.counters |= changes.counters
         if changes.scopes:
             self.record = changes.scopes[-1]
-        for pin in changes.pins:
-            self.pinned_until = max(self.pinned_until, pin.until)
         places = [block for slots in changes.slots.values() for block in changed_blocks(slots)]
         self.dirty.mark(places, group, size, changes)
-
-    def end_of(self, changes: Changes) -> float:
-        """Scope time at which the pins and answers of a window have ended."""
-        pins = self.pinned_until if changes.pins or changes.unpinned else 0.0
-        return max([pins, *(answer.until for answer in changes.answers)])
 
 
 def log_of(name: str, number: int, token: bytes, head: ScopeHead, now: float) -> ScopeLog:
@@ -300,9 +291,8 @@ def restored(
         for key in sorted(loaded.rest, key=lambda key: -1 if key == SCOPE else int(key)):
             window = _CHANGES.decode(loaded.rest[key])
             everything.add_all_but_slots(window)
-            log.pinned_until = max([log.pinned_until, *(pin.until for pin in window.pins)])
             if key != SCOPE:
-                log.windows.append((int(key), log.end_of(window)))
+                log.windows.append((int(key), _end_of(window)))
         for group, payload in loaded.groups:
             changes = _CHANGES.decode(payload)
             everything.add_all_but_slots(changes)
@@ -322,7 +312,12 @@ def restored(
     columns.until = _moved(columns.until, -log.offset)
     found = _shifted(everything, -log.offset, log.number).folded(now)
     longest = found.counters.get(LONGEST, 0)
-    return found, service.restored_scope(found.scopes[-1], found.pins, columns, now, longest)
+    return found, service.restored_scope(found.scopes[-1], columns, now, longest)
+
+
+def _end_of(window: Changes) -> float:
+    """Scope time at which the answers of a window have ended; 0 without any."""
+    return max((answer.until for answer in window.answers), default=0.0)
 
 
 def _compressed(batch: CompactionBatch) -> list[bytes]:
@@ -358,12 +353,6 @@ def _shifted(changes: Changes, offset: float, number: int) -> Changes:
             for one in changes.scopes
         ],
         slots={number: _shifted_slots(one, offset) for one in changes.slots.values()},  # noqa: B035 - one at most
-        pins=[
-            PinRecord(pin.pin, pin.until + offset, {number: slots})
-            for pin in changes.pins
-            for slots in pin.slots.values()
-        ],
-        unpinned=changes.unpinned,
         answers=[
             msgspec.structs.replace(answer, until=answer.until + offset)
             for answer in changes.answers
@@ -397,18 +386,14 @@ class ScopeLogStore(MetadataStore):
         self._logs: dict[int, ScopeLog] = {}
         """By the number of the scope in this server."""
         self._counters: dict[str, int] = {}
-        self._pinned: dict[int, tuple[int, ...]] = {}
-        """Scopes of each pin."""
         self.lost = set[str]()
         """Scopes whose log has lost writes that were acknowledged."""
 
     # Called by the owner, in the event loop.
 
-    def attach(self, log: ScopeLog, pins: Iterable[PinRecord] = ()) -> None:
+    def attach(self, log: ScopeLog) -> None:
         """Write changes of a scope to its log from now on."""
         self._logs[log.number] = log
-        for pin in pins:
-            self._pinned[pin.pin] = (*self._pinned.get(pin.pin, ()), log.number)
 
     def detach(self, number: int) -> ScopeLog | None:
         """Write nothing to a scope any more; returns its log."""
@@ -471,10 +456,6 @@ class ScopeLogStore(MetadataStore):
         if len(parts) < len(split):
             # Detached since the changes were taken, so they are nowhere.
             raise FencedError([])
-        for pin in changes.pins:
-            self._pinned[pin.pin] = tuple(pin.slots)
-        for number in changes.unpinned:
-            self._pinned.pop(number, None)
 
     def wants_compaction(self, *, idle: bool) -> bool:
         """True if the log of a scope is long; shorter ones count in an idle server."""
@@ -525,7 +506,7 @@ class ScopeLogStore(MetadataStore):
         for _ in range(ended):
             log.windows.popleft()
         if len(rest) > 2:
-            log.windows.append((batch.last_group, log.end_of(batch.rest)))
+            log.windows.append((batch.last_group, _end_of(batch.rest)))
 
     def put_back(self, batch: CompactionBatch) -> None:
         """Queue the blocks of a batch again."""
@@ -547,13 +528,6 @@ class ScopeLogStore(MetadataStore):
 
         for record in changes.scopes:
             part(record.number).scopes.append(record)
-        for pin in changes.pins:
-            for number, slots_of_pin in pin.slots.items():
-                part(number).pins.append(PinRecord(pin.pin, pin.until, {number: slots_of_pin}))
-        for pin_number in changes.unpinned:
-            for number in self._pinned.get(pin_number, ()):
-                if number in self._logs:
-                    part(number).unpinned.append(pin_number)
         if changes.answers:
             numbers = {log.name: log.number for log in self.logs()}
             for answer in changes.answers:

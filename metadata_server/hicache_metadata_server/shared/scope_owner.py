@@ -638,7 +638,7 @@ class ScopeOwner:
         if incarnation is not self.incarnation:
             return
         self._service.adopt(scope, found)
-        self._store.attach(log, found.pins)
+        self._store.attach(log)
         _log.info("scope_taken", scope=name, pages=len(scope.lru))
         # Served already: until the others see the entry, the head tells them.
         await self._publish_owned(name)

@@ -23,7 +23,7 @@ import msgspec
 import structlog
 from msgspec import structs
 
-from hicache_metadata_server.core.changes import AnswerRecord, Changes, PinRecord, ScopeRecord
+from hicache_metadata_server.core.changes import AnswerRecord, Changes, ScopeRecord
 from hicache_metadata_server.core.codec import (
     SlotChanges,
     SlotColumns,
@@ -64,7 +64,6 @@ CREATE TABLE scopes (
     tenant TEXT NOT NULL DEFAULT '', model TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE blocks (place INTEGER PRIMARY KEY, slots BLOB NOT NULL);
-CREATE TABLE pins (pin INTEGER PRIMARY KEY, until REAL NOT NULL, slots BLOB NOT NULL);
 CREATE TABLE answers (
     once TEXT PRIMARY KEY, until REAL NOT NULL, digest BLOB NOT NULL, content_type TEXT NOT NULL, status INTEGER NOT NULL,
     body BLOB NOT NULL
@@ -250,10 +249,6 @@ class SqliteStore(MetadataStore):
                 )
                 for row in run("SELECT * FROM scopes")
             ],
-            pins=[
-                PinRecord(pin, until, msgspec.msgpack.decode(slots, type=dict[int, list[int]]))
-                for pin, until, slots in run("SELECT * FROM pins")
-            ],
             answers=[AnswerRecord(*row) for row in run("SELECT * FROM answers")],
             counters=dict(run("SELECT * FROM counters")),
         )
@@ -331,16 +326,6 @@ class SqliteStore(MetadataStore):
             )
         self._put_counters(changes.counters.items())
         run("DELETE FROM answers WHERE until <= ?", (now,))
-        run("DELETE FROM pins WHERE until <= ?", (now,))
-        run_each(
-            "INSERT OR REPLACE INTO pins VALUES (?, ?, ?)",
-            [
-                (pin.pin, pin.until, msgspec.msgpack.encode(pin.slots))
-                for pin in changes.pins
-                if pin.until > now
-            ],
-        )
-        run_each("DELETE FROM pins WHERE pin = ?", [(pin,) for pin in changes.unpinned])
         run_each(
             "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
             # Without the scope, which is for several servers.

@@ -161,7 +161,7 @@ class MetadataStore:
     """Runs `write` and `compact` of a store that is not quick."""
 
     def recover(self, now: float) -> Changes:
-        """Read everything but slots, once at the start, without ended pins and answers.
+        """Read everything but slots, once at the start, without ended answers.
 
         Raises:
             StoreError: the store cannot be read.

@@ -44,7 +44,7 @@ class Rig(FileRig):
         found = self.store.metadata.lookup(
             [LookupScope(scope=self.scope.name, keys=[key])], Call(5), touch=False
         )
-        return found.scopes[0].slots[0]
+        return found[0].slots[0]
 
 
 def recycle(writer, keys):

@@ -66,13 +66,13 @@ def store(client, keys, scope=SCOPE):
     return part
 
 
-def lookup(client, keys, scope=SCOPE, **options):
-    return client.lookup([p.LookupScope(scope=scope, keys=keys)], Call(10), **options)
+def lookup(client, keys, scope=SCOPE):
+    return client.lookup([p.LookupScope(scope=scope, keys=keys)], Call(10))[0]
 
 
 def test_a_page_is_stored_found_and_deleted(client):
     part = store(client, ["a", "b"])
-    found = lookup(client, ["b", "x", "a"]).scopes[0]
+    found = lookup(client, ["b", "x", "a"])
     assert found.slots == [part.slots[1], -1, part.slots[0]]
     assert (found.lengths, found.checksums) == ([5, 0, 5], [1, 0, 0])
     wrong = p.DeleteScope(scope=SCOPE, keys=["a"], generations=[part.generations[0] + 1])
@@ -92,24 +92,16 @@ def test_leases_are_kept_given_back_and_lost(client):
     assert client.commit([late], Call(10)) == [[False, False]]
 
 
-def test_pins_are_let_go(client):
-    store(client, ["a"])
-    located = lookup(client, ["a"], pin_seconds=5.0)
-    [unpin] = located.pins
-    assert unpin.scope == SCOPE
-    client.unpin(located.pins)
-
-
 def test_local_clients_of_one_directory_share_one_state(tmp_path):
     with closing(EmbeddedMetadata(str(tmp_path), quarantine_seconds=0)) as one:
         one.declare(geometry())
         store(one, ["a"])
         with closing(EmbeddedMetadata(str(tmp_path / "." / ""), quarantine_seconds=0)) as two:
             two.declare(geometry())
-            assert lookup(two, ["a"]).scopes[0].slots[0] >= 0
+            assert lookup(two, ["a"]).slots[0] >= 0
     with closing(EmbeddedMetadata(str(tmp_path), quarantine_seconds=0)) as later:
         later.declare(geometry())
-        assert lookup(later, ["a"]).scopes[0].slots == [-1]
+        assert lookup(later, ["a"]).slots == [-1]
 
 
 def test_requests_are_split_and_responses_merged(tmp_path):
@@ -131,7 +123,7 @@ def test_requests_are_split_and_responses_merged(tmp_path):
             if path != "/v2/lookup":
                 return None
             sent.append(request)
-            return p.LookedUp(scopes=[_echo(part.keys) for part in request.scopes], pin=len(sent))
+            return p.LookedUp(scopes=[_echo(part.keys) for part in request.scopes])
 
     with closing(Limited(str(tmp_path), quarantine_seconds=0)) as client:
         for part in request.scopes:
@@ -143,10 +135,7 @@ def test_requests_are_split_and_responses_merged(tmp_path):
     )
     # The last keys are sent first, so that the head of a chain ends as the latest used.
     assert sent[0].scopes[-1].keys[-1] == "2-2"
-    assert found.pins == [
-        p.Unpin(pins=[number], scope=piece.scopes[0].scope) for number, piece in enumerate(sent, 1)
-    ]
-    assert [part.slots for part in found.scopes] == [
+    assert [part.slots for part in found] == [
         [int(key.split("-")[1]) for key in part.keys] for part in request.scopes
     ]
 

@@ -204,7 +204,7 @@ class Client:
     def lookup(self, keys=("a",), seconds=PATIENCE_SECONDS):
         return self.metadata.lookup(
             [p.LookupScope(scope=self.scope, keys=list(keys))], Call(seconds)
-        ).scopes[0]
+        )[0]
 
     def reserve(self, keys, seconds=PATIENCE_SECONDS):
         asked = [p.ReserveScope(scope=self.scope, keys=list(keys))]
@@ -393,11 +393,7 @@ def test_how_often_two_servers_that_answer_alike_are_asked(
 
 
 FOUND = p.encode(
-    p.LookedUp(
-        scopes=[p.FoundPages(slots=[3], generations=[1], lengths=[1], checksums=[1])],
-        pin=0,
-        pin_seconds=0.0,
-    ),
+    p.LookedUp(scopes=[p.FoundPages(slots=[3], generations=[1], lengths=[1], checksums=[1])]),
     p.MSGPACK,
 )
 

@@ -142,7 +142,7 @@ def test_a_closed_client_is_not_warned_of_what_nobody_waits_for():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with pytest.raises(MetadataError, match="closed"):
-            client.send_later("/v2/unpin", p.Unpin(pins=[1]))
+            client.send_later("/v2/abort", p.Abort(scopes=[]))
         gc.collect()
     assert [str(warning.message) for warning in told] == []
 
@@ -210,6 +210,6 @@ def test_without_a_thread_requests_are_answered_and_what_nobody_waits_for_is_ref
                 # Also where one of the servers fails, which is probed in a thread.
                 assert client.refresh(Call(PATIENCE_SECONDS)).instance == "1"
                 with pytest.raises(MetadataError, match="can't start new thread"):
-                    client.send_later("/v2/unpin", p.Unpin(pins=[1]))
+                    client.send_later("/v2/abort", p.Abort(scopes=[]))
         # Of a closed connection the server, which is in this process, learns a moment later.
         eventually(lambda: len(os.listdir("/proc/self/fd")) == before)

@@ -14,9 +14,8 @@ from tests.metadata_server.services import restored
 from tests.support.metadata import Written
 
 LEASE, QUARANTINE = DEFAULTS.lease_seconds, DEFAULTS.quarantine_seconds
-PIN = DEFAULTS.max_pin_seconds
 OUT = 3 * LEASE
-"""Seconds after which no lease, pin or quarantine of a test is left."""
+"""Seconds after which no lease or quarantine of a test is left."""
 
 
 class Peer:
@@ -122,11 +121,6 @@ class Peer:
     async def live(self, keys):
         """Which keys are live; does not count as use."""
         return [slot >= 0 for slot in (await self.lookup(keys, touch=False)).slots]
-
-    async def pin(self, keys, seconds=PIN, **options):
-        part = p.LookupScope(scope=self.scope, keys=list(keys))
-        request = p.Lookup(scopes=[part], pin_seconds=seconds, **options)
-        return await self.call("/v2/lookup", request)
 
     async def lease(self, keys, prefixes=(), *, once="", **options):
         part = p.ReserveScope(scope=self.scope, keys=list(keys), prefixes=list(prefixes))

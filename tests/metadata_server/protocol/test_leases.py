@@ -1,4 +1,4 @@
-"""The rules of the native part about leases, quarantine, pins and eviction, while time passes."""
+"""The rules of the native part about leases, quarantine and eviction, while time passes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.protocol import Reserved
-from tests.metadata_server.protocol.peer import LEASE, OUT, PIN, QUARANTINE, keys_of
+from tests.metadata_server.protocol.peer import LEASE, OUT, QUARANTINE, keys_of
 
 
 def states(leased):
@@ -15,16 +15,17 @@ def states(leased):
 
 async def test_what_reserve_says_of_each_key(timed):
     """MD-LEASE-1: leased, exists, busy or full; no lease and no slot twice."""
-    await timed.initialize(6)
+    await timed.initialize(8)
+    # Two pages that are evicted, and whose slots are quarantined then.
+    old = await timed.store(["u", "v"])
     pages = await timed.store(["s", "t"])
-    await timed.pin(["s", "t"])
     new = keys_of(6)
     asked = ["s", new[0], new[0], *new[1:], "t"]
     answer = await timed.lease(asked)
     assert states(answer) == "el" + "b" + "lll" + "ff" + "e"
     assert [answer.slots[0], answer.slots[-1]] == [page.slot for page in pages]
     given = [slot for slot, lease in zip(answer.slots, answer.leases, strict=True) if lease]
-    assert sorted([*given, *(page.slot for page in pages)]) == list(range(6))
+    assert sorted([*given, *(page.slot for page in [*old, *pages])]) == list(range(8))
     leases = {lease for lease in answer.leases if lease}
     assert len(leases) == 4
     assert min(leases) > 0
@@ -153,47 +154,17 @@ async def test_slots_rest_for_a_quarantine(timed, how):
     )
 
 
-@pytest.mark.parametrize("way", ["deleted", "cleared"])
-async def test_pinned_slots_stay(timed, way):
-    """MD-PIN-1: until they are unpinned, or the pin has passed."""
-    await timed.initialize(6)
-    keys = keys_of(6)
-    slots = [page.slot for page in await timed.store(keys)]
-    pin = await timed.pin(keys[:2], 1e6)
-    shorter = await timed.pin(keys[1:3], PIN - 20)
-    assert pin.pin
-    assert pin.pin_seconds == PIN, "the limits allow no more"
-    nothing = await timed.pin(["none"])
-    assert (nothing.pin, nothing.pin_seconds) == (0, 0.0)
-    await (timed.delete(keys) if way == "deleted" else timed.clear())
-    timed.wait(QUARANTINE)
-    assert await timed.given(6) == set(slots[3:])
-    timed.wait(PIN - 20 - QUARANTINE)
-    assert await timed.given(6, lease_seconds=OUT) >= {slots[2]}
-    assert not await timed.given(6) & set(slots[:2])
-    await timed.call("/v2/unpin", p.Unpin(pins=[shorter.pin, 10**9]))
-    assert not await timed.given(6) & set(slots[:2])
-    if way == "deleted":
-        await timed.call("/v2/unpin", p.Unpin(pins=[pin.pin]))
-    else:
-        timed.wait(20)
-        timed.work()
-    assert await timed.given(6) >= set(slots[:2])
-
-
-async def test_eviction_spares_leased_and_pinned_slots(timed):
+async def test_eviction_spares_leased_slots(timed):
     """MD-EV-4."""
     await timed.initialize(9)
     keys = keys_of(6)
     await timed.store(keys)
-    pinned = (await timed.pin(keys[:3], touch=False)).scopes[0]
-    await timed.lookup(keys[3:])
     leased = await timed.lease(keys_of(3, "l"), lease_seconds=OUT)
     await timed.lease(keys_of(9, "n"))
     timed.wait(QUARANTINE)
     given = {slot for slot in (await timed.lease(keys_of(9, "n"))).slots if slot >= 0}
-    assert given == set(range(9)) - {*pinned.slots, *leased.slots}
-    assert await timed.live(keys) == [True] * 3 + [False] * 3
+    assert given == set(range(9)) - set(leased.slots)
+    assert not any(await timed.live(keys))
     assert all(await timed.commit(leased.leases))
 
 

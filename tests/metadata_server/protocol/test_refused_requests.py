@@ -57,8 +57,7 @@ NATIVE = [
     ("lookup", {"scopes": [{"scope": S, "keys": [""]}]}, "scopes[0].keys[0]"),
     ("lookup", {"scopes": [{"scope": S, "keys": ["a", 7]}]}, "scopes[0].keys[1]"),
     ("lookup", {"scopes": [{"scope": S, "keys": [], "more": 1}]}, "scopes[0].more"),
-    ("lookup", {"scopes": [], "pin_seconds": -1}, "pin_seconds"),
-    ("lookup", {"scopes": [], "pin_second": 1}, "pin_second"),
+    ("lookup", {"scopes": [], "touched": True}, "touched"),
     *[
         ("reserve", {"scopes": [{"scope": S, "keys": ["a", "b"], "prefixes": prefixes}]}, field)
         for prefixes, field in (
@@ -90,7 +89,6 @@ NATIVE = [
         "scopes[0].generations",
     ),
     ("clear", {"scopes": S}, "scopes"),
-    ("unpin", {"pins": [0]}, "pins[0]"),
     *[
         ("initialize", {"scopes": [{"scope": "0:a", "slots": 8} | wrong]}, f"scopes[0].{field}")
         for wrong, field in (

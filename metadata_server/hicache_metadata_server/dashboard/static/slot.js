@@ -72,7 +72,6 @@ export class SlotView {
       live && ["Checksum", make("code", {}, hexadecimal(slot.checksum)), make("span", { class: "quiet" }, ` ${slot.checksum}`)],
       slot.state === "leased" && ["Owner", slot.owner ? make("code", {}, slot.owner) : "did not name itself"],
       slot.seconds_left > 0 && [slot.state === "leased" ? "Lease ends in" : "Rests for", this.left],
-      ["Pins", slot.pins ? `${count(slot.pins)}: it is given to nobody until they end` : "none"],
       size && ["In the file", `bytes ${count(slot.slot * size)} to ${count((slot.slot + 1) * size - 1)}`],
     ].map((entry) => entry || null);
   }

@@ -24,7 +24,7 @@ export class SlotList {
     this.busy = false;
     const body = make("tbody");
     this.rows = new Rows(body, (slot) => makeRow(this.scope, slot));
-    const titles = [["Slot"], ["State"], ["Key"], ["Generation", "wide"], ["Length", "mid"], ["Checksum", "wide"], ["Owner", "wide"], ["Pins", "wide"], ["Time left"]];
+    const titles = [["Slot"], ["State"], ["Key"], ["Generation", "wide"], ["Length", "mid"], ["Checksum", "wide"], ["Owner", "wide"], ["Time left"]];
     this.table = make("table", { class: "slots" }, make("caption", { class: "unseen" }, "Slots"),
       make("thead", {}, make("tr", {}, titles.map(([title, style = null]) => make("th", { scope: "col", class: style }, title)))), body);
     this.scroll = make("div", { class: "scroll" }, this.table);
@@ -113,8 +113,8 @@ export class SlotList {
 }
 
 function makeRow(scope, slot) {
-  const cells = Object.fromEntries(["state", "key", "generation", "length", "checksum", "owner", "pins", "left"].map((name) => {
-    const style = { key: "name", generation: "wide", checksum: "wide mono", owner: "wide name", pins: "wide", length: "mid" }[name];
+  const cells = Object.fromEntries(["state", "key", "generation", "length", "checksum", "owner", "left"].map((name) => {
+    const style = { key: "name", generation: "wide", checksum: "wide mono", owner: "wide name", length: "mid" }[name];
     return [name, make("td", { class: style })];
   }));
   const row = make("tr", {}, make("th", { scope: "row" }, make("a", { href: slotLink(scope, slot.slot) }, count(slot.slot))), Object.values(cells));
@@ -130,7 +130,6 @@ function makeRow(scope, slot) {
     setText(cells.length, now.length ? bytes(now.length) : "–");
     setText(cells.checksum, now.state === "live" ? hexadecimal(now.checksum) : "–");
     setText(cells.owner, now.owner || "–");
-    setText(cells.pins, now.pins ? count(now.pins) : "–");
   };
   return { row, update };
 }
