@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hicache_backends.mooncake.client import connection
 from hicache_backends.mooncake.client.handle import connections
 from hicache_storage.spec import Durability, StorageClosedError, StorageForkedError
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
@@ -41,6 +42,25 @@ def test_a_library_that_is_missing_is_named(cluster):
         "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1"
         in done.stderr
     )
+
+
+def test_a_request_names_as_many_as_can_be_answered_in_time(rig, monkeypatch):
+    """Of 750,000 names in one request a busy master answered none before the request's limit."""
+    one, sizes = rig(), list[int]()
+    one.storage.open()
+    keys, ask = chain("many", 5), one.connection._answered
+    monkeypatch.setattr(connection, "MAX_NAMES", 2)
+    monkeypatch.setattr(
+        one.connection, "_answered", lambda of, count: (sizes.append(count), ask(of, count))[1]
+    )
+    assert one.put(keys) == [True] * 5
+    sizes.clear()
+    assert one.hits([*keys, "missing"]) == 5
+    assert sizes == [2, 2, 2]
+    sizes.clear()
+    assert one.storage.delete([*keys[1:], "missing"]) == [True] * 4 + [False]
+    assert max(sizes) == 2
+    assert one.hits(keys) == 1
 
 
 BOTH_SIZES = pytest.mark.parametrize(
