@@ -53,20 +53,6 @@ def test_one_side_pool_against_the_oracle(pages, policy, window):
         }
 
 
-def test_two_side_pools_against_the_oracle():
-    pages = 4
-    for kv, mamba, swa in itertools.product(presence_maps(pages), repeat=3):
-        result = common_hit(
-            kv, [PoolPresence("mamba", mamba, TRAILING, 1), PoolPresence("swa", swa, TRAILING, 2)]
-        )
-        common = (
-            oracle_endpoints(kv, ALL, 1, pages)
-            & oracle_endpoints(mamba, TRAILING, 1, pages)
-            & oracle_endpoints(swa, TRAILING, 2, pages)
-        )
-        assert result.restorable_prefix_pages == sorted(common)
-
-
 @pytest.mark.parametrize(
     ("present", "block", "group", "covered"),
     [
