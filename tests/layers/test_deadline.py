@@ -58,31 +58,6 @@ def hanging(kit):
         layer.close()
 
 
-def test_a_hung_lookup_is_a_miss(hanging):
-    layer, _storage, pool, release = hanging("exist")
-    hurry(layer)
-    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
-    stats = layer.get_stats()
-    assert (stats.deadlines_missed, stats.faults, layer.fault_count()) == (1, 1, 1)
-    release.set()
-    hurry(layer, PATIENCE_SECONDS)
-    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
-    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 1
-    layer.close()
-
-
-def test_a_hung_set_is_not_acknowledged_and_its_driver_knows(hanging):
-    layer, storage, pool, _release = hanging("write")
-    calls = []
-    inner = storage.write_objects
-    storage.write_objects = lambda batches, call: (calls.append(call), inner(batches, call))[1]
-    hurry(layer)
-    # On a busy machine the deadline may pass before the first of them has begun.
-    while not calls:
-        assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-    eventually(calls[0].expired)
-
-
 def test_a_get_into_the_pool_is_waited_for(hanging):
     """GET-9: it could still write there."""
     layer, _storage, pool, release = hanging("read", hung_reads=HungReads.WAIT)
