@@ -18,9 +18,7 @@ class MetricKind(StrEnum):
 class Metric:
     """A metric as it is exported.
 
-    Raises:
-        ValueError: the name does not follow OpenMetrics: `_total` for counters, and for them only;
-            the unit before it.
+    Names follow OpenMetrics: base units, and `_total` at the end of counters alone.
     """
 
     name: str
@@ -28,8 +26,6 @@ class Metric:
     kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
-    unit: str = ""
-    """`seconds` or `bytes`, with which the name ends; empty for a count."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, without infinity."""
     source: str = ""
@@ -37,30 +33,7 @@ class Metric:
     tag: tuple[str, str] = ("", "")
     """Label and value that stand for `source`, where several fields share a metric."""
 
-    def __post_init__(self) -> None:
-        # Checked at import, as `prometheus_client` would append the suffix to a counter by itself,
-        # and queries would name a series that does not exist.
-        if self.name.endswith("_total") != (self.kind is MetricKind.COUNTER):
-            raise ValueError(
-                f"{self.name} is a {self.kind}: counters end with _total, and nothing else does"
-            )
-        if not self.family.endswith(self.unit):
-            raise ValueError(f"{self.name} is in {self.unit} and does not say so")
-        if bool(self.buckets) != (self.kind is MetricKind.HISTOGRAM) or list(
-            self.buckets
-        ) != sorted(set(self.buckets)):
-            raise ValueError(
-                f"{self.name}: histograms have ascending buckets, and nothing else has"
-            )
-
     @property
     def family(self) -> str:
         """The name without `_total`, which `prometheus_client` appends to counters."""
         return self.name.removesuffix("_total")
-
-    @property
-    def series(self) -> tuple[str, ...]:
-        """The names of its series on a Prometheus server."""
-        if self.kind is MetricKind.HISTOGRAM:
-            return tuple(self.name + suffix for suffix in ("_bucket", "_count", "_sum"))
-        return (self.name,)

@@ -22,7 +22,7 @@ from hicache_storage.observability.metric import Metric, MetricKind
 from hicache_storage.spec.stats import LATENCY_BOUNDS_SECONDS, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from hicache_storage.spec.stats import StorageStats
 
@@ -56,19 +56,18 @@ def _scalar(
     text: str,
     *labels: str,
     source: str = "",
-    unit: str = "",
     tag: tuple[str, str] = ("", ""),
 ) -> Metric:
-    return Metric(name, kind, text, labels, unit, source=source, tag=tag)
+    return Metric(name, kind, text, labels, source=source, tag=tag)
 
 
 _counter: Final = partial(_scalar, MetricKind.COUNTER)
 _gauge: Final = partial(_scalar, MetricKind.GAUGE)
 
 
-def _pool(name: str, text: str, source: str, unit: str = "", label: str = "") -> Metric:
+def _pool(name: str, text: str, source: str, label: str = "") -> Metric:
     labels = ("driver", "pool", label) if label else ("driver", "pool")
-    return _counter(f"hicache_storage_{name}_total", text, *labels, source=source, unit=unit)
+    return _counter(f"hicache_storage_{name}_total", text, *labels, source=source)
 
 
 _REASONS: Final = ", ".join(MissReason)
@@ -79,7 +78,6 @@ CALL_SECONDS: Final = Metric(
     MetricKind.HISTOGRAM,
     "Duration of calls of the driver, by operation: exists, get or set.",
     ("driver", "pool", "operation"),
-    "seconds",
     # The bounds of `spec.stats.Latency`, whose counts are exported as they are.
     LATENCY_BOUNDS_SECONDS,
 )
@@ -115,7 +113,6 @@ REQUEST_SECONDS: Final = Metric(
     MetricKind.HISTOGRAM,
     "From the last byte of a request to its answer.",
     ("route",),
-    "seconds",
     REQUEST_BOUNDS_SECONDS,
 )
 SLOTS: Final = _gauge(
@@ -158,7 +155,6 @@ SCOPE_LOG_BYTES: Final = _gauge(
     "hicache_metadata_scope_log_bytes",
     "Length of a scope's log in Redis, which its next owner replays.",
     "scope",
-    unit="bytes",
 )
 UNOWNED_SCOPES: Final = _gauge(
     "hicache_metadata_unowned_scopes",
@@ -167,7 +163,6 @@ UNOWNED_SCOPES: Final = _gauge(
 QUARANTINE_SECONDS: Final = _gauge(
     "hicache_metadata_quarantine_seconds",
     "How long a slot stays in quarantine before it is used again.",
-    unit="seconds",
 )
 READY: Final = _gauge("hicache_metadata_ready", "1 while the server is ready, as /readyz says it.")
 DRAINING: Final = _gauge("hicache_metadata_draining", "1 while no new leases are given.")
@@ -183,7 +178,6 @@ TRANSACTION_SECONDS: Final = Metric(
     MetricKind.HISTOGRAM,
     "How long a group took to write.",
     (),
-    "seconds",
     LATENCY_BOUNDS_SECONDS,
 )
 STORE_FAILING: Final = _gauge(
@@ -195,7 +189,6 @@ STORE_BYTES: Final = _gauge(
     "Size of a SQLite store's files, by part: database or wal (SQLite's own log); in Redis, log: "
     "that of the scopes that this server owns.",
     "part",
-    unit="bytes",
 )
 BUILD_INFO: Final = _gauge(
     "hicache_metadata_build_info",
@@ -210,7 +203,6 @@ TOKENS: Final = _gauge(
 NEXT_TOKEN_EXPIRY: Final = _gauge(
     "hicache_metadata_next_token_expiry_timestamp_seconds",
     "When the next token expires, since unix epoch in seconds.",
-    unit="seconds",
 )
 RELOADS: Final = _counter(
     "hicache_metadata_reloads_total",
@@ -240,13 +232,13 @@ THROTTLED: Final = _counter(
 
 STORAGE: Final = (
     _pool("read_pages", "Pages that a get has delivered.", "pages_read"),
-    _pool("read_bytes", "Bytes that a get has delivered.", "bytes_read", "bytes"),
+    _pool("read_bytes", "Bytes that a get has delivered.", "bytes_read"),
     _pool(
         "written_pages",
         "Pages that a set has stored; those that were there already do not count.",
         "pages_written",
     ),
-    _pool("written_bytes", "Bytes of the pages that a set has stored.", "bytes_written", "bytes"),
+    _pool("written_bytes", "Bytes of the pages that a set has stored.", "bytes_written"),
     _pool("hit_pages", "Pages that an exists has found.", "pages_hit"),
     _pool(
         "absent_pages",
@@ -429,47 +421,6 @@ CACHE: Final = (
     ),
 )
 """Of each radix cache: `hicache_storage.observability.prometheus.CacheCollector`."""
-SERVER: Final = tuple(
-    metric
-    for metric in list(globals().values())
-    if isinstance(metric, Metric) and metric.name.startswith("hicache_metadata_")
-)
-"""Of the metadata server: `GET /metrics`."""
-PROCESS: Final = (
-    _counter(
-        "process_cpu_seconds_total",
-        "Total user and system CPU time spent in seconds.",
-        unit="seconds",
-    ),
-    _gauge("process_resident_memory_bytes", "Resident memory size in bytes.", unit="bytes"),
-    _gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.", unit="bytes"),
-    _gauge(
-        "process_start_time_seconds",
-        "Start time of the process since unix epoch in seconds.",
-        unit="seconds",
-    ),
-    _gauge("process_open_fds", "Number of open file descriptors."),
-    _gauge("process_max_fds", "Maximum number of open file descriptors."),
-)
-"""Of the metadata server's process, in the words of prometheus_client, which exports them; Linux
-only."""
-COMPONENTS: Final[Mapping[str, tuple[Metric, ...]]] = {
-    "storage": STORAGE,
-    "controller": CONTROLLER,
-    "cache": CACHE,
-    "server": SERVER,
-    "process": PROCESS,
-}
-"""Metrics by the component that exports them. Metrics of one name are adjacent."""
-
-
-def metrics_of(component: str) -> dict[str, Metric]:
-    """Return the metrics of a component by name, each once."""
-    # Metrics that share a name differ in a label's value only.
-    found = dict[str, Metric]()
-    for metric in COMPONENTS[component]:
-        found.setdefault(metric.name, metric)
-    return found
 
 
 def storage_samples(stats: StorageStats) -> Iterator[tuple[Metric, tuple[str, ...], float]]:

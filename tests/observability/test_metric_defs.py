@@ -20,12 +20,7 @@ from hicache_metadata_server.storage.store import MemoryStore
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.storage_io.calls import ControllerStats
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.observability.metric_defs import (
-    COMPONENTS,
-    MAX_SCOPE_SERIES,
-    OTHER_SCOPES,
-    metrics_of,
-)
+from hicache_storage.observability.metric_defs import CONTROLLER, MAX_SCOPE_SERIES, OTHER_SCOPES
 from hicache_storage.observability.prometheus import (
     CacheCollector,
     ControllerCollector,
@@ -35,6 +30,7 @@ from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
 from tests.metadata_server.http_calls import SlowStore, running
+from tests.observability.components import COMPONENTS, series
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,9 +50,9 @@ def exported(text, constant=()):
 
 def expected(component):
     return {
-        series: (str(metric.kind), frozenset(metric.labels), metric.help)
-        for metric in metrics_of(component).values()
-        for series in metric.series
+        name: (str(metric.kind), frozenset(metric.labels), metric.help)
+        for metric in COMPONENTS[component].values()
+        for name in series(metric)
     }
 
 
@@ -198,6 +194,13 @@ def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
 
 
 def test_every_number_of_a_controller_is_exported():
-    assert {metric.source for metric in COMPONENTS["controller"]} == {
+    assert {metric.source for metric in CONTROLLER} == {
         field.name for field in fields(ControllerStats)
     }
+
+
+def test_the_bounds_of_a_histogram_ascend():
+    """Its counts are cumulative."""
+    for metrics in COMPONENTS.values():
+        for metric in metrics.values():
+            assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
