@@ -133,7 +133,7 @@ races: $(VENV)/.installed
 	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py tests/backends/hf3fs/test_killed_server.py \
 		tests/backends/mooncake/test_outages.py tests/backends/file/test_killed_removals.py tests/backends/file/test_interrupts.py
 
-# Stalled disks, full and read-only ones, a hundred thousand files. Prints each figure.
+# Stalled disks, full and read-only ones. Prints each figure.
 hostile: $(VENV)/.installed
 	$(PYTHON) -m pytest -m hostile -s --durations 0 tests/hostile
 
