@@ -31,6 +31,7 @@ PAGE = torch.arange(2)
         ("kv", PAGE, numpy.array(["a"]), "got ndarray"),
         ("kv", None, ["a"], "host_indices is None; pass 2 slots for 1 keys"),
         ("kv", PAGE.to("meta"), ["a"], "must be on the CPU, got meta"),
+        ("kv", PAGE, ["a", "b"], "2 keys x 2 slots = 4 entries"),
         ("kv", torch.arange(4).view(2, 2), ["a", "b"], "in one dimension"),
         ("kv", torch.tensor([1, 2]), ["a"], "multiples of 2"),
         ("kv", torch.tensor([16, 17]), ["a"], r"in \[0, 16\)"),
