@@ -226,9 +226,6 @@ TENANT_QUOTA: Final = _gauge(
     "tenant",
     "what",
 )
-THROTTLED: Final = _counter(
-    "hicache_metadata_throttled_requests_total", "Requests beyond a tenant's rate.", "tenant"
-)
 
 STORAGE: Final = (
     _pool("read_pages", "Pages that a get has delivered.", "pages_read"),

@@ -1,16 +1,12 @@
-"""Tenants: what they may have, and that many clients at once get no more."""
+"""Tenants: what they may have."""
 
 from __future__ import annotations
-
-import asyncio
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.access import RateLimiter
 from hicache_metadata_server.auth.files import read_tenants_file
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import Caller, Quota, Quotas, TenantUsage
@@ -116,20 +112,6 @@ async def test_the_compatible_part_has_the_same_quota(limited):
         assert 'hicache_metadata_tenant_quota{tenant="acme",what="slots"} 10.0' in told
 
 
-async def test_many_clients_send_no_more_than_its_rate(limited):
-    async with limited("acme", "", requests_per_second=0.5, burst=5.0) as caller:
-        begin = time.monotonic()
-        asked = (caller.send("GET", "/v2", headers=bearer("read-acme")) for _ in range(40))
-        answers = await asyncio.gather(*asked)
-        most = 5 + 0.5 * (time.monotonic() - begin)
-        assert 5 <= [answer.status for answer in answers].count(200) <= most
-        refused = answers[-1]
-        assert (refused.status, refused.json["code"]) == (429, "too_many")
-        assert refused.headers["retry-after"] == "2"
-        others = await caller.send("GET", "/v2", headers=bearer("read-"))
-        assert others.status == 200, "others are not held up"
-
-
 def test_a_file_of_quotas_is_read_again_when_it_changes(tmp_path):
     tokens, quotas = tmp_path / "tokens.json", tmp_path / "tenants.toml"
     write_tokens(tokens, acme="write token-of-acme acme")
@@ -146,54 +128,14 @@ def test_a_file_of_quotas_is_read_again_when_it_changes(tmp_path):
         assert status(2) == 403
 
 
-def rates(**quota):
-    now = [0.0]
-    return now, RateLimiter(with_quota(**quota), clock=lambda: now[0])
-
-
-def admitted(made, route="/v2/lookup", caller=ACME):
-    try:
-        made.admit(caller, route)
-    except RequestError as error:
-        refused = error
-    else:
-        return 0
-    assert (refused.status, refused.problem.code) == (429, "too_many")
-    return refused.retry_seconds
-
-
-def test_a_rate_is_a_bucket_that_fills():
-    now, made = rates(requests_per_second=2.0, burst=3.0)
-    assert [admitted(made) for _ in range(5)] == [0, 0, 0, 1, 1]
-    now[0] += 0.5
-    assert [admitted(made) for _ in range(2)] == [0, 1]
-    now[0] += 100
-    assert [admitted(made) for _ in range(4)] == [0, 0, 0, 1]
-    assert made.throttled == {"acme": 4}
-    assert admitted(made, caller=Caller("t", p.Token.WRITE, "other")) == 0
-    assert admitted(made, caller=Caller("t", p.Token.ADMIN, "", sees_all=True)) == 0
-    now, slow = rates(requests_per_second=0.1)
-    assert [admitted(slow) for _ in range(2)] == [0, 10]
-    now[0] += 9.5
-    assert admitted(slow) == 1, "seconds are whole"
-
-
-@pytest.mark.parametrize("route", ["/v2/commit", "/v2/abort", "/v2/renew", "/{rank}/confirm_write"])
-def test_what_was_begun_is_ended_ahead_of_the_rate(route):
-    _, made = rates(requests_per_second=1.0, burst=5.0)
-    assert [admitted(made) for _ in range(6)] == [0] * 5 + [1]
-    assert [admitted(made, route) for _ in range(6)] == [0] * 5 + [1]
-    assert admitted(made) == 6, "and counts"
-
-
 def test_a_file_of_quotas(tmp_path):
     file = tmp_path / "tenants.toml"
     file.write_text(
         '[default]\nmax_scopes = 4\n[tenants.acme]\nmax_bytes = "2GiB"\nmax_slots = 7\n'
-        "requests_per_second = 10\n[tenants.free]\n"
+        "[tenants.free]\n"
     )
     quotas = read_tenants_file(file)
-    assert quotas.of("acme") == Quota(None, 7, 2 << 30, 10.0)
+    assert quotas.of("acme") == Quota(None, 7, 2 << 30)
     assert (quotas.of("free"), quotas.of("")) == (Quota(), Quota())
     assert quotas.of("unnamed") == Quota(scopes=4)
 
@@ -206,9 +148,6 @@ def test_a_file_of_quotas(tmp_path):
         ("[defaults]\nmax_slots = 1", "unknown field `defaults`"),
         ("[tenants.a]\nmax_slots = -1", "tenants.a: .*max_slots"),
         ("[tenants.a]\nmax_bytes = 'much'", "tenants.a: .*'much'"),
-        ("[tenants.a]\nrequests_per_second = 0", "requests_per_second"),
-        ("[tenants.a]\nrequests_per_second = inf", "requests_per_second"),
-        ("[tenants.a]\nburst = 5", "burst needs requests_per_second"),
         ("[tenants.'a b']\n", "key"),
         ("[tenants]\na = 1", "tenants"),
         ("most", "the file: "),

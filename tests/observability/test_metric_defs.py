@@ -109,7 +109,7 @@ async def test_a_server_exports_what_is_defined(tmp_path):
             record_of("acme", "write", name="acme", tenant="acme"),
         ]
     )
-    service.quotas = Quotas({"acme": Quota(slots=100, requests_per_second=0.001, burst=2.0)})
+    service.quotas = Quotas({"acme": Quota(slots=100)})
     security.watched.append(WatchedFiles("tokens", [tmp_path], lambda: None))
     root, acme = ({"authorization": f"Bearer {token}"} for token in ("root", "acme"))
 
@@ -119,8 +119,6 @@ async def test_a_server_exports_what_is_defined(tmp_path):
         )
         await caller.store("0:kv", ["a", "b"], headers=root)
         await caller.post("/v2/describe", {"scope": "0:kv", "model": "m"}, headers=root)
-        while (await caller.post("/0/exists", {"keys": []}, headers=acme)).status != 429:
-            pass
         text = (await caller.send("GET", "/metrics", headers=root)).body.decode()
     assert exported(text) == expected("server") | expected("process")
 

@@ -1,1 +1,1 @@
-"""Access control: tokens, quotas, rate limits, allowed origins, the audit log."""
+"""Access control: tokens, quotas, allowed origins, the audit log."""

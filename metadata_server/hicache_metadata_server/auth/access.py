@@ -1,9 +1,8 @@
-"""Checks of each request: its token, the site that has sent it, and the rate of its tenant."""
+"""Checks of each request: its token, and the site that has sent it."""
 
 from __future__ import annotations
 
 import ipaddress
-import math
 import socket
 import time
 from functools import lru_cache
@@ -12,22 +11,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.auth.files import digest
 from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.core.limits import ANYBODY, Caller, TokenBucket
+from hicache_metadata_server.core.limits import ANYBODY, Caller
 from hicache_metadata_server.protocol import Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from hicache_metadata_server.auth.files import TokenRecord
-    from hicache_metadata_server.core.service import MetadataService
 
 PRIVATE: Final = (".localhost", ".local", ".internal")
 """Top-level domains that nobody can register."""
 OPTION: Final = "HICACHE_METADATA_ALLOWED_HOSTS"
 MAX_CACHED_HOSTS: Final = 1024
-COMPLETIONS: Final = frozenset(("commit", "abort", "renew", "confirm_write"))
-"""Requests that complete an earlier one. Refusing them would waste the pages written in between, and
-keep their slots leased."""
 _OWN_SITE: Final = (b"same-origin", b"none")
 _RANK: Final = {token: rank for rank, token in enumerate(Token)}
 _HALF: Final = 16
@@ -221,54 +216,3 @@ def _is_address(name: str) -> bool:
 
 def _refused(message: str, field: str) -> RequestError:
     return RequestError(403, "forbidden", message, field)
-
-
-class RateLimiter:
-    """Token buckets of the tenants that have a limit.
-
-    Each server process counts for itself. Used from one event loop.
-    """
-
-    def __init__(
-        self, service: MetadataService, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._service = service
-        self._clock = clock
-        self._quotas = service.quotas
-        self._buckets: dict[str, TokenBucket | None] = {}
-        self.throttled: dict[str, int] = {}
-        """Number of refused requests by tenant."""
-
-    def admit(self, caller: Caller, route: str) -> None:
-        """Count a request of a tenant.
-
-        Raises:
-            RequestError: 429, with the seconds to wait.
-        """
-        tenant = caller.tenant
-        if not tenant:
-            return
-        # A reload of the tenants file replaces the quotas as a whole, and may have changed any rate.
-        if self._quotas is not self._service.quotas:
-            self._quotas = self._service.quotas
-            self._buckets = {}
-        if tenant not in self._buckets:
-            quota = self._quotas.of(tenant)
-            rate = quota.requests_per_second
-            # Also None is kept: tenants without a limit need no look at the quotas either.
-            self._buckets[tenant] = (
-                TokenBucket(rate, max(1.0, quota.burst or rate), self._clock()) if rate else None
-            )
-        bucket = self._buckets[tenant]
-        if bucket is None:
-            return
-        # Completions may overdraw the bucket by a burst: they are counted, so that they are no way
-        # around the limit, and the tenant's next new request waits for them.
-        min_level = -bucket.burst if route.rpartition("/")[2] in COMPLETIONS else 0.0
-        seconds = bucket.take(self._clock(), min_level)
-        if seconds:
-            self.throttled[tenant] = self.throttled.get(tenant, 0) + 1
-            message = f"tenant {tenant!r} may send {bucket.rate:g} requests a second"
-            raise RequestError(
-                429, "too_many", message, "Authorization", retry_seconds=math.ceil(seconds)
-            )

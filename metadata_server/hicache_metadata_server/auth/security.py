@@ -1,4 +1,4 @@
-"""Access control of one server: tokens, origins, rates, audit log, TLS, and the files of these."""
+"""Access control of one server: tokens, origins, audit log, TLS, and the files of these."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import structlog
 
-from hicache_metadata_server.auth.access import OriginPolicy, RateLimiter, Tokens
+from hicache_metadata_server.auth.access import OriginPolicy, Tokens
 from hicache_metadata_server.auth.files import (
     read_tenants_file,
     read_token_file,
     readable_by_all,
 )
-from hicache_metadata_server.core.limits import ANYBODY, Caller, TenantUsage, TokenBucket
+from hicache_metadata_server.core.limits import ANYBODY, Caller, TenantUsage
 from hicache_metadata_server.logs import AUDIT
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
@@ -53,7 +53,6 @@ class Security:
         self.tokens = tokens or Tokens()
         self.audit = audit or AuditLog()
         self.origin_policy = OriginPolicy(self.tokens)
-        self.rates = RateLimiter(service)
         self.tls: ServerTls | None = None
         self.watched = list[WatchedFiles]()
 
@@ -117,10 +116,7 @@ class Security:
                 held.add_metric([tenant, what], getattr(has, what))
                 if getattr(quota, what) is not None:
                     most.add_metric([tenant, what], getattr(quota, what))
-        throttled = scalars(v.THROTTLED)
-        for tenant, count in self.rates.throttled.items():
-            throttled.add_metric([tenant], count)
-        yield from (failing, loads, held, most, throttled, tokens)
+        yield from (failing, loads, held, most, tokens)
 
     def _load_quotas(self, file: Path) -> None:
         self._service.quotas = read_tenants_file(file)
@@ -156,8 +152,9 @@ class AuditLog:
     ) -> None:
         self.write = write or structlog.get_logger(AUDIT).info
         self._clock = clock
-        self._hosts: OrderedDict[str, tuple[TokenBucket, int]] = OrderedDict()
-        """By host the bucket of its refusals, and those left out since the last one written."""
+        self._hosts: OrderedDict[str, tuple[float, float, int]] = OrderedDict()
+        """By host how many refusals may be written one by one, as of which time, and those left out
+        since the last one written."""
 
     def request(
         self,
@@ -181,10 +178,10 @@ class AuditLog:
         # By host and not by port: each attempt may come from a connection of its own. Without a
         # limit, anybody who reaches the port could fill the disk.
         host, now = peer.rpartition(":")[0], self._clock()
-        known = self._hosts.pop(host, None)
-        bucket, left_out = known or (TokenBucket(1.0, BURST, now), 0)
-        is_written = not bucket.take(now)
-        self._hosts[host] = bucket, 0 if is_written else left_out + 1
+        room, since, left_out = self._hosts.pop(host, (BURST, now, 0))
+        room = min(BURST, room + now - since)
+        is_written = room >= 1.0
+        self._hosts[host] = room - is_written, now, 0 if is_written else left_out + 1
         # The least recently seen host goes: refusals from many addresses must not fill the memory.
         if len(self._hosts) > MAX_HOSTS:
             self._hosts.popitem(last=False)

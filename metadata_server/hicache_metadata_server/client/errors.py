@@ -64,9 +64,9 @@ class DrainingError(MetadataError):
     code = "metadata-draining"
 
 
-# Refusals, not faults: the circuit breaker must not open for a tenant that exceeds its rate.
+# Refusals, not faults: the circuit breaker must not open for a client that exceeds its rate.
 class RateLimitedError(MetadataError, StorageRefusedError):
-    """The tenant exceeds its request rate. An immediate retry would be refused, too."""
+    """A proxy before the server limits rates. An immediate retry would be refused, too."""
 
     code = "metadata-too-many"
 

@@ -1,14 +1,12 @@
-"""Limits: of the size of requests, beyond the ranges of their fields, and of tenants: access, quotas,
-rates."""
+"""Limits: of the size of requests, beyond the ranges of their fields, and of tenants: access, quotas."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from msgspec import Meta, Struct, field, structs
+from msgspec import Struct, field, structs
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import invalid, too_large
@@ -263,17 +261,6 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     slots: Natural | None = field(default=None, name="max_slots")
     bytes: Natural | None = field(default=None, name="max_bytes")
     """Slots times slot bytes, in all of its scopes."""
-    requests_per_second: Annotated[float, Meta(gt=0)] | None = None
-    """Rate at each server process."""
-    burst: Annotated[float, Meta(ge=1)] | None = None
-    """Requests at once after a pause; by default as many as in a second."""
-
-    def __post_init__(self) -> None:
-        if self.burst is not None and self.requests_per_second is None:
-            raise ValueError("burst needs requests_per_second")
-        for name in ("requests_per_second", "burst"):
-            if not math.isfinite(getattr(self, name) or 0.0):
-                raise ValueError(f"{name} is no number")
 
     def beyond(self, held: TenantUsage, new: Sequence[ScopeGeometry]) -> str:
         """Explain why new scopes would exceed this quota; "" if they would not.
@@ -304,22 +291,3 @@ class Quotas(Struct, frozen=True):
     def of(self, tenant: str) -> Quota:
         """Quota of one tenant."""
         return self.by_tenant.get(tenant, self.default) if tenant else NO_QUOTA
-
-
-class TokenBucket:
-    """A rate, and a burst that was saved up."""
-
-    def __init__(self, rate: float, burst: float, now: float) -> None:
-        self.rate = rate
-        self.burst = burst
-        self.level = burst
-        self.since = now
-
-    def take(self, now: float, min_level: float = 0.0) -> float:
-        """Take one token; returns 0, or the seconds until there is one without taking it."""
-        self.level = min(self.burst, self.level + (now - self.since) * self.rate)
-        self.since = now
-        if self.level - 1 < min_level:
-            return (min_level + 1 - self.level) / self.rate
-        self.level -= 1
-        return 0.0

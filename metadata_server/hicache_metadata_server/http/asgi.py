@@ -79,7 +79,6 @@ class ProtocolApp:
         self._known = handlers.endpoints
         self._slow_log = self.recorder.slow_log
         self._tokens = security.tokens
-        self._rates = security.rates
         self._audit = security.audit
         self._check_browser = security.origin_policy.check
         self._long = asyncio.Lock()
@@ -202,7 +201,7 @@ class ProtocolApp:
         """Check and resolve path, method and headers of a request.
 
         Raises:
-            RequestError: unknown route or method, wrong token, or too many requests.
+            RequestError: unknown route or method, or wrong token.
         """
         authorization = headers.get(b"authorization", b"")
         self._check_browser(headers)
@@ -215,8 +214,6 @@ class ProtocolApp:
         caller = self._tokens.check(authorization, endpoint.route.token)
         if (takes := endpoint.route.method) != method:
             raise RequestError(404, "unknown_route", f"{endpoint.name} takes {takes}, not {method}")
-        # Before the body is read, so that a tenant over its rate costs no decoding.
-        self._rates.admit(caller, endpoint.name)
         content_type, response_type = content_types(path, headers)
         idempotency_key = headers.get(b"idempotency-key", b"").decode("latin-1")
         return ReceivedRequest(endpoint, content_type, response_type, idempotency_key, caller)
@@ -308,7 +305,7 @@ class ProtocolApp:
 
 
 def _is_open(path: str, method: str) -> bool:
-    """True for what goes past tokens, rate limits and metrics."""
+    """True for what goes past tokens and metrics."""
     # Probes of an orchestrator have no token, and the dashboard's files hold no data.
     is_file = path == "/" or path.startswith(f"{STATUS_PAGE}/")
     return path in HEALTH or (is_file and method in READ_METHODS)
