@@ -134,16 +134,6 @@ def test_open_files(monkeypatch, limit, status):
 
 
 @pytest.mark.parametrize(
-    ("text", "status"),
-    [("always [madvise] never", Status.OK), ("always madvise [never]", Status.WARN)],
-)
-def test_huge_pages(monkeypatch, tmp_path, text, status):
-    monkeypatch.setattr(machine, "_THP", tmp_path / "enabled")
-    (tmp_path / "enabled").write_text(text + "\n")
-    assert only(machine.check_huge_pages(TARGET)).status is status
-
-
-@pytest.mark.parametrize(
     ("state", "status"), [(0, Status.OK), (machine.TIME_ERROR, Status.WARN), (-1, Status.WARN)]
 )
 def test_clock(monkeypatch, state, status):

@@ -167,7 +167,7 @@ def test_a_role_is_asked_what_it_can_mend(role):
     names = planned(DoctorTarget(driver="file", role=role))
     assert {"python", "drivers", "options", "round trip"} <= set(names)
     assert ("clock" in names) is (role is Role.OPERATOR)
-    assert ("huge pages" in names) is (role is Role.ENGINE)
+    assert ("locked memory" in names) is (role is Role.ENGINE)
     assert ("open files" in names) is (role is not Role.AUTHOR)
 
 
@@ -234,7 +234,7 @@ def test_the_command_on_a_sound_driver(site):
     assert done.stdout.count("ok  ") == 1
     said = doctor("file", "--role", "engine", "--verbose").stdout
     assert "ok    file: options" in said
-    assert "huge pages" in said
+    assert "locked memory" in said
 
 
 def test_the_command_on_a_broken_plugin(site):

@@ -23,8 +23,6 @@ CAP_IPC_LOCK: Final = 14
 TIME_ERROR: Final = 5
 """Result of adjtimex(2) while the clock is not synchronised."""
 
-_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
 
 def check_python(target: DoctorTarget) -> Iterator[Finding]:
     """Report the versions of Python and the SDK."""
@@ -80,22 +78,6 @@ def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
         fix = "ulimit -n 65536" + " (as root: the hard limit is low)" * low
         detail = "an engine and its connections can use them up, and stored pages become misses"
         yield warn("open files", f"limit {soft}; {detail}", fix)
-
-
-def check_huge_pages(target: DoctorTarget) -> Iterator[Finding]:
-    """Check transparent huge pages, which host pools request with madvise(2)."""
-    try:
-        text = _THP.read_text()
-    except OSError:
-        detail = "this kernel has none: the first touch of a host pool takes longer"
-        yield warn("huge pages", detail, "use another kernel")
-        return
-    mode = text.partition("[")[2].partition("]")[0]
-    if mode == "never":
-        detail = "switched off: the first touch of a host pool takes more than twice as long"
-        yield warn("huge pages", detail, f"echo madvise > {_THP}")
-    else:
-        yield ok("huge pages", mode)
 
 
 def check_clock(target: DoctorTarget) -> Iterator[Finding]:

@@ -26,7 +26,6 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "torch": machine.check_torch,
     "locked memory": machine.check_locked_memory,
     "open files": machine.check_open_files,
-    "huge pages": machine.check_huge_pages,
     "clock": machine.check_clock,
     "plugins": drivers.check_plugins,
     "vllm": vllm.check_vllm,
@@ -46,8 +45,8 @@ BRIDGE_OPTIONS: Final = {
 LEFT_OUT: Final = {
     # Ages and leases are decided by servers.
     Role.ENGINE: frozenset({"clock"}),
-    Role.AUTHOR: frozenset({"locked memory", "open files", "huge pages", "clock"}),
-    Role.OPERATOR: frozenset({"torch", "locked memory", "huge pages"}),
+    Role.AUTHOR: frozenset({"locked memory", "open files", "clock"}),
+    Role.OPERATOR: frozenset({"torch", "locked memory"}),
 }
 """Checks of no concern, by role."""
 
