@@ -15,10 +15,11 @@ No label contains a key, a request or a client.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.observability.metric import Metric, MetricKind
 from hicache_storage.spec.stats import LATENCY_BOUNDS_SECONDS, MissReason
 
 if TYPE_CHECKING:
@@ -48,6 +49,39 @@ REQUEST_BOUNDS_SECONDS: Final = (
     1.0,
     5.0,
 )
+
+
+class MetricKind(StrEnum):
+    """Types of metrics, as Prometheus names them."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric as it is exported.
+
+    Names follow OpenMetrics: base units, and `_total` at the end of counters alone.
+    """
+
+    name: str
+    """Name of the series; those of a histogram append `_bucket`, `_count` and `_sum`."""
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram, without infinity."""
+    source: str = ""
+    """Field of the statistics that the metric exports."""
+    tag: tuple[str, str] = ("", "")
+    """Label and value that stand for `source`, where several fields share a metric."""
+
+    @property
+    def family(self) -> str:
+        """The name without `_total`, which `prometheus_client` appends to counters."""
+        return self.name.removesuffix("_total")
 
 
 def _scalar(

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from hicache_storage.observability import metric_defs as v
-from hicache_storage.observability.metric import Metric, MetricKind
+from hicache_storage.observability.metric_defs import Metric, MetricKind
 from hicache_storage.spec import StorageStats
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import PROCESS_COLLECTOR
 
 from hicache_storage.observability import metric_defs as v
-from hicache_storage.observability.metric import Metric, MetricKind
+from hicache_storage.observability.metric_defs import Metric, MetricKind
 
 SERVER = [
     metric

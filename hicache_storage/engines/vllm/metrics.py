@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from hicache_storage.observability import metric_defs
-from hicache_storage.observability.metric import MetricKind
+from hicache_storage.observability.metric_defs import MetricKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
