@@ -45,11 +45,7 @@ def drivers(
     # A name with two owners can be used by neither, so it is not in the table.
     for driver, owners in found.conflicts.items():
         console.print(f"[red]conflict[/] {driver}: registered by {' and '.join(owners)}")
-    for plugin in found.broken:
-        console.print(
-            f"[red]broken[/] {plugin.owner}: {type(plugin.error).__name__}: {plugin.error}",
-            highlight=False,
-        )
+    # A broken plugin was logged when it was left out.
     if found.broken or found.conflicts:
         raise typer.Exit(1)
 

@@ -34,7 +34,7 @@ def test_a_broken_plugin_is_listed_and_fails_the_command(tmp_path):
     (info / "entry_points.txt").write_text("[hicache_storage.drivers]\nacme = acme_plugin\n")
     done = hicache("drivers", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    assert "broken acme:acme: RuntimeError: boom" in done.stdout
+    assert "driver plugin acme:acme is broken and was left out: boom" in done.stderr
     assert "hicache-storage:file" in done.stdout
 
 
