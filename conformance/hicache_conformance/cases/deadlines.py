@@ -171,20 +171,6 @@ class DeadlineCases:
             call.check_untouched(plan)
             call.check_unpublished(plan)
 
-    @covers("FT-3", levels=Level.FAULTS)
-    def test_a_slow_store_is_not_a_hung_one(
-        self, context: CaseContext, injector: FaultInjector
-    ) -> None:
-        """Delays of a few milliseconds in every operation cost time, and neither hits nor pages."""
-        sut, keys = serving_storage(context, injector, pages=4)
-        plan = FaultPlan(injector.name, (Fault(kind=FaultKind.DELAY, seconds=0.003),))
-        # A server that is stopped cannot be slow: for it the case is one of a working store.
-        injector.inject(plan if injector.name != "services" else FaultPlan(injector.name, ()))
-        sut.expect(keys, rule="FT-3")
-        new = context.keys(4)
-        sut.store(new)
-        sut.expect(new, rule="FT-3")
-
     @covers("LC-2", "FT-3", levels=Level.FAULTS)
     def test_closing_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
         """close() while calls hang, twice; when the store comes back, nothing is left."""

@@ -51,20 +51,6 @@ class ExistenceCases:
                 library.ask(pattern, [transfer])
 
     @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=Level.POOLS)
-    def test_two_side_pools(self, context: CaseContext) -> None:
-        """Every presence map of 3 pages in KV and two side pools, each under pairs of policies."""
-        library = _Library(context, [PoolName.KV, SIDE, OTHER], length=3)
-        pairs = list(
-            product(
-                _policies(SIDE, windows=(1, 2), groups=((2, 1),)),
-                _policies(OTHER, windows=(1, 2), groups=((2, 1),)),
-            )
-        )
-        for pattern in product(range(8), repeat=3):
-            for pair in _drawn(context, pairs):
-                library.ask(pattern, pair)
-
-    @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=Level.POOLS)
     def test_long_chains(self, context: CaseContext) -> None:
         """Random chains of up to 16 pages over three side pools with random windows and groups."""
         side = [SIDE, OTHER, "swa"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -18,11 +17,9 @@ from hicache_conformance.harness.storage_under_test import (
     check_raises,
 )
 from hicache_conformance.model.case import check, covers
-from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import (
     HiCacheError,
     HiCacheStorage,
-    HiCacheStorageExtraInfo,
     PoolName,
     PoolTransfer,
     RemovalScope,
@@ -68,15 +65,6 @@ BAD_KEYS: Final[Mapping[str, object]] = {
     "an-iterator": lambda: iter(["a", "b", "c"]),
 }
 """How keys can be wrong, for 3 pages; a function makes what cannot be used twice."""
-
-BAD_INFO: Final[Mapping[str, tuple[str, object]]] = {
-    "a-deadline-of-text": ("deadline_seconds", "soon"),
-    "a-request-id-of-a-number": ("request_id", 5),
-    "a-prefix-of-one-text": ("prefix_keys", "ab"),
-    "a-prefix-of-a-number": ("prefix_keys", 7),
-    "a-prefix-of-an-iterator": ("prefix_keys", iter(())),
-}
-"""How fields of `HiCacheStorageExtraInfo` can be wrong."""
 
 
 def _move(call: str, storage: HiCacheStorage, keys: list[str]) -> object:
@@ -125,9 +113,6 @@ REFUSED: Final[Mapping[str, tuple[str, Callable[[HiCacheStorage, list[str]], obj
     },
 }
 """Calls that are refused, with what the error has to name."""
-
-MISUSES: Final = 6
-"""More than the faults in a row that open a circuit breaker."""
 
 
 class MisuseCases:
@@ -181,44 +166,6 @@ class MisuseCases:
         sut.expect(keys, rule="FT-2")
 
     @covers("FT-2")
-    @pytest.mark.parametrize("how", BAD_INFO)
-    def test_bad_call_info(self, context: CaseContext, how: str) -> None:
-        """Deadlines, request ids and prefix keys that are none are refused by every call."""
-        sut, keys = context.storage(), context.keys(3)
-        name, value = BAD_INFO[how]
-        transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
-        for call in ("batch_exists_v2", "batch_get_v2", "batch_set_v2"):
-            ask = partial(_call_with, sut, call, keys, transfer, {name: value})
-            _refused(ask, f"{call} with {how}", name)
-        sut.expect_missing(keys, rule="FT-2", why=f"was set by a call that was refused ({how})")
-
-    @covers("FT-2", "FT-4")
-    def test_misuse_is_no_fault_of_the_store(self, context: CaseContext) -> None:
-        """Refused calls, as many as would open a circuit breaker, count as no fault."""
-        sut, keys = context.stored(3, options=StorageOptions())
-        before = sut.call("get_stats", sut.storage.get_stats).faults
-        transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
-        for how in ("a-number-among-them", "an-iterator", "none"):
-            for _ in range(MISUSES):
-                prefix = {"prefix_keys": _bad_keys(how)}
-                asks: list[Callable[[], object]] = [
-                    partial(sut.storage.batch_exists_v2, _bad_keys(how)),
-                    partial(_call_with, sut, "batch_set_v2", keys, transfer, prefix),
-                ]
-                if context.capabilities.deletes:
-                    asks.append(partial(sut.storage.delete, _bad_keys(how)))
-                for ask in asks:
-                    with contextlib.suppress(HiCacheError):
-                        ask()
-        sut.expect(keys, rule="FT-2")
-        faults = sut.call("get_stats", sut.storage.get_stats).faults
-        check(
-            faults == before,
-            "FT-2",
-            f"calls that were refused as misuse count as {faults - before} faults of the store",
-        )
-
-    @covers("FT-2")
     def test_undeclared_operations(self, context: CaseContext) -> None:
         """delete() and clear(), where they are declared and elsewhere."""
         sut, keys = context.storage(), context.keys(1)
@@ -243,20 +190,6 @@ class MisuseCases:
 def _bad_keys(how: str) -> Any:
     bad: Any = BAD_KEYS[how]
     return bad() if callable(bad) else bad
-
-
-def _call_with(
-    sut: StorageUnderTest,
-    call: str,
-    keys: list[str],
-    transfer: PoolTransfer,
-    fields: dict[str, Any],
-) -> object:
-    """Make a call that is told these fields beside its pages."""
-    info = HiCacheStorageExtraInfo(**fields)
-    if call == "batch_exists_v2":
-        return sut.storage.batch_exists_v2(keys, None, info)
-    return getattr(sut.storage, call)([transfer], info)
 
 
 def _check_refused(

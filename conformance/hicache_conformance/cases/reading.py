@@ -77,14 +77,6 @@ class ReadingCases:
             sut.compare_holed(chain, sut.get(chain), set(stored))
 
     @covers("GET-3")
-    def test_a_key_that_stands_twice(self, context: CaseContext) -> None:
-        """Each place of a repeated key is answered, and delivered, by itself."""
-        sut, (first, second) = context.stored(2)
-        missing = context.keys(1)[0]
-        chain = [first, missing, second, first, first, missing]
-        sut.compare_holed(chain, sut.get(chain), {first, second})
-
-    @covers("GET-3")
     def test_the_form_of_answers(self, context: CaseContext) -> None:
         """Answers of batches of several sizes, also where all pages are missing."""
         pools: dict[str, PoolMemory] = {PoolName.KV: GuardedPool(), PoolName.SWA: GuardedPool()}
