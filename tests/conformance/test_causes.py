@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hicache_conformance.harness.log_records import MAX_CAUSES, cause_log
+from hicache_conformance.harness.process_state import MAX_CAUSES, cause_log
 from hicache_conformance.injectors.injector import ActiveFaults
 from hicache_conformance.model.case import Violation
 from hicache_conformance.model.cause import (
@@ -280,7 +280,7 @@ def test_rules_that_one_cause_breaks_are_one_finding(outcomes, shared):
 
 
 def test_a_worker_process_s_exceptions_reach_the_case(monkeypatch):
-    from hicache_conformance.harness.log_records import CauseLog
+    from hicache_conformance.harness.process_state import CauseLog
     from hicache_conformance.processes.worker import Done, WorkerProcess
 
     log = CauseLog()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache_conformance.fixtures.environment import DriverSetup
+from hicache_conformance.fixtures.context import DriverSetup
 from hicache_conformance.model.settings import unique_name
 from hicache_storage.tools.options import TMP
 from tests.conformance.records import case_context

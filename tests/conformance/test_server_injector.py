@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.fixtures.environment import DriverSetup
+from hicache_conformance.fixtures.context import DriverSetup
 from hicache_conformance.harness.ports import accepts
 from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import MemberInjector, ServerInjector, Servers

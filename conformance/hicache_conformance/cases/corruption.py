@@ -21,9 +21,9 @@ from hicache_conformance.harness.corruption import (
     ObjectCorruption,
     corrupt_files,
 )
-from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.page_patterns import Page, short
 from hicache_conformance.harness.pools import GuardedPool, PoolMemory
+from hicache_conformance.harness.process_state import records_above_debug
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector

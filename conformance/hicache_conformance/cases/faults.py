@@ -28,8 +28,7 @@ from hicache_conformance.fixtures.fault_calls import (
 )
 from hicache_conformance.harness.concurrency import CALL_THREAD, together
 from hicache_conformance.harness.driver_calls import has_steps
-from hicache_conformance.harness.log_records import records_above_debug
-from hicache_conformance.harness.process_state import OpenResources
+from hicache_conformance.harness.process_state import OpenResources, records_above_debug
 from hicache_conformance.harness.storage_under_test import check_each
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector

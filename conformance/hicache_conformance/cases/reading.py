@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
-from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.pools import GuardedPool, PoolMemory, slots_of
+from hicache_conformance.harness.process_state import records_above_debug
 from hicache_conformance.harness.storage_under_test import PageGroup, check_form
 from hicache_conformance.model.case import check, covers
 from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer

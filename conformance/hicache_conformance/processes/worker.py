@@ -28,9 +28,9 @@ from unittest import mock
 
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.driver_calls import CallSteps
-from hicache_conformance.harness.log_records import CauseLog, cause_log
 from hicache_conformance.harness.page_patterns import PagePatterns
 from hicache_conformance.harness.pools import GuardedPool, PoolShape
+from hicache_conformance.harness.process_state import CauseLog, cause_log
 from hicache_conformance.harness.storage_under_test import StorageUnderTest
 from hicache_conformance.history.events import Begun, Call, Client, Ended, Event, Recorder, Workload
 from hicache_conformance.model.case import Inconclusive, Violation

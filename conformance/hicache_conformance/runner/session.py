@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 import pytest
 
-from hicache_conformance.fixtures.context import IDENTITY, NO_LAYERS
-from hicache_conformance.fixtures.environment import DriverSetup, environment_of
+from hicache_conformance.fixtures.context import IDENTITY, NO_LAYERS, DriverSetup, environment_of
 from hicache_conformance.fixtures.target import (
     RECORD,
     CaseRecord,
@@ -66,7 +65,7 @@ from hicache_storage.tools.options import TMP, redacted
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from hicache_conformance.harness.log_records import CauseLog
+    from hicache_conformance.harness.process_state import CauseLog
 
 
 MAX_CAUSES: Final = 3
