@@ -57,15 +57,6 @@ def mine(request, rig):
     return rig
 
 
-def test_pages_come_back_and_others_see_them(mine):
-    writer, reader, keys = mine(), mine(), chain("a", 20)
-    assert writer.put(keys) == [True] * 20
-    assert reader.hits(keys) == 20
-    reader.expect(keys)
-    assert reader.storage.delete(keys[:1]) == [True]
-    assert writer.hits(keys) == 0
-
-
 def test_a_set_over_several_pools_asks_two_requests(rig, kept_server, monkeypatch):
     one, keys, sent = rig(metadata_url=kept_server.url), chain("a", 4), list[str]()
     one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "mamba")
@@ -121,39 +112,6 @@ def test_a_page_that_has_moved_is_read_from_where_it_is(mine):
 
     with interrupted(one.store.engine, "read", move):
         one.expect(keys, version=1)
-
-
-@pytest.mark.parametrize(
-    "at",
-    [0, 4095, 4096 + 20, 4096 + 40, 4096 + 60],
-    ids=["first", "last", "namespace", "key", "checksum"],
-)
-def test_damage_is_reported_once_and_repaired(mine, at):
-    one, other, keys = mine(), mine(), chain("a", 3)
-    assert all(one.put(keys))
-    slot = one.slot(keys[1])
-    with open(one.scope.file.path, "rb") as file:
-        file.seek(one.scope.file.offset(slot) + at)
-        byte = file.read(1)[0]
-    one.overwrite(slot, bytes([byte ^ 1]), at)
-    assert [page is None for page in one.get(keys)] == [False, True, False]
-    assert one.storage.get_stats().pools["kv"].pages_damaged == 1
-    assert other.hits(keys) == 1
-    assert all(one.put(keys))
-    other.expect(keys)
-
-
-def test_a_full_store_evicts_tails_and_counts_them(mine):
-    one, old, new = mine(file_size="64KiB"), chain("old", 8), chain("new", 4)
-    slots = one.scope.file.geometry.slots
-    assert slots == 14
-    assert all(one.put(old))
-    assert all(one.put(chain("middle", 6)))
-    assert all(one.put(new))
-    one.expect(new)
-    left = one.hits(old)
-    assert left == 4
-    assert one.storage.get_stats().pools["kv"].pages_evicted == 4
 
 
 def test_sets_that_wait_for_a_quarantine_are_refused_with_what_a_file_takes_for_long(
