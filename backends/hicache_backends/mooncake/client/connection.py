@@ -83,14 +83,15 @@ def set_up(settings: ClientSettings) -> Store:
         DriverUnavailableError: the library is missing or too old.
         StorageUnavailableError: the library refuses.
     """
-    store = library.new_store(refreshes=settings.metadata_server != "P2PHANDSHAKE")
     library.set_transfer_timeouts()
     variables = {
         **_time_limits(settings),
         # The master has answered the probe, and each further attempt would hold the GIL.
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        **({} if settings.metadata_server == "P2PHANDSHAKE" else library.REFRESH),
     }
     with library.environment(variables):
+        store = library.new_store()
         code = store.setup(
             settings.local_hostname,
             settings.metadata_server,

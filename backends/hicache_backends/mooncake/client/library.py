@@ -21,8 +21,8 @@ INSTALL: Final = (
 ERRORS_ONLY: Final = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
 """Read by the C++ library when it is loaded."""
 REFRESH: Final = {"MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "5"}
-"""As well: the interval in which it asks the metadata server where stores listen. Over TCP a store
-that was restarted under its old name has another port."""
+"""As well, so without effect if it is loaded already: the interval in which it asks the metadata
+server where stores listen. Over TCP a store that was restarted under its old name has another port."""
 
 # Codes of mooncake-store's `ErrorCode`.
 NO_ROOM: Final = -200
@@ -68,16 +68,13 @@ def check_installed() -> None:
     _module()
 
 
-def new_store(*, refreshes: bool = False) -> Store:
+def new_store() -> Store:
     """Create a client that is not set up.
-
-    Args:
-        refreshes: load the library with `REFRESH`; without effect if it is loaded already.
 
     Raises:
         DriverUnavailableError: the library is missing or too old.
     """
-    store = _module(refreshes=refreshes).MooncakeDistributedStore()
+    store = _module().MooncakeDistributedStore()
     if not hasattr(store, "batch_put_session_start"):
         raise DriverUnavailableError(
             f"driver 'mooncake': the installed Mooncake is too old: pip install "
@@ -115,8 +112,8 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
             os.environ.pop(name, None)
 
 
-def _module(*, refreshes: bool = False) -> Any:
-    with environment(ERRORS_ONLY | REFRESH if refreshes else ERRORS_ONLY):
+def _module() -> Any:
+    with environment(ERRORS_ONLY):
         try:
             return importlib.import_module("mooncake.store")
         except ImportError as error:
