@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.reader import PageReader
-from hicache_backends.hf3fs.slots.checking import is_damaged
+from hicache_backends.hf3fs.slots.engine import is_damaged
 from hicache_backends.hf3fs.slots.scopes import metadata_keys, page_key
 from hicache_backends.hf3fs.store import Store
 from hicache_backends.hf3fs.writer import PageWriter

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.slots.checking import is_damaged
-from hicache_backends.hf3fs.slots.engine import SlotWrite
+from hicache_backends.hf3fs.slots.engine import SlotWrite, is_damaged
 from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
 from hicache_backends.posix.buffers import split
 from hicache_backends.posix.faults import detached

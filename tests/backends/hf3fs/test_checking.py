@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 
-from hicache_backends.hf3fs.slots.checking import is_damaged
+from hicache_backends.hf3fs.slots.engine import is_damaged
 from hicache_metadata_server.protocol import SlotState
 from hicache_storage.objects import Call
 

@@ -1,4 +1,4 @@
-"""Abstract slot engine: moves pages between host memory and slots."""
+"""Abstract slot engine: moves pages between host memory and slots, and checks slots."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hicache_backends.hf3fs.slots.scopes import page_key
 from hicache_backends.posix.files import Handle
-from hicache_storage.objects import ENVELOPE_BYTES
+from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
+from hicache_storage.objects.namespace import stored_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_backends.hf3fs.slots.files import SlotFile
-    from hicache_storage.objects import Call, ObjectRead, ObjectWrite
+    from hicache_backends.hf3fs.slots.scopes import SlotScope
+    from hicache_metadata_server.protocol import SlotStatus
+    from hicache_storage.objects import Call, ObjectWrite
 
 
 @dataclass(slots=True, eq=False)
@@ -96,3 +100,19 @@ class SlotEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release threads, buffers and registrations."""
+
+
+def is_damaged(engine: SlotEngine, scope: SlotScope, listed: SlotStatus, call: Call) -> bool | None:
+    """Read a live slot again, and return True if a reader would not take it for its page.
+
+    None where it cannot be read: the page may be whole.
+    """
+    if listed.length != scope.namespace.object_bytes:
+        return True
+    read = ObjectRead.aside(scope.namespace, page_key(listed.key))
+    job = SlotRead(read, scope.file, listed.slot)
+    engine.read([job], call)
+    if job.fault is not None:
+        return None
+    whole = job.whole and read.verify()
+    return not (whole and stored_checksum(read.envelope) == listed.checksum)
