@@ -114,16 +114,6 @@ def listener():
     made.events.close()
 
 
-def test_pages_are_stored_once_and_removed_once(listener):
-    listener.call("a", "b")
-    listener.call("a", "b")
-    listener.store.remove("a")
-    listener.events.poll()
-    listener.events.poll()
-    listener.call("a")
-    assert listener.told == [("a", False), ("b", False), ("a", True), ("a", False)]
-
-
 def test_pages_that_were_not_stored_are_not_published(listener):
     """And their removals are not looked up."""
 

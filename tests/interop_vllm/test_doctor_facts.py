@@ -141,13 +141,6 @@ def test_defaults_of_lmcaches_server():
     assert CpuDeviceSpec().default_mp_transfer_mode().value == "engine_driven"
 
 
-@pytest.mark.parametrize("words", [(), ("--l1-size-gb", "1"), ("--eviction-policy", "LRU")])
-def test_the_server_says_itself_what_it_does_not_start_without(words):
-    """So that doctor need not."""
-    with pytest.raises(ValueError, match="requires --l1-size-gb and --eviction-policy"):
-        parse_args_to_config(arguments(*words))
-
-
 def test_the_example_is_a_command_line_of_lmcaches():
     text = json.dumps({**lmcache.NAMES, "adapter_params": {"driver": "file"}})
     words = ("--l1-size-gb", "1", "--eviction-policy", "LRU", lmcache.ADAPTER, text)
