@@ -85,35 +85,6 @@ def test_every_layer_is_waited_for_before_it_is_computed(example, model):
     assert waited == sorted(layers)
 
 
-def parts_of(model):
-    """Pool, layer and number of each tensor of a page."""
-    for name, pool in pools_of(model).items():
-        for layer in range(pool.layer_num):
-            yield from ((name, layer, part) for part in range(len(page_layer(pool, 0, layer))))
-
-
-def test_logits_depend_on_every_part_of_the_cache(example, model):
-    """Put a page's elements, or a state's, into the reverse order, in any layer and part: the next
-    logits are others."""
-    sequence = [(7 * place * place) % 128 for place in range(97)]
-    expected = model.recompute(sequence)[96:]
-
-    def last_logits(damaged=None):
-        pools, rows = pools_of(model), torch.arange(112)
-        model.forward([example.model.Segment(sequence[:96], 0, rows, 1)], pools, lambda _: None)
-        if damaged:
-            name, layer, part = damaged
-            tensor = page_layer(pools[name], 1 if name == PoolName.MAMBA else 32, layer)[part]
-            tensor.copy_(tensor.flatten().flip(0).view_as(tensor))
-        return model.forward(
-            [example.model.Segment(sequence[96:], 96, rows, 1)], pools, lambda _: None
-        )[0]
-
-    assert torch.equal(last_logits(), expected)
-    for damaged in parts_of(model):
-        assert not torch.equal(last_logits(damaged), expected), damaged
-
-
 def played(example, tmp_path, **fields):
     """A small conversation over a new store, with everything that the command checks; how it
     went."""
