@@ -15,7 +15,7 @@ from hicache_storage.spec import (
     PoolName,
     SlotError,
 )
-from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE
+from tests.hybrid.stack import PAGE
 
 SIZES = {"kv": (32, 4), "mamba": (3, 1), "swa": (8, 2)}
 
@@ -107,18 +107,6 @@ def test_an_eviction_that_fails_leaves_what_is_free(tier, caplog):
 
 # Groups
 # --------------------------------------------------------------------------------------------------------------
-
-
-def test_derived_pools_use_their_sources_slots(stack):
-    span = stack.take("host", 3, ends=(1, 3))
-    group = stack.group
-    assert group.slots(span, INDEXER) is span.kv
-    assert group.endpoints(span, INDEXER) == group.endpoints(span, KV) == (1, 2, 3)
-    assert group.endpoints(span, MAMBA) == (1, 3)
-    assert list(group.owned(span)) == [KV, MAMBA]
-    assert group.needs(3) == {KV: 12, MAMBA: 1}
-    stack.give("host", span)
-    assert stack.free() == stack.total()
 
 
 @pytest.mark.parametrize(
