@@ -119,16 +119,7 @@ class PageWriter:
         outcome: WriteOutcome,
         call: Call,
     ) -> None:
-        whole = [
-            write
-            for write in writes
-            if tuple(map(len, write.buffers)) == write.namespace.geometry.component_bytes
-        ]
-        if len(whole) < len(writes):
-            outcome.faults.append(
-                StorageUnavailableError("a page has another length than its namespace says")
-            )
-        left = [_Object(*item) for item in zip(whole, names_of(whole), strict=True)]
+        left = [_Object(*item) for item in zip(writes, names_of(writes), strict=True)]
         pause = MIN_PAUSE_SECONDS
         while left and not call.expired():
             left = self._pass(connection, left, outcome, call)
