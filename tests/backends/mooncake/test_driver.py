@@ -69,20 +69,6 @@ BOTH_SIZES = pytest.mark.parametrize(
 
 
 @BOTH_SIZES
-@pytest.mark.parametrize("direct", [False, True])
-def test_pages_come_back(rig, direct, components):
-    one = rig(direct=direct, components=components)
-    keys = chain(f"back {direct}", 12)
-    assert one.hits(keys) == 0
-    assert one.put(keys) == [True] * 12
-    assert one.hits(keys) == 12
-    one.expect(keys)
-    assert one.storage.delete(keys[3:5]) == [True, True]
-    assert one.storage.delete(keys[3:5]) == [False, False]
-    assert one.hits(keys) == 3
-
-
-@BOTH_SIZES
 def test_pages_that_are_there_are_not_sent_again(rig, monkeypatch, components):
     """The library finds them when it is to begin them; nothing is asked before, and nothing of them
     is read."""
