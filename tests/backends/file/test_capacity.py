@@ -13,7 +13,6 @@ import pytest
 
 from hicache_backends.file import capacity as capacity_module
 from hicache_backends.file import store, temp_files
-from hicache_backends.file import writer as writer_module
 from hicache_backends.file.events import WriterCursor
 from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import TemporaryName
@@ -86,16 +85,6 @@ def test_use_by_another_process_counts_once_it_has_been_told(room, monkeypatch, 
     assert hits(a, "abcd") == [8, 0, 8, 8]
 
 
-def test_the_bundles_of_one_batch_go_from_its_tail_also_for_others(room, monkeypatch):
-    monkeypatch.setattr(writer_module, "MAX_BUNDLE_BYTES", 8 * 4096)
-    a, keys = room(4.2), chain("long", 32)
-    a.put(keys)
-    assert len(a.bundles()) == 4
-    b = room(4.2)
-    fill(b, "b")
-    assert b.hit(keys) == 24
-
-
 def test_a_rewritten_copy_is_as_old_as_the_bundle_was(room, monkeypatch):
     """To others as well: a rewrite is no use."""
     monkeypatch.setattr(capacity_module, "STAT_SECONDS", -1.0)
@@ -118,15 +107,6 @@ def test_a_file_that_is_no_bundle_goes_first(room):
     fill(b, "c")
     assert not junk.exists()
     assert hits(b, "abc") == [8, 8, 8]
-
-
-def test_what_others_are_writing_counts(room):
-    a, b = room(2), room(2)
-    fill(a, "a")
-    # Someone else has reserved the other half and not written a byte of it.
-    os.close(b.store.temp_files.create(b.store.temp_files.name(BATCH_BYTES)))
-    fill(a, "b")
-    assert hits(a, "ab") == [0, 8]
 
 
 def test_leftovers_of_another_machine_count_until_they_are_old(room):

@@ -106,15 +106,6 @@ def test_pages_that_another_removes_before_they_are_announced(rig):
     assert own.hear() == all_of([*chain("b", 1), *keys], UNKNOWN)
 
 
-def test_files_that_were_removed_by_hand(rig):
-    a, keys = rig(), chain("a", 3)
-    a.put(keys)
-    own = FileListener(a)
-    a.bundles()[0].unlink()
-    assert a.get(keys) == [None] * 3
-    assert own.hear() == all_of(keys, UNKNOWN)
-
-
 def test_a_store_that_was_deleted(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)

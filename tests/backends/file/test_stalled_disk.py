@@ -25,7 +25,6 @@ from tests.backends.file.harness import (
     Rig,
     chain,
     failing,
-    flip,
     replaced,
 )
 from tests.support.waiting import eventually
@@ -203,17 +202,6 @@ def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, 
     assert set(threads) == {threading.current_thread()}
     assert not disk.operations
     assert a.stats().pages_read == 6
-
-
-@LENGTHS
-def test_damage_in_the_page_cache_is_found_and_counted_once(guarded, disk, components):
-    a, keys = guarded(components=components, pages=4), chain("a", 4)
-    a.put(keys)
-    assert a.holds(keys)
-    (bundle,) = a.path.rglob("*.bundle")
-    flip(bundle, 0)
-    assert a.versions(keys) == [None, 0, 0, 0]
-    assert a.stats().pages_damaged == 1
 
 
 @LENGTHS
