@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import threading
@@ -28,7 +27,6 @@ from hicache_storage.spec import (
     ConfigError,
     MayHangError,
     PoolTransfer,
-    StorageTimeoutError,
     StorageUnavailableError,
     from_memory,
     parse_config,
@@ -237,18 +235,6 @@ def test_slow_writes_renew_their_leases(mine, monkeypatch):
     one.expect(keys)
 
 
-def test_pages_longer_than_a_piece(rig):
-    for hung_reads in ("wait", "bounce_buffer"):
-        one = rig(
-            components=(300_001, 700_000, 64), pages=3, hung_reads=hung_reads, file_size="8MiB"
-        )
-        keys = chain(hung_reads, 3)
-        assert all(one.put(keys))
-        one.expect(keys)
-        one.overwrite(one.slot(keys[1]), b"\xff" * 8, 999_990)
-        assert [page is None for page in one.get(keys)] == [False, True, False]
-
-
 def test_people_are_told_whose_pages_a_file_has(mine):
     writer, keys = mine(), chain("a", 2)
     assert all(writer.put(keys))
@@ -298,28 +284,6 @@ def test_a_directory_that_was_emptied_has_another_file_for_another_map(
     b.expect(others)
 
 
-def test_another_process_without_a_server_is_refused(rig, tmp_path):
-    one = rig()
-    assert all(one.put(chain("a", 1)))
-    answers = multiprocessing.get_context("spawn").Queue()
-    child = multiprocessing.get_context("spawn").Process(
-        target=_open_in_child, args=(str(tmp_path / "store"), answers)
-    )
-    child.start()
-    assert "another process" in answers.get(timeout=60)
-    child.join()
-
-
-def _open_in_child(path, answers):
-    storage = create_storage("hf3fs", identity(), {"path": path})
-    try:
-        storage.open()
-        answers.put("opened")
-    except StorageUnavailableError as error:
-        answers.put(str(error))
-    storage.close()
-
-
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes, tmp_path):
     """It has the lock's descriptor; nor does it let go of what is the parent's."""
@@ -358,20 +322,6 @@ def test_a_child_forked_while_a_directory_is_opened_opens_one_of_its_own(tmp_pat
         assert in_child(open_another) == "opened"
 
 
-def test_a_clear_that_did_not_happen_says_so(rig, server):
-    one, keys = rig(metadata_url=server.url, timeout_seconds=0.5), chain("a", 2)
-    assert all(one.put(keys))
-    namespaces = [one.storage.pools["kv"].namespace]
-    with server.suspended(), pytest.raises(StorageTimeoutError):
-        one.storage.clear_namespaces(namespaces, Call(0.5))
-    server.kill()
-    with pytest.raises(StorageUnavailableError):
-        one.storage.clear_namespaces(namespaces, Call(0.5))
-    server.start()
-    one.storage.clear_namespaces(namespaces, Call(PATIENCE_SECONDS))
-    assert one.hits(keys) == 0
-
-
 def test_without_a_server_a_clear_that_did_not_happen_says_so_too(rig):
     one = rig()
     namespaces = [one.scope.namespace]
@@ -382,15 +332,6 @@ def test_without_a_server_a_clear_that_did_not_happen_says_so_too(rig):
 
 def refuse_clear(request, now):
     raise RequestError(503, "unavailable", "no", "")
-
-
-def test_clients_that_are_configured_differently_are_refused(mine):
-    one, other, keys = mine(), mine(file_size="32MiB"), chain("a", 2)
-    assert all(one.put(keys))
-    assert other.hits(keys) == 0
-    assert other.put(keys) == [False, False]
-    assert other.storage.fault_count()
-    one.expect(keys)
 
 
 @pytest.mark.parametrize(

@@ -93,23 +93,6 @@ def test_a_file_that_ends_too_early_costs_what_is_missing(one):
     assert found[6:] == [None] * 4
 
 
-def test_damaged_pages_among_sound_ones_are_left_out(one):
-    keys, other = chain("a", 14), chain("b", 1)
-    assert all(one.put(keys))
-    # One byte, another page's slot copied over it, nothing but zeros.
-    one.overwrite(one.slot(keys[2]), b"\xff\0", 40_000)
-    assert all(one.put(other))
-    with open(one.scope.file.path, "rb") as file:
-        file.seek(one.scope.file.offset(one.slot(other[0])))
-        one.overwrite(one.slot(keys[6]), file.read(one.scope.file.geometry.slot_bytes))
-    one.overwrite(one.slot(keys[13]), bytes(one.scope.file.geometry.slot_bytes))
-    wanted = [
-        None if number in (2, 6, 13) else content(key, 0, one.page_bytes)
-        for number, key in enumerate(keys)
-    ]
-    assert one.get(keys) == wanted
-
-
 def test_what_lies_between_slots_is_nobodys(one):
     """The bytes from a page's envelope to the next slot may hold anything."""
     keys = chain("a", 8)

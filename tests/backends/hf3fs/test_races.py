@@ -324,32 +324,6 @@ def test_d6_a_commit_after_a_clear_maps_nothing(mine):
 # D7: holes in a batch.
 
 
-@pytest.mark.parametrize(
-    "components", [(4096,), (1000, 3096), (512,) * 8], ids=["one", "two", "eight"]
-)
-def test_d7_holes_stay_where_they_are(mine, components):
-    one, keys = mine(components=components), chain("a", 8)
-    assert all(one.put(keys))
-    chance = random.Random(3)
-    for _ in range(40):
-        missing = chain(os.urandom(4).hex(), 4)
-        asked = [chance.choice((*keys, *missing)) for _ in range(12)]
-        wanted = [None if key in missing else content(key, 0, one.page_bytes) for key in asked]
-        assert one.get(asked) == wanted
-    assert one.storage.get_stats().faults == 0
-
-
-def test_d7_a_page_is_evicted_between_exists_and_get(mine):
-    one, other, keys = mine(), mine(), chain("a", 6)
-    assert all(one.put(keys))
-    assert one.hits(keys) == 6
-    for gone in (0, 3, 5):
-        assert other.storage.delete([keys[gone]]) == [True]
-    assert one.get(keys) == [
-        None if n in (0, 3, 5) else content(key, 0, one.page_bytes) for n, key in enumerate(keys)
-    ]
-
-
 # All of it at once.
 
 

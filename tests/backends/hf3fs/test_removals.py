@@ -47,20 +47,6 @@ class Listener:
         return [(one.key, one.reason) for one in removed]
 
 
-def test_what_another_storage_removes_is_reported_once(mine):
-    one, other = mine(), mine()
-    assert all(one.put([*KEYS, "damaged"]))
-    listener = Listener(one.storage)
-    assert all(other.storage.delete(KEYS[:3]))
-    assert listener.pages() == [(key, REASON.DELETED) for key in KEYS[:3]]
-    one.overwrite(one.slot("damaged"), b"\0")
-    assert other.get(["damaged"]) == [None]
-    assert listener.pages() == [("damaged", REASON.DAMAGED)]
-    other.storage.clear()
-    assert listener.pages() == [("plain", REASON.CLEARED)]
-    assert listener.pages() == []
-
-
 def test_evictions_name_the_process_that_needed_room(mine):
     one, other = mine(file_size="64KiB"), mine(file_size="64KiB")
     assert all(one.put(["first"]))
