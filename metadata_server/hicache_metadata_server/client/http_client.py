@@ -259,6 +259,6 @@ class HttpMetadataClient(MetadataClient):
 
 def _scope_of(request: p.Request | None) -> str:
     """The first scope that a request names; empty for none."""
-    named = getattr(request, "scopes", None) or [getattr(request, "scope", None) or ""]
+    named = getattr(request, "scopes", None) or [getattr(request, "scope", "")]
     first: str = getattr(named[0], "scope", named[0])
     return first

@@ -105,7 +105,7 @@ class MetadataClient(ABC):
     ) -> list[p.FoundPages]:
         """Look up the slots of pages, for each scope."""
         request = p.Lookup(scopes=list(scopes), touch=touch)
-        found, _ = self._send_split("/v2/lookup", request, p.LookedUp, call)
+        found = self._send_split("/v2/lookup", request, p.LookedUp, call)
         for columns, part in zip(found.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
         return found.scopes
@@ -124,12 +124,10 @@ class MetadataClient(ABC):
     ) -> p.Leases:
         """Lease slots."""
         request = p.Reserve(scopes=list(scopes), owner=self.owner, lease_seconds=lease_seconds)
-        leased, done = self._send_split("/v2/reserve", request, p.Leases, call)
+        leased = self._send_split("/v2/reserve", request, p.Leases, call)
         for columns, part in zip(leased.scopes, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
-        return p.Leases(
-            scopes=leased.scopes, lease_seconds=min(response.lease_seconds for *_, response in done)
-        )
+        return leased
 
     def commit(self, scopes: Sequence[p.CommitScope], call: Call) -> list[list[bool]]:
         """Make pages live. False for each lease that is not held any more."""
@@ -153,7 +151,7 @@ class MetadataClient(ABC):
     def delete(self, scopes: Sequence[p.DeleteScope], call: Call) -> list[list[bool]]:
         """Delete pages. False for each key that was not live."""
         request = p.Delete(scopes=list(scopes), owner=self.owner)
-        marked, _ = self._send_split("/v2/delete", request, p.Marked, call)
+        marked = self._send_split("/v2/delete", request, p.Marked, call)
         return [scope.done for scope in marked.scopes]
 
     def inspect(self, scope: str, slots: Sequence[int], call: Call) -> list[p.SlotStatus]:
@@ -208,25 +206,19 @@ class MetadataClient(ABC):
     # Implementation.
 
     def _settle(self, path: str, request: p.Commit | p.Renew, call: Call) -> list[list[bool]]:
-        settled, _ = self._send_split(path, request, p.SettledLeases, call)
+        settled = self._send_split(path, request, p.SettledLeases, call)
         return [[state is p.Settled.DONE for state in scope.states] for scope in settled.scopes]
 
-    def _send_split(
-        self, path: str, request: Any, response_type: type[A], call: Call
-    ) -> tuple[A, list[tuple[int, Any, A]]]:
-        """Send a request in chunks that are within the limits.
-
-        Returns:
-            The response as if one request had been sent, and each chunk behind the index of its
-            scope, with its response.
-        """
+    def _send_split(self, path: str, request: Any, response_type: type[A], call: Call) -> A:
+        """Send a request in chunks that are within the limits; returns the response as if one
+        request had been sent."""
         done = list[tuple[int, Any, A]]()
         for number, chunk in self._chunks(request):
             scopes = [part.scope for part in chunk.scopes]
             response = self._with_scopes(path, chunk, scopes, response_type, call)
             _check_shape(chunk, response)
             done.append((number, chunk, response))
-        return done[0][2] if len(done) == 1 else _joined(done), done
+        return done[0][2] if len(done) == 1 else _joined(done)
 
     def _chunks(self, request: Any) -> list[tuple[int, Any]]:
         limits, columns, parts = self.about.limits, p.COLUMNS[type(request)], request.scopes
@@ -349,7 +341,10 @@ def _joined(done: Sequence[tuple[int, Any, Any]]) -> Any:
     scopes = dict[int, list[Any]]()
     for number, _, one in reversed(done) if isinstance(first, p.Lookup) else done:
         scopes.setdefault(number, []).append(one.scopes[0])
-    return structs.replace(response, scopes=[_merged(some) for some in scopes.values()])
+    joined = structs.replace(response, scopes=[_merged(some) for some in scopes.values()])
+    if isinstance(joined, p.Leases):
+        return structs.replace(joined, lease_seconds=min(one.lease_seconds for *_, one in done))
+    return joined
 
 
 def _merged(responses: Sequence[Any]) -> Any:

@@ -155,21 +155,21 @@ class IdempotencyCache:
 
 
 class IdAllocator:
-    """A counter that starts at the microseconds since 1970, or at the durable ceiling if that is later.
+    """A counter that starts at the microseconds since 1970.
 
     No server allocates a million ids a second for long, so all ids of an earlier server are smaller,
     even if its store is lost. They stay below 2^53, up to which numbers of JSON and Lua are exact,
-    until the year 2255. Only the ceiling is durable. A restart continues behind it, which skips up to
-    a million ids and saves one write for each of them.
+    until the year 2255. Only the ceiling is durable. A restart continues behind it, if that is later,
+    which skips up to a million ids and saves one write for each of them.
     """
 
-    def __init__(self, kept: int = 1) -> None:
-        self._next = max(kept, time.time_ns() // 1000)
+    def __init__(self) -> None:
+        self._next = time.time_ns() // 1000
         self.ceiling = self._next
         """No id from here on was ever given, as far as the store can know."""
 
     def skip_to(self, ceiling: int) -> None:
-        """Allocate no id below the ceiling of another server."""
+        """Allocate no id below the ceiling of another server, or of an earlier one."""
         self._next = max(self._next, ceiling)
         self.ceiling = max(self.ceiling, ceiling)
 

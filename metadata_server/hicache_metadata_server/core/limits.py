@@ -201,7 +201,7 @@ def request_size(request: object) -> RequestSize:
             for value in structs.astuple(request)
             if isinstance(value, list)
         ]
-        scope: str = getattr(request, "scope", None) or ""
+        scope: str = getattr(request, "scope", "")
         return RequestSize(sum(map(len, columns)), bool(scope), scope)
     # All columns of a part have the same length, so that the first one is enough.
     first = p.COLUMNS.get(type(request), ("",))[0]

@@ -43,7 +43,7 @@ from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from hicache_metadata_server.core.codec import SlotColumns
     from hicache_metadata_server.core.limits import Columns
@@ -264,22 +264,13 @@ class MetadataService:
                 )
                 seconds = math.ceil(self.limits.quarantine_seconds)
                 raise RequestError(409, "in_use", message, f"scopes[{i}]", retry_seconds=seconds)
-        self.remove(request.scopes)
-        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove scopes, whatever is in them.
-
-        Without a restart afterwards, their leased slots must be free: clients that find their scope
-        gone after a restart wait for earlier leases (`earlier_lease_seconds`).
-        """
-        for name in dict.fromkeys(names):
-            scope = self.scopes[name]
-            number = self._forget(name)
+        for name in dict.fromkeys(request.scopes):
+            geometry, number = self.scopes[name].geometry, self._forget(name)
             # An empty scope stays under the number: the store may still have to compact blocks of
             # it before it deletes them.
-            self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
+            self._by_number[number] = Scope(geometry, self.limits.quarantine_seconds)
             self._dropped.append(number)
+        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
 
     # Pages.
 
@@ -506,7 +497,7 @@ class MetadataService:
         `recovered` has everything but slots, which `rows` returns for one scope.
         """
         self._started = now
-        self._leases = IdAllocator(recovered.counters.get("lease", 1))
+        self._leases.skip_to(recovered.counters.get("lease", 1))
         self._last_number = max(
             [recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)]
         )

@@ -487,8 +487,8 @@ class ScopeLogStore(MetadataStore):
             kept = b"%d-0" % (batch.last_group + 1)
             scopes = [log.record] if log.record else []
             rest += [SCOPE, _ENCODER.encode(Changes(scopes=scopes, counters=log.counters))]
-            window = replace(batch.rest, scopes=[], counters={}, dropped=[])
-            if window:
+            if batch.rest.answers:
+                window = Changes(answers=batch.rest.answers)
                 rest += [b"%d" % batch.last_group, _ENCODER.encode(window)]
             while ended < len(log.windows) and log.windows[ended][1] <= now + log.offset:
                 gone.append(b"%d" % log.windows[ended][0])
@@ -573,7 +573,7 @@ def restored_service(url: str, now: float) -> MetadataService:
     """
 
     async def read() -> MetadataService:
-        connection, service = RedisConnection(url), MetadataService(shares_store=True)
+        connection, service = RedisConnection(url), MetadataService()
         try:
             for name in sorted(map(bytes.decode, await connection.command("HGETALL", ENTRIES))):
                 head, loaded = await load_unchanged(connection, name)
