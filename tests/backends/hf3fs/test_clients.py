@@ -89,15 +89,23 @@ def test_requests_are_split_and_responses_merged(tmp_path):
         )
 
         def send(self, path, request, response_type, call):
-            if path != "/v2/lookup":
+            if path == "/v2/initialize":
                 return None
             sent.append(request)
+            if path == "/v2/reserve":
+                parts = [_leased(part.keys) for part in request.scopes]
+                return p.Leases(scopes=parts, lease_seconds=next(seconds))
             return p.LookedUp(scopes=[_echo(part.keys) for part in request.scopes])
 
     with closing(Limited(str(tmp_path), quarantine_seconds=0)) as client:
         for part in request.scopes:
             client.declare(p.ScopeGeometry(scope=part.scope, slots=100))
         found = client.lookup(request.scopes, Call(10))
+        looked_up, seconds = len(sent), iter((9.0, 7.0, 8.0))
+        wanted = p.ReserveScope(scope="0:s0", keys=request.scopes[0].keys)
+        leased = client.reserve([wanted], Call(10), lease_seconds=9.0)
+    assert (len(sent) - looked_up, leased.lease_seconds) == (3, 7.0), "the shortest"
+    assert leased.scopes[0].leases == list(range(25))
     assert all(
         sum(len(part.keys) for part in piece.scopes) <= 10 and len(piece.scopes) <= 2
         for piece in sent
@@ -107,6 +115,12 @@ def test_requests_are_split_and_responses_merged(tmp_path):
     assert [part.slots for part in found] == [
         [int(key.split("-")[1]) for key in part.keys] for part in request.scopes
     ]
+
+
+def _leased(keys):
+    numbers = [int(key.split("-")[1]) for key in keys]
+    states = [p.Reserved.LEASED] * len(keys)
+    return p.Leased(states=states, slots=numbers, generations=numbers, leases=numbers)
 
 
 def _echo(keys):
