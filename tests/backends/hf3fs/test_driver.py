@@ -418,11 +418,6 @@ def metrics(server):
         return answer.read()
 
 
-def test_usrbio_without_its_library_says_what_is_missing(rig):
-    with pytest.raises(ConfigError, match="hf3fs-py-usrbio"):
-        rig(engine="usrbio").storage.open()
-
-
 def test_a_namespace_that_was_emptied_just_now_is_removed_by_one_request(rig, kept_server):
     """Each is a line in the audit log: polling for the end of the quarantine wrote fifty."""
     one, keys = rig(metadata_url=kept_server.url), chain("a", 4)

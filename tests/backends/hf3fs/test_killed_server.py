@@ -33,7 +33,6 @@ class Ledger:
     acknowledged: dict[str, None] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     hits: int = 0
-    misses: int = 0
     longest: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -56,7 +55,6 @@ class Ledger:
         ]
         with self.lock:
             self.wrong += [f"wrong bytes for {key}" for key in wrong]
-            self.misses += found.count(None)
             self.hits += len(found) - found.count(None)
 
     def took(self, what, seconds):

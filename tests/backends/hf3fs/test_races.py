@@ -1,4 +1,4 @@
-"""The races of the driver that this one replaces, D2 to D7: each forced, and unforced for
+"""The races of the driver that this one replaces, D2 to D6: each forced, and unforced for
 `race_seconds`. No wrong byte is a hit."""
 
 from __future__ import annotations
@@ -321,13 +321,10 @@ def test_d6_a_commit_after_a_clear_maps_nothing(mine):
         assert not ok or page is not None
 
 
-# D7: holes in a batch.
-
-
 # All of it at once.
 
 
-def test_d4_to_d7_unforced(shared, server, race_seconds):
+def test_d4_to_d6_unforced(shared, server, race_seconds):
     """Several clients set more than fits, read with holes, delete and clear: every page delivered
     is right, and no slot is lost."""
     over, failed, seen = threading.Event(), list[BaseException](), Counter[str]()

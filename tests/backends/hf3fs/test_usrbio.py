@@ -12,6 +12,7 @@ import pytest
 from hicache_backends.hf3fs import store as store_module
 from hicache_backends.hf3fs.slots import usrbio as usrbio_module
 from hicache_storage.objects import Call
+from hicache_storage.spec import ConfigError
 from tests.backends.hf3fs.harness import chain
 from tests.backends.hf3fs.usrbio_stand_in import StandIn
 
@@ -35,20 +36,15 @@ def usrbio(rig, library, monkeypatch):
 
 
 def test_pages_come_back_whatever_the_order_of_results(usrbio, library):
+    """Some waits have none."""
     mine, keys = usrbio(), chain("a", 64)
-    assert all(mine.put(keys))
-    mine.expect(keys)
-    assert mine.storage.store.engine.name == "usrbio"
-    assert {ring.for_read for ring in library.rings} == {True, False}
-
-
-def test_empty_waits_are_gone_on_with(usrbio, library):
-    mine, keys = usrbio(), chain("a", 16)
     library.idle = 5
     assert all(mine.put(keys))
     library.idle = 5
     mine.expect(keys)
     assert library.idle == 0
+    assert mine.storage.store.engine.name == "usrbio"
+    assert {ring.for_read for ring in library.rings} == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -146,12 +142,14 @@ def test_nothing_is_left_behind(usrbio, library):
     assert os.listdir(library.links) == []
 
 
-def test_auto_takes_posix_where_there_is_no_library(rig, monkeypatch):
+def test_without_its_library_auto_takes_posix_and_usrbio_says_what_is_missing(rig, monkeypatch):
     def absent():
         raise ImportError("hf3fs_fuse")
 
     monkeypatch.setattr(store_module, "load_library", absent)
     assert rig().store.engine.name == "posix"
+    with pytest.raises(ConfigError, match="hf3fs-py-usrbio"):
+        rig(engine="usrbio").storage.open()
 
 
 def test_calls_take_turns(usrbio, library):
