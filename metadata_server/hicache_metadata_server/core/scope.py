@@ -400,13 +400,6 @@ class Scope:
         self.hits += len(slots) - missing
         return slots
 
-    def are_live(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each page whether it is live; counts them, and marks them as used."""
-        slots = self.lookup(keys)
-        if NO_SLOT in slots:
-            return [slot >= 0 for slot in slots]
-        return [True] * len(slots)
-
     def slot_of(self, key: str) -> int:
         """Live or leased slot of a key, or -1."""
         return self.table.by_key.get(key, NO_SLOT)

@@ -39,7 +39,10 @@ class SglangService:
 
     def exists(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
         """Tell for each key if it is live, and mark live ones as used."""
-        return {"exists": self._with_keys(rank, request).are_live(request.keys)}
+        slots = self._with_keys(rank, request).lookup(request.keys)
+        if p.NO_SLOT in slots:
+            return {"exists": [slot >= 0 for slot in slots]}
+        return {"exists": [True] * len(slots)}
 
     def get_page_indices(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
         """Look up the slots of live keys, and mark them as used."""
