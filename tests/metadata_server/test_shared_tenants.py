@@ -10,6 +10,7 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS, Quota, Quotas, TenantUsage
+from hicache_metadata_server.shared.scope_owner import ScopeOwner
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import eventually, running_shared
 from tests.metadata_server.test_refusals import bearer, guarded, refused_tokens
@@ -59,6 +60,26 @@ async def test_every_route_of_another_server_refuses_and_does_nothing(server):
         for token, slots in (("admin-other", 0), ("admin-acme", before[SCOPE]["slots"])):
             checked = await first.post("/v2/fsck", {}, headers=bearer(token))
             assert checked.json["slots"] == slots
+
+
+async def test_what_is_announced_counts_once(server, monkeypatch):
+    """A heartbeat after the announcement shows the server its own scopes, which it is still to make:
+    they were refused then, and stayed announced."""
+    create = ScopeOwner.create
+
+    async def create_and_poll(owner, *arguments):
+        created = await create(owner, *arguments)
+        await owner.poll()
+        return created
+
+    monkeypatch.setattr(ScopeOwner, "create", create_and_poll)
+    write = bearer("write-acme")
+    async with server(Quotas({"acme": Quota(scopes=2)})) as one:
+        request = p.Initialize(scopes=[geometry(f"0:{name}", 8, 64) for name in "ab"])
+        assert (await one.post("/v2/initialize", request, headers=write)).status == 200
+        request = p.Initialize(scopes=[geometry("0:c", 8, 64)])
+        assert (await one.post("/v2/initialize", request, headers=write)).status == 403
+        assert set(await one.scopes(headers=bearer("admin-"))) == {"0:a", "0:b"}
 
 
 async def test_a_quota_is_one_for_all_servers(server):

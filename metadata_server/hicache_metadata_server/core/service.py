@@ -43,7 +43,7 @@ from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from hicache_metadata_server.core.codec import SlotColumns
     from hicache_metadata_server.core.limits import Columns
@@ -566,24 +566,27 @@ class MetadataService:
     def check_room(self, new: Sequence[p.ScopeGeometry], caller: Caller, field: str) -> None:
         """Check that a caller may create these scopes, none of which exists.
 
+        Several servers announce them before they make them: they may be in `elsewhere`.
+
         Raises:
             RequestError: 413 or 403, a limit of the server or a quota of the tenant is exceeded.
         """
-        if new and len(self.scopes.keys() | self.elsewhere.keys()) + len(new) > self.max_scopes:
+        names = {one.scope for one in new}
+        if new and len(self.scopes.keys() | self.elsewhere.keys() | names) > self.max_scopes:
             raise too_large(f"this server keeps {self.max_scopes} scopes", field)
         tenant, quota = caller.tenant, self.quotas.of(caller.tenant)
         if quota is NO_QUOTA or not new:
             return
-        if why := quota.beyond(TenantUsage.of(self.held_by(tenant)), new):
+        if why := quota.beyond(TenantUsage.of(self.held_by(tenant, names)), new):
             raise RequestError(403, "quota", f"tenant {tenant!r} is at its quota: {why}", field)
 
-    def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
+    def held_by(self, tenant: str, without: Collection[str] = ()) -> Iterator[p.ScopeGeometry]:
         """Geometries of the scopes of one tenant, "" for scopes without tenant."""
         for scope in self.scopes.values():
             if scope.tenant == tenant:
                 yield scope.geometry
         for name, (geometry, holder) in self.elsewhere.items():
-            if holder == tenant and name not in self.scopes:
+            if holder == tenant and name not in self.scopes and name not in without:
                 yield geometry
 
     def _counters(self) -> dict[str, int]:
