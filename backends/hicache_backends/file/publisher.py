@@ -121,6 +121,8 @@ class Publisher:
             OSError: as `BundleSet.remove_files`; or the bundle that one of these has replaced is
                 still there.
         """
+        if not bundles:
+            return []
         for bundle in bundles:
             self._remove_void(bundle_set, bundle.id)
         # Taken before the check, and unlinked by these names: a bundle that is claimed from now on
