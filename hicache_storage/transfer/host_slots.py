@@ -58,6 +58,8 @@ class PageFences:
 
     def wait(self, stream: Stream, pages: Numbers) -> None:
         """Let another stream wait for the copies that use some pages."""
+        if self._ended == self._count:
+            return
         # `max` costs three times as much on few pages.
         used: list[Numbers] = [last.take(row) for last, row in zip(self.last, pages, strict=False)]
         number = max(int(each[each.argmax()]) for each in used)
