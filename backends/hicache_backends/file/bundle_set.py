@@ -184,7 +184,8 @@ class BundleSet:
 
         One that a living process is about to remove is left to it, which counts its pages.
         """
-        orphans, self._orphans = self._orphans, []
+        orphans = self._orphans
+        self._orphans = []
         if not orphans:
             return
         at_work = writers_at_work(self.feed.paths)

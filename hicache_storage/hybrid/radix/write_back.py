@@ -107,7 +107,8 @@ class NodeWriteBack:
             for node in copy.node.upward(copy.start):
                 node.writing -= 1
         # All counts first: a path is stored only if none of its nodes has a running copy.
-        copied, self.copied = [*self.copied, *written], []
+        copied = [*self.copied, *written]
+        self.copied = []
         for copy in copied:
             if self._store_path(copy.node):
                 copy.locks.release()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -285,6 +286,11 @@ class Rig:
         if listing:
             self.bundle_set.invalidate()
         self.bundle_set.catch_up(self.store.feed.read())
+
+    def delete_store(self) -> None:
+        """Delete the directory at once, whatever the storage's threads are writing there."""
+        gone = self.path.rename(f"{self.path}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
 
     def temporaries(self) -> list[str]:
         return os.listdir(self.store.paths.temporaries)

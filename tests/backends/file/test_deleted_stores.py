@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 
 import pytest
 
@@ -30,7 +29,7 @@ def test_a_store_made_again_under_the_same_inode_number_is_another_one(rig, monk
     a, keys = rig(), chain("a", 3)
     a.put(keys)
     assert a.holds(keys)
-    shutil.rmtree(a.path)
+    a.delete_store()
     c = rig()
     c.put(chain("c", 2))
     if counter == "stale":

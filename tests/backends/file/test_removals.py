@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -110,7 +109,7 @@ def test_a_store_that_was_deleted(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
     own = FileListener(a)
-    shutil.rmtree(a.path)
+    a.delete_store()
     assert own.hear() == all_of(keys, UNKNOWN)
     a.put(keys)
     a.storage.delete(keys)
@@ -195,6 +194,6 @@ def test_a_history_that_cannot_be_written_keeps_nobody(rig):
         a.store.feed.history.flush()
         assert hits
     a.storage.delete(keys[1:])
-    shutil.rmtree(a.path)
+    a.delete_store()
     a.store.feed.history.flush()
     assert not a.path.exists()
