@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from hicache_storage.objects.batches import (
@@ -231,10 +231,11 @@ class ObjectStorage(ObjectDriver):
             if registered is None:
                 raise UnknownPoolError(f"pool {pool!r} is not registered")
             batches = [LookupBatch(part.namespace, keys) for part in registered.parts]
-            for batch in batches:
-                self._damaged.forget(batch.namespace, keys)
             call = _call(current_call_info())
             removed = self._guard.ask("delete", self.delete_objects, batches, call)
+            # Not before: what is damaged and still there stays hidden.
+            for batch, done in zip(batches, removed, strict=True):
+                self._damaged.forget(batch.namespace, list(compress(keys, done)))
             # A page is gone with the first of its shards.
             return removed[0] if len(removed) == 1 else list(map(any, zip(*removed, strict=True)))
 

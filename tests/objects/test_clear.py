@@ -1,4 +1,4 @@
-"""LC-7: a clear that returns has happened, and one that has not happened raises."""
+"""LC-7: a clear that returns has happened, and one that has not happened raises; so of a delete."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.objects.storing import stored
 
 
-def failing(storage, error):
-    """From now on the driver raises `error` when it is asked to clear; None for no error."""
+def failing(storage, error, operation="clear"):
+    """From now on the driver raises `error` when it is asked to do this."""
 
-    def before(operation):
-        if operation == "clear" and error is not None:
+    def before(asked):
+        if asked == operation:
             raise error
 
     storage.before = before
@@ -38,12 +38,16 @@ def test_a_store_that_cannot_be_reached_is_not_cleared(kit):
             storage.clear()
 
 
-def test_what_is_damaged_stays_hidden_when_the_clear_fails(kit):
+@pytest.mark.parametrize("operation", ["clear", "delete"])
+def test_what_is_damaged_stays_hidden_when_it_cannot_be_removed(kit, operation):
     storage, pool = kit.memory_storage()
     stored(storage, pool, ["a"], [0])
     storage.objects = {name: bytes(len(payload)) for name, payload in storage.objects.items()}
     assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
-    failing(storage, OSError("down"))
-    with pytest.raises(StorageUnavailableError):
-        storage.clear()
+    failing(storage, OSError("down"), operation)
+    if operation == "delete":
+        assert storage.delete(["a"]) == [False]
+    else:
+        with pytest.raises(StorageUnavailableError):
+            storage.clear()
     assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
