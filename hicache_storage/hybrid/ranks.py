@@ -132,8 +132,6 @@ class RankGroupError(HiCacheError):
     Each later collective of the group raises it as well, at once.
     """
 
-    code = "agreement"
-
 
 class RankGroup(Protocol):
     """Collectives of the ranks of one replica. Used by one thread."""
@@ -246,8 +244,6 @@ class OtherRankError(HiCacheError, RuntimeError):
 
     That rank's own error has the cause.
     """
-
-    code = "other-rank"
 
 
 def check_consistent(

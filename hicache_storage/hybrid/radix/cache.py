@@ -40,8 +40,6 @@ def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> in
 class CacheInUseError(HiCacheError, RuntimeError):
     """The cache cannot be emptied while prefixes are locked."""
 
-    code = "cache-in-use"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InsertResult(Prefix):

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 class StalePrefixError(HiCacheError, RuntimeError):
     """A prefix has changed since it was matched or inserted; match again."""
 
-    code = "stale-prefix"
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:

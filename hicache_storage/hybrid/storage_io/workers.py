@@ -149,8 +149,6 @@ class StorageWorker:
 class StorageAttachedError(HiCacheError, RuntimeError):
     """A storage is attached already; detach it first."""
 
-    code = "attached"
-
 
 class StorageBinding:
     """A registered storage and its worker threads for lookups, reads and writes.
