@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hicache_storage import PoolName
     from hicache_storage.hybrid import HybridStack
-    from hicache_storage.hybrid.radix import InsertResult, MatchResult
+    from hicache_storage.hybrid.radix import MatchResult
     from hicache_storage.pools import DevicePool
     from tiny_hybrid_lm_parts.requests import Request
 
@@ -175,7 +175,7 @@ class Server:
         self._running.remove(request)
 
     def _insert(self, request: Request, length: int, states: dict[int, int]) -> None:
-        result: InsertResult = self._cache.insert(request.tokens[:length], request.rows, states)
+        result = self._cache.insert(request.tokens[:length], request.rows, states)
         lock = self._cache.lock(result)
         self._cache.unlock(_got(request.lock))
         request.rows = torch.cat([result.device_indices, request.rows[result.length :]])

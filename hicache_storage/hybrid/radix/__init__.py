@@ -4,7 +4,6 @@ from hicache_storage.hybrid.radix.cache import (
     CacheInUseError,
     CacheUsage,
     HiMambaRadixCache,
-    InsertResult,
     checkpoint_grid,
 )
 from hicache_storage.hybrid.radix.prefixes import (
@@ -21,7 +20,6 @@ __all__ = [
     "CacheUsage",
     "Evicted",
     "HiMambaRadixCache",
-    "InsertResult",
     "LoadResult",
     "MatchResult",
     "Prefix",

@@ -41,14 +41,6 @@ class CacheInUseError(HiCacheError, RuntimeError):
     """The cache cannot be emptied while prefixes are locked."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InsertResult(Prefix):
-    """Prefix in the cache after an insertion; all of it is on the device."""
-
-    new_states: int
-    """Number of states that were inserted; the cache had the others, and freed their slots."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUsage:
     """Contents and counters of a cache."""
@@ -258,10 +250,10 @@ class HiMambaRadixCache:
         states: Mapping[int, int] | None = None,
         *,
         namespace: str | None = None,
-    ) -> InsertResult:
-        """Insert the KV of the whole pages of `tokens`, and states.
+    ) -> Prefix:
+        """Insert the KV of the whole pages of `tokens`, and states; all of it is on the device.
 
-        The cache owns their slots then.
+        The cache owns their slots then. States that it has already are freed.
 
         Rows of tokens that the cache has already are freed unless they are the cache's own: the
         caller uses `device_indices` of the result from now on. The rows of a partial page at the
@@ -283,11 +275,11 @@ class HiMambaRadixCache:
         # Before the first slot changes its owner: after an error all of them are still the
         # caller's.
         self._check_insert(len(pages), kv_indices, states)
-        node, new_states = self._insert_nodes(self._tree.root(namespace), pages, kv_indices, states)
+        node = self._insert_nodes(self._tree.root(namespace), pages, kv_indices, states)
         self._refresh(node)
         self._write_if_due(node)
         rows = self._ownership.rows(self._ownership.device, node.downward())
-        return InsertResult(len(pages), rows, 0, node.id, new_states)
+        return Prefix(len(pages), rows, 0, node.id)
 
     # Memory -------------------------------------------------------------------------------------
 
@@ -448,9 +440,9 @@ class HiMambaRadixCache:
 
     def _insert_nodes(
         self, node: Node, tokens: Units, rows: torch.Tensor, states: Mapping[int, int]
-    ) -> tuple[Node, int]:
+    ) -> Node:
         """Insert tokens below a root, in steps that end at the states."""
-        device, new_states = self._ownership.device, 0
+        device = self._ownership.device
         # A state belongs to the end of a node, so nodes end where states are.
         for end in sorted({*states, len(tokens)}):
             node = self._ownership.insert(
@@ -460,10 +452,8 @@ class HiMambaRadixCache:
                 if not self._ownership.has_state(node):
                     # It had to be computed again: the storage may have lost the one that it stored.
                     node.stored.discard(SlotKind.STATE)
-                new_states += self._ownership.insert_state(
-                    device, node, rows.new_tensor([states[end]])
-                )
-        return node, new_states
+                self._ownership.insert_state(device, node, rows.new_tensor([states[end]]))
+        return node
 
     def _insert_fetched(self, above: Node, tokens: Units, fetched: HybridIndices) -> None:
         """Insert fetched pages below a node.

@@ -258,16 +258,15 @@ class SlotOwnership:
                 kv.free(pages[(pages != held.view_as(pages)).any(dim=1)].view(-1))
         return node
 
-    def insert_state(self, tier: Tier, node: Node, slot: torch.Tensor) -> bool:
+    def insert_state(self, tier: Tier, node: Node, slot: torch.Tensor) -> None:
         """Insert a state on a tier where the node holds KV.
 
-        False if it holds one there already; the slot is freed then.
+        The slot is freed if it holds one there already.
         """
         if tier[SlotKind.STATE].holds(node):
             tier[SlotKind.STATE].free(slot)
-            return False
-        tier[SlotKind.STATE].add(node, slot)
-        return True
+        else:
+            tier[SlotKind.STATE].add(node, slot)
 
     def clear(self) -> None:
         """Free all slots, locked or not, before the tree is cleared."""

@@ -178,8 +178,8 @@ def test_a_state_that_comes_later_is_written_later(world):
     assert world.cache.usage().host_tokens == 8
     state = world.cache.alloc_state()
     world.device[MAMBA][state] = value("state", LONG[:8])
-    result = world.insert(LONG[:8], rows, {8: int(state)})
-    assert result.new_states == 1
+    world.insert(LONG[:8], rows, {8: int(state)})
+    assert world.cache.usage().device_states == 1
     world.settle()
     assert world.cache.usage().host_states == 1
     world.cache.evict(100, 100)
