@@ -42,13 +42,7 @@ from hicache_storage.spec.errors import (
     is_refusal,
 )
 from hicache_storage.spec.identity import IDENTITY_FIELDS, StorageIdentity
-from hicache_storage.spec.policies import (
-    PoolPresence,
-    common_hit,
-    covered_pages,
-    leading_pages,
-    legal_endpoints,
-)
+from hicache_storage.spec.policies import PoolPresence, common_hit, leading_pages
 from hicache_storage.spec.removals import Removal, RemovalReason, Removals, RemovalScope
 from hicache_storage.spec.stats import Latency, MissReason, PoolStats, StorageStats
 from hicache_storage.spec.storage import Health, HiCacheStorage
@@ -116,12 +110,10 @@ __all__ = [
     "UnknownPoolError",
     "UnsupportedOperationError",
     "common_hit",
-    "covered_pages",
     "current_call_info",
     "from_memory",
     "is_refusal",
     "leading_pages",
-    "legal_endpoints",
     "note_answer_from_memory",
     "note_fault",
     "parse_bytes",

@@ -64,19 +64,10 @@ def leading_pages(present: Sequence[bool]) -> int:
     return len(present) if all(present) else present.index(False)
 
 
-def legal_endpoints(pool: PoolPresence, limit: int) -> range | list[int]:
-    """Endpoints p in [1, limit] at which `pool` is restorable, ascending (rules EX-2, EX-3).
-
-    For `BLOCK_GROUPS` every endpoint is legal: it reports, it does not decide (rule EX-4).
-    """
-    if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-        return range(1, limit + 1)
-    if pool.hit_policy is PoolHitPolicy.ALL_PAGES:
-        return range(1, min(leading_pages(pool.present), limit) + 1)
-    if pool.hit_policy is not PoolHitPolicy.TRAILING_PAGES:
-        assert_never(pool.hit_policy)
+def trailing_endpoints(pool: PoolPresence) -> list[int]:
+    """Endpoints at which a `TRAILING_PAGES` pool is restorable, ascending (rule EX-3)."""
     window, run, legal = max(1, pool.window_pages), 0, list[int]()
-    for endpoint, exists in enumerate(pool.present[:limit], start=1):
+    for endpoint, exists in enumerate(pool.present, start=1):
         run = run + 1 if exists else 0
         # The second case: a prefix that is shorter than the window has no earlier page to miss.
         if run >= window or run == endpoint:
@@ -123,7 +114,7 @@ def common_hit(kv: Sequence[bool], pools: Sequence[PoolPresence] = ()) -> PoolTr
             bound = min(bound, verdict)
         elif pool.hit_policy is PoolHitPolicy.TRAILING_PAGES:
             # Not limited to KV's hit: the verdict is the pool's own longest endpoint (rule EX-6).
-            legal = legal_endpoints(pool, len(pool.present))
+            legal = trailing_endpoints(pool)
             verdict = legal[-1] if legal else 0
             common = set(legal) if common is None else common.intersection(legal)
         else:

@@ -13,7 +13,6 @@ from hicache_storage.spec import (
     PoolPresence,
     PoolTransfer,
     common_hit,
-    legal_endpoints,
 )
 
 ALL, TRAILING, GROUPS = (
@@ -86,8 +85,3 @@ def test_a_pool_asked_twice_keeps_both_conditions():
     )
     assert result.restorable_prefix_pages == [1]
     assert result.extra_pool_hit_pages["swa"] == 1
-
-
-def test_legal_endpoints_stop_at_the_limit():
-    assert list(legal_endpoints(PoolPresence("kv", [True] * 9), 4)) == [1, 2, 3, 4]
-    assert list(legal_endpoints(PoolPresence("swa", [False] * 9, GROUPS, 1, 2), 3)) == [1, 2, 3]
