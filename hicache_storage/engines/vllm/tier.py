@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from contextlib import ExitStack, nullcontext
@@ -11,13 +12,17 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     RequestOffloadingContext,
     get_offload_block_hash,
     get_offload_group_idx,
@@ -37,8 +42,9 @@ from hicache_storage.engines.vllm.identity import (
     tier_config,
     tier_identity,
 )
-from hicache_storage.engines.vllm.metrics import TierMetrics, definitions
+from hicache_storage.observability import metric_defs
 from hicache_storage.observability.logs import log_like
+from hicache_storage.observability.metric_defs import MetricKind
 from hicache_storage.spec import (
     AskedScope,
     ConfigError,
@@ -53,9 +59,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     import numpy as np
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
     from vllm.v1.kv_offload.base import (
         OffloadingMetricMetadata,
         OffloadingSpec,
@@ -67,7 +70,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-    from hicache_storage.spec import HiCacheStorage
+    from hicache_storage.spec import HiCacheStorage, StorageStats
 
 logger = init_logger(__name__)
 
@@ -124,6 +127,43 @@ class _Lookups(AsyncLookupManager):
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
         """Answer for each key whether it is stored; called in vLLM's lookup thread."""
         return self._tier.present(keys, req_context)
+
+
+class _Metrics:
+    """The storage's counters under the names that every driver has, for vLLM's `/metrics`: what has
+    changed since the last report. Calls are noted in any thread."""
+
+    def __init__(self) -> None:
+        self._reported = dict[tuple[str, tuple[str, ...]], float]()
+        self._lock = threading.Lock()
+        self._durations = list[tuple[tuple[str, ...], float]]()
+
+    def note(self, pools: Iterable[str], operation: str, seconds: float) -> None:
+        """Note a call of some pools, as `exists`, `get` or `set`."""
+        with self._lock:
+            # Plain texts: vLLM refuses to send subclasses to its API server.
+            self._durations += [((str(pool), operation), seconds) for pool in pools]
+
+    def take(self, stats: StorageStats) -> OffloadingConnectorStats:
+        """Return the increase of each counter, the gauges, and the durations of calls."""
+        taken = OffloadingConnectorStats()
+        for metric, labels, value in metric_defs.storage_samples(stats):
+            key = metric.name, labels
+            if metric.kind is MetricKind.GAUGE:
+                taken.set_gauge(metric.name, value, labels)
+            # A counter that is 0 is reported once, so that Prometheus knows the series.
+            elif key not in self._reported or value > self._reported[key]:
+                increase = value - self._reported.get(key, 0.0)
+                taken.increase_counter(metric.name, increase, labels)
+                self._reported[key] = value
+        with self._lock:
+            durations = self._durations
+            self._durations = []
+        for of_call, seconds in durations:
+            taken.observe_histogram(
+                metric_defs.CALL_SECONDS.name, seconds, (stats.driver, *of_call)
+            )
+        return taken
 
 
 class HiCacheTier(SecondaryTierManager):
@@ -187,7 +227,7 @@ class HiCacheTier(SecondaryTierManager):
         """Events that vLLM has not taken yet."""
         self._jobs = dict[int, _Job]()
         self._chains = dict[str, _Chain]()
-        self._metrics = TierMetrics()
+        self._metrics = _Metrics()
         self._refusals = RefusedCalls("vLLM")
         pools: dict[str, object] = dict.fromkeys(self._names.values(), self._pool)
         self._storage = open_storage(self._config, identity, pools)
@@ -211,7 +251,7 @@ class HiCacheTier(SecondaryTierManager):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         """Declare the storage's metrics to vLLM, also in its API server."""
-        return definitions()
+        return _definitions()
 
     @property
     def storage(self) -> HiCacheStorage:
@@ -451,6 +491,22 @@ class HiCacheTier(SecondaryTierManager):
         seconds = time.monotonic() - started
         self._metrics.note(places, "set" if writes else "get", seconds)
         return _Moved(answers, seconds)
+
+
+def _definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return the metrics of `metric_defs.STORAGE`, as vLLM declares its own."""
+    found: dict[str, OffloadingMetricMetadata] = {}
+    for metric in metric_defs.STORAGE:
+        match metric.kind:
+            case MetricKind.COUNTER:
+                found[metric.name] = OffloadingCounterMetadata(metric.help, metric.labels)
+            case MetricKind.GAUGE:
+                found[metric.name] = OffloadingGaugeMetadata(metric.help, metric.labels)
+            case MetricKind.HISTOGRAM:
+                found[metric.name] = OffloadingHistogramMetadata(
+                    metric.help, metric.labels, metric.buckets
+                )
+    return found
 
 
 def _text(key: OffloadKey) -> str:
