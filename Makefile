@@ -75,8 +75,8 @@ examples: $(VENV)/.installed
 $(EXAMPLES:%=judge-%): judge-%:
 	PYTHONPATH=out/examples/site $(VENV)/bin/hicache conformance run $* --profile smoke --report out/examples/$*
 
-# The site, in out/site: built, which checks its links, and every code block of README and docs/ run. Tables of options are written
-# anew by scripts/docs/options.py; tests/docs says where a page is behind.
+# The site, in out/site: built, which checks its links, and every code block of README and docs/ run. tests/docs says where a
+# table of options is behind its model.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 	$(PYTHON) -m pytest -m "docs and $(LONG)" -n 2 --dist load $(SLOWEST) tests/docs
