@@ -17,6 +17,7 @@ import msgspec
 
 from hicache_conformance.interfaces.interface import all_known
 from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.runner.verify import Published, PublishedCase, PublishedRule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -44,31 +45,17 @@ _PAGE: Final = re.compile(r"\bpage (?:\d+ )?key '[^']*'(?: of pool '\w+')?")
 """A page, as findings name it; `results.json` has which."""
 
 
-class DriverId(msgspec.Struct, frozen=True):
-    """Name and distribution of a driver."""
-
-    name: str
-    distribution: str
-    version: str
-
-
-class CaseRow(msgspec.Struct, frozen=True):
+class CaseRow(PublishedCase, frozen=True):
     """One case of a rule."""
 
-    name: str
-    outcome: Outcome
     reason: str
     broken_rule: str
     reproduce: str = ""
 
 
-class RuleRow(msgspec.Struct, frozen=True):
+class RuleRow(PublishedRule, frozen=True):
     """One rule of a run."""
 
-    id: str
-    selected: bool
-    outcome: Outcome
-    reason: str
     cases: list[CaseRow]
 
     def failing(self) -> list[CaseRow]:
@@ -81,19 +68,12 @@ class RuleRow(msgspec.Struct, frozen=True):
         return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
 
 
-class DriverRun(msgspec.Struct, frozen=True):
+class DriverRun(Published, frozen=True, kw_only=True):
     """One `results.json`, as far as it goes into the matrix."""
 
-    driver: DriverId
     spec_version: str
-    suite_version: str
-    seed: int
-    profile: str
-    levels: list[str]
-    verdict: str
     rules: list[RuleRow]
     interface: str = ""
-    page_bytes: int = 0
 
     @property
     def group(self) -> str:
