@@ -47,6 +47,8 @@ PAGE_TOKENS = 64
 BATCH = {64 << 10: 128, 1 << 20: 64}
 """Pages of a call, by their length."""
 EXISTS_CALLS = 10
+PATIENCE_SECONDS = 2.0
+"""Limit of the wait for a quiet machine before each measurement."""
 GOALS = {
     (1 << 20, "put", RAW): 0.85,
     (1 << 20, "get", RAW): 0.85,
@@ -192,9 +194,7 @@ def sglangs(cluster: DevCluster, page_bytes: int) -> Candidate:
     return Peer()
 
 
-def measure(
-    run: Run, page_bytes: int, candidates: Sequence[Candidate], rounds: int, patience: float
-) -> None:
+def measure(run: Run, page_bytes: int, candidates: Sequence[Candidate], rounds: int) -> None:
     """Put, look up and get a batch, each candidate in its turn; then remove it, so that nothing is
     evicted."""
     # Clients of an earlier cluster end here. Puts of ours, which make more garbage, were seen to
@@ -209,7 +209,7 @@ def measure(
     for candidate in turns(candidates, rounds):
         keys = fresh_keys(pages)
         spent = partial(run.time, candidate.name)
-        wait_for_quiet(patience)
+        wait_for_quiet(PATIENCE_SECONDS)
         spent((page_bytes, 1, pages, "put"), partial(candidate.put, keys))
         lookup = (page_bytes, 1, pages, "exists")
         for _ in range(EXISTS_CALLS):
@@ -245,7 +245,7 @@ def measure_cluster(run: Run, arguments: argparse.Namespace) -> None:
             ]
             if arguments.sglang:
                 candidates.append(sglangs(cluster, page_bytes))
-            measure(run, page_bytes, candidates, arguments.rounds, arguments.patience)
+            measure(run, page_bytes, candidates, arguments.rounds)
             for candidate in candidates:
                 candidate.close()
 
@@ -260,12 +260,6 @@ def main() -> None:
         type=int,
         default=1,
         help="that are started one after the other, each with clients of its own",
-    )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=2.0,
-        help="seconds to wait for a quiet machine before each measurement",
     )
     parser.add_argument("--sglang", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/mooncake"))

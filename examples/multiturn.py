@@ -271,12 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where the rates are written")
     parser.add_argument("--state-slots", type=int, default=8, help="states that the device holds")
-    for name in Workload.__dataclass_fields__:
-        default = getattr(Workload, name)
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=default, help=f"default {default}")
-    options = parser.parse_args()
-    workload = Workload(**{name: getattr(options, name) for name in Workload.__dataclass_fields__})
+    options, workload = parser.parse_args(), Workload()
     with tempfile.TemporaryDirectory(prefix="multiturn-") as folder:
         stored = play(workload, options.state_slots, Path(folder) / "store")
     alone = play(workload, options.state_slots, None)
