@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from examples.mooncake_cluster import DevCluster
+from hicache_storage.objects.thread_pool import ThreadPool
 from tests.backends.mooncake.harness import Rig, StrangersClient
 
 
@@ -34,3 +35,11 @@ def stranger(cluster):
     client = StrangersClient(cluster.options)
     yield client
     client.close()
+
+
+@pytest.fixture
+def alone():
+    """A thread pool whose calls do everything in their own thread."""
+    thread_pool = ThreadPool("hicache-test")
+    thread_pool.close(0)
+    return thread_pool

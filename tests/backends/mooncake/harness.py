@@ -108,7 +108,7 @@ class Rig(FileRig):
 class StrangersClient:
     """The library itself, for objects that no driver of ours would store."""
 
-    def __init__(self, options, tenant="default"):
+    def __init__(self, options):
         self.store = library.new_store()
         code = self.store.setup(
             "127.0.0.1",
@@ -118,7 +118,6 @@ class StrangersClient:
             "tcp",
             "",
             options["master_server_address"],
-            tenant_id=tenant,
         )
         assert code == 0
 

@@ -94,20 +94,6 @@ def test_pages_that_are_there_are_not_sent_again(rig, monkeypatch, components):
     one.expect(keys[2:], version=1)
 
 
-def test_more_pages_than_one_request_takes(rig):
-    one = rig(pages=600, components=(64,))
-    keys = chain("many", 600)
-    assert one.put(keys) == [True] * 600
-    one.expect(keys)
-    # Pages that go through a buffer which holds three of them.
-    small = rig(pages=600, components=(64,), buffer_size=3 * 128)
-    small.expect(keys)
-    # More than are gathered for one request.
-    large = rig(pages=70, components=(250_000,))
-    assert large.put(keys[:70]) == [True] * 70
-    large.expect(keys[:70])
-
-
 def test_a_process_that_lends_memory(cluster, rig):
     """Its pages are there for others as long as it is, and its memory is given back with its last
     storage."""

@@ -6,28 +6,12 @@ from __future__ import annotations
 import pytest
 
 from hicache_backends.mooncake.client import library
-from tests.backends.mooncake.harness import UNTOUCHED, StrangersClient, chain, content, identity
-
-HALF, WHOLE = (512, 512), (1024, 1024)
+from tests.backends.mooncake.harness import chain, content
 
 
 @pytest.fixture(params=[False, True], ids=["buffered", "direct"])
 def direct(request):
     return request.param
-
-
-def test_a_tp2_writer_and_a_tp1_reader(rig):
-    """Neither sees the other's pages, in both directions, and each can store its own."""
-    keys = chain("tp", 4)
-    half = rig(components=HALF, who=identity(tp_rank=0, tp_size=2))
-    whole = rig(components=WHOLE, who=identity())
-    assert half.put(keys) == [True] * 4
-    assert whole.hits(keys) == 0
-    assert whole.get(keys) == [None] * 4
-    assert set(whole.pool.memory) == {UNTOUCHED}
-    assert whole.put(keys, version=1) == [True] * 4
-    whole.expect(keys, version=1)
-    half.expect(keys)
 
 
 @pytest.mark.parametrize("wrong", ["half", "longer", "empty envelope", "other bytes"])
@@ -57,39 +41,6 @@ def test_an_object_that_is_no_page(rig, stranger, direct, wrong):
     for each in (one, other):
         each.expect(keys)
     assert one.stats.pages_damaged == 1
-
-
-def test_clear_is_this_namespaces(rig, cluster, stranger):
-    """Neither another model's pages go, nor a stranger's objects, nor another tenant's."""
-    keys = chain("clear", 3)
-    one, other, tenant = rig(), rig(who=identity(model="other")), rig(tenant_id="somebody")
-    foreign = StrangersClient(cluster.options, tenant="somebody")
-    stranger.put("a-stranger's", b"x" * 100)
-    for each in (one, other, tenant):
-        assert each.put(keys) == [True] * 3
-    one.storage.clear()
-    assert one.hits(keys) == 0
-    other.expect(keys)
-    assert stranger.size("a-stranger's") == 100
-    # A master without enable_multi_tenants has one space of names for all of them.
-    if foreign.size(one.name(keys[0])) >= 0:
-        tenant.expect(keys)
-    foreign.close()
-    assert one.put(keys) == [True] * 3
-    one.expect(keys)
-
-
-def test_half_a_page_is_no_page(rig, stranger, direct):
-    """Components lie in one object, so that there is no half; neighbours of a missing page are not
-    touched."""
-    one = rig(direct=direct)
-    keys = chain(f"half {direct}", 3)
-    one.put([keys[0], keys[2]])
-    found = one.get(keys)
-    assert [page is None for page in found] == [False, True, False]
-    assert set(one.pool.page(1)) == {UNTOUCHED}
-    assert set(one.pool.page(3)) == {UNTOUCHED}
-    assert stranger.size(one.name(keys[0])) == one.page_bytes + 64
 
 
 def test_one_object_asked_for_twice(rig, direct):

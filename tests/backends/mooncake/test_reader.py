@@ -88,13 +88,6 @@ def direct(thread_pool):
     return PageReader(Buffers(BLOCK_BYTES), thread_pool, nullcontext(), direct=True)
 
 
-@pytest.fixture
-def alone():
-    thread_pool = ThreadPool("hicache-test")
-    thread_pool.close(0)
-    return thread_pool
-
-
 @pytest.fixture(params=["direct", "buffered"])
 def ways(request, alone):
     return direct(alone) if request.param == "direct" else buffered(1 << 16, alone)

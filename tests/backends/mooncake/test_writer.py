@@ -78,13 +78,6 @@ def made(thread_pool, gathers=True):
     )
 
 
-@pytest.fixture
-def alone():
-    thread_pool = ThreadPool("hicache-test")
-    thread_pool.close(0)
-    return thread_pool
-
-
 def writes(count, *components):
     space = Namespace(
         identity(), PoolName("kv"), PageGeometry("page_first", "bfloat16", 4, 4 * count, components)
