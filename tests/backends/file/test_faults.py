@@ -99,28 +99,6 @@ def test_one_pages_failure_leaves_its_neighbours(rig):
     assert a.holds(keys)
 
 
-def test_short_reads_and_short_writes_are_completed(rig):
-    a, keys = rig(components=(700, 1, 50_000)), chain("a", 8)
-
-    def shortened(buffers):
-        total = sum(map(len, buffers))
-        allowed, some = max(1, total // 3), []
-        for buffer in buffers:
-            some.append(buffer[:allowed])
-            allowed -= len(some[-1])
-            if not allowed:
-                break
-        return some
-
-    def make(real):
-        return lambda fd, buffers, *rest: real(fd, shortened(buffers), *rest)
-
-    with replaced(os, "preadv", make), replaced(os, "pwritev", make):
-        assert a.put(keys) == [True] * 8
-        assert a.holds(keys)
-    assert rig(components=(700, 1, 50_000)).holds(keys)
-
-
 def test_a_file_size_limit_lets_the_first_pages_through(rig):
     a, keys = rig(pages=64), chain("a", 64)
     a.put(chain("first", 1))

@@ -80,20 +80,6 @@ def test_copies_of_two_writers_that_did_not_know_of_each_other(rig):
             assert side.versions(keys[2:], (0, 1)) == [0 if left else None] * 2
 
 
-def test_clear_leaves_a_directory_with_the_name_of_a_bundle(rig):
-    a, b = rig(), rig()
-    a.put(chain("a", 4))
-    directory = a.bundles_path / "bbbbbbbbbb-1-2-3-4.bundle"
-    directory.mkdir()
-    assert b.hit(chain("a", 4)) == 4
-    for side in (a, b):
-        side.storage.clear()
-        assert a.hit(chain("a", 4)) == b.hit(chain("a", 4)) == 0
-        assert side.put(chain("a", 4), version=1) == [True] * 4
-        assert a.holds(chain("a", 4), version=1)
-    assert directory.is_dir()
-
-
 def test_a_clear_stops_once_the_call_is_cancelled(rig, monkeypatch):
     one, other, keys = rig(), rig(), chain("clear", 24)
     for key in keys:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from hicache_backends.file import publisher as publisher_module
 from hicache_backends.file.bundle import parse_bundle
-from tests.backends.file.harness import Rig, chain, failing, replaced
+from tests.backends.file.harness import chain, failing, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,28 +29,6 @@ def unclear(number: int, when: Callable[[str, str], bool]) -> Iterator[None]:
 
 def into_place(source: str, target: str) -> bool:
     return source.endswith(".temporary") and target.endswith(".bundle")
-
-
-def numbers_of(rig: Rig) -> list[tuple[str, int]]:
-    return [parse_bundle(path.name).id for path in rig.bundles_path.iterdir()]
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_number_never_stands_for_two_bundles(rig, number):
-    a, knows = rig(), rig()
-    first, second = chain("first", 2), chain("second", 3)
-    with unclear(number, into_place):
-        a.put(first)
-    assert knows.hit(first) in (0, 2)
-    assert a.put(second) == [True] * 3
-    assert len(set(numbers_of(a))) == len(numbers_of(a))
-    # Set again with True, they are there for whoever opens later.
-    assert a.put(first) == [True] * 2
-    for side in (a, knows, rig()):
-        assert side.holds(second)
-        assert side.holds(first)
-        assert side.stats().pages_damaged == 0
-    assert a.temporaries() == []
 
 
 @pytest.mark.parametrize("number", NUMBERS)
