@@ -139,17 +139,6 @@ def test_a_bundle_that_is_renamed_past_a_long_listing_is_found(rig, monkeypatch)
     assert not listings
 
 
-def test_a_delete_that_finds_nothing_tells_of_whoever_was_faster(rig):
-    a, b, knows = rig(), rig(), rig()
-    a.put(KEYS)
-    for side in (b, knows):
-        assert side.holds(KEYS)
-    seen = []
-    with before_announcing(a, lambda: (b.storage.delete(KEYS), seen.append(knows.present(KEYS)))):
-        a.storage.delete(KEYS)
-    assert seen == [[False] * 3]
-
-
 def test_a_page_that_was_found_by_listing_is_synced_and_found_by_everybody(rig):
     a, b, c = rig(), rig(fsync=True), rig()
     a.put(chain("other", 1))
