@@ -365,3 +365,14 @@ class Rig:
 
     def _info(self, prefix: Sequence[str], seconds: float | None) -> HiCacheStorageExtraInfo:
         return HiCacheStorageExtraInfo(prefix_keys=list(prefix) or None, deadline_seconds=seconds)
+
+
+def fill(rig: Rig, names: Sequence[str]) -> None:
+    """Write a batch of 8 pages for each name."""
+    for name in names:
+        assert rig.put(chain(name, 8)) == [True] * 8
+
+
+def hits(rig: Rig, names: Sequence[str]) -> list[int]:
+    """How many pages of each batch are there."""
+    return [rig.hit(chain(name, 8)) for name in names]

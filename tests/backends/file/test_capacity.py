@@ -23,9 +23,11 @@ from tests.backends.file.harness import (
     chain,
     counted,
     failing,
+    hits,
     raising,
     replaced,
 )
+from tests.backends.file.harness import fill as write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,14 +43,10 @@ def disk_bytes(rig: Rig) -> int:
 
 
 def fill(rig: Rig, names: str) -> None:
-    """Write a batch of 8 pages for each letter."""
+    """Write a batch of 8 pages for each letter; the capacity is kept."""
     for name in names:
-        assert rig.put(chain(name, 8)) == [True] * 8
+        write(rig, name)
         assert disk_bytes(rig) <= (rig.store.capacity.limit or HUGE)
-
-
-def hits(rig: Rig, names: str) -> list[int]:
-    return [rig.hit(chain(name, 8)) for name in names]
 
 
 def temporary(rig: Rig, process: ProcessId, size: int, content: bytes = b"", age: int = 0) -> Path:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache_backends.file import capacity as capacity_module
-from tests.backends.file.harness import Rig, bundle_bytes, chain, counted, replaced
+from tests.backends.file.harness import Rig, bundle_bytes, chain, counted, fill, hits, replaced
 from tests.metadata_server.full_disks import SmallDisk, small_disk
 from tests.support.waiting import eventually
 
@@ -41,15 +41,6 @@ def engine(rig, disk):
 def free_bytes(disk: SmallDisk) -> int:
     status = os.statvfs(disk.path)
     return status.f_bavail * status.f_frsize
-
-
-def fill(rig: Rig, names: str) -> None:
-    for name in names:
-        assert rig.put(chain(name, 8)) == [True] * 8
-
-
-def hits(rig: Rig, names: str) -> list[int]:
-    return [rig.hit(chain(name, 8)) for name in names]
 
 
 def watchers() -> list[str]:
