@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
-from tests.support.metadata import HttpClient, Served, V2Client
+from tests.support.metadata import HttpClient, Served
 
 SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'
 DURABLE = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --lease-seconds 3"
@@ -13,5 +13,6 @@ DURABLE = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --le
 
 @contextmanager
 def served(command=DURABLE, token=""):
-    with Served(command=command) as place, closing(HttpClient(place.url, token)) as wire:
-        yield place, V2Client(wire)
+    """A server, and a client of it."""
+    with Served(command=command) as place:
+        yield place, HttpClient(place.url, token)

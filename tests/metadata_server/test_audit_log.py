@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -161,18 +160,18 @@ class Given:
         """Replies to all routes, and to requests with the token in the wrong place."""
         trusting = client_context(ca=str(self.directory / "authority.pem"))
         paths = (f"/{token}", f"/0/{token}", f"/v2/{token}", f"/v2?token={token}", "/healthz")
-        with closing(HttpClient(self.place.url, token, tls=trusting)) as wire:
-            for asked in every_route(lease=1):
-                body = None if asked.body is None else msgspec.json.encode(asked.body)
-                yield wire.send(asked.method, asked.path, body)
-            yield wire.send("POST", "/v2/lookup", b"{")
-            # What is wrong in a path or a body may be quoted in its refusal.
-            for path in (*paths, f"/0/exists?{token}", "/readyz"):
-                wire.send("GET", path, None)
-                wire.send("POST", path, b"{")
-            wire.send("POST", "/v2/lookup", token.encode())
-            headers = {"X-Token": token, "Cookie": token, "Idempotency-Key": token}
-            wire.send("GET", "/v2", None, headers=headers)
+        client = HttpClient(self.place.url, token, trusting)
+        for asked in every_route(lease=1):
+            body = None if asked.body is None else msgspec.json.encode(asked.body)
+            yield client.send(asked.method, asked.path, body)
+        yield client.send("POST", "/v2/lookup", b"{")
+        # What is wrong in a path or a body may be quoted in its refusal.
+        for path in (*paths, f"/0/exists?{token}", "/readyz"):
+            client.send("GET", path, None)
+            client.send("POST", path, b"{")
+        client.send("POST", "/v2/lookup", token.encode())
+        headers = {"X-Token": token, "Cookie": token, "Idempotency-Key": token}
+        client.send("GET", "/v2", None, headers=headers)
 
     def spoil(self):
         """Files that are bad, with tokens in them where none belong, then a good one."""

@@ -19,8 +19,8 @@ def place(tmp_path_factory):
     (tokens / "reader").write_text("look\n")
     lasting = f"{SERVE} --store sqlite:///{{tmp}}/m.db --lease-seconds 300"
     with served(f"{lasting} --token-file {tokens / 'server'}", "all") as (place, client):
-        client.http.post("/0/initialize", {"num_pages": 50})
-        client.http.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
+        client.post("/0/initialize", {"num_pages": 50})
+        client.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
         yield place.url, str(tokens / "client"), str(tokens / "reader")
 
 
@@ -64,11 +64,11 @@ def test_scopes_are_named_by_their_model():
     with served() as (place, client):
         where = ("--url", place.url)
         for rank in range(2):
-            client.http.post(f"/{rank}/initialize", {"num_pages": 50})
+            client.post(f"/{rank}/initialize", {"num_pages": 50})
             asked = {"keys": [[f"k{rank}", ""]]}
-            client.http.post(f"/{rank}/reserve_and_allocate_page_indices", asked)
-            client.http.post("/v2/describe", {"scope": f"{rank}:kv", "model": name})
-        client.http.post("/2/initialize", {"num_pages": 50, "namespace": "n" * 100})
+            client.post(f"/{rank}/reserve_and_allocate_page_indices", asked)
+            client.post("/v2/describe", {"scope": f"{rank}:kv", "model": name})
+        client.post("/2/initialize", {"num_pages": 50, "namespace": "n" * 100})
         # A name is a line, whatever the width of the terminal.
         listed = run_metadata("scopes", *where, env={"COLUMNS": "20"}).output.splitlines()
         assert [line.split()[0] for line in listed] == ["scope", "0:kv", "1:kv", "2:" + "n" * 100]

@@ -56,7 +56,7 @@ def server():
         for number in range(1, 40):
             scope_of(client, f"{number}:mamba-1f0c9a3b", 10 * number, 1 << 20)
         scope = scope_of(client)
-        client.http.post("/v2/describe", {"scope": SCOPE, "model": MODEL})
+        client.post("/v2/describe", {"scope": SCOPE, "model": MODEL})
         keys = [ODD, *(f"page-{i:03}" for i in range(99))]
         leased = scope.reserve(keys, ["", *keys[:-1]])
         sums = [2**64 - 1, *range(2**63, 2**63 + 99)]
@@ -254,7 +254,7 @@ def test_the_past_is_drawn_and_told(page, server):
     page.has(".slowest tbody tr", 20)
 
     def slowest():
-        told = json.loads(client.http.get("/v2/history").body)["slowest"]
+        told = json.loads(client.get("/v2/history").body)["slowest"]
         return [call["route"] for call in told]
 
     # Its own calls may be among the slowest, and come in between.

@@ -157,7 +157,7 @@ def test_scheduled_backups_are_made(tmp_path):
     command[-1] = command[-1].replace("/opt/hicache/bin/hicache", main)
     (tmp_path / "backups").mkdir()
     with served(f"{SERVE} --store sqlite:///{tmp_path}/metadata.db") as (_, client):
-        client.http.post("/0/initialize", {"num_pages": 50})
+        client.post("/0/initialize", {"num_pages": 50})
         # The second week takes the place of the first.
         for _ in range(2):
             done = run_program(*command, STATE_DIRECTORY=str(tmp_path / "backups"))

@@ -222,8 +222,8 @@ async def test_what_could_not_be_written_of_it_is_not_written_later():
 
 def test_the_command_waits_for_the_quarantine(tmp_path):
     with served() as (place, client):
-        client.http.post("/0/initialize", {"num_pages": 50})
-        client.http.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
+        client.post("/0/initialize", {"num_pages": 50})
+        client.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
         refused = run_metadata("scopes", "delete", "0:kv", "--url", place.url)
         assert refused.exit_code == 2
         assert "clear it" in refused.stderr

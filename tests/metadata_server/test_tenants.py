@@ -120,7 +120,7 @@ def test_a_file_of_quotas_is_read_again_when_it_changes(tmp_path):
     with served(command, "token-of-acme") as (_, client):
 
         def status(rank):
-            return client.http.post(f"/{rank}/initialize", {"num_pages": 1}).status
+            return client.post(f"/{rank}/initialize", {"num_pages": 1}).status
 
         assert [status(rank) for rank in range(2)] == [204, 403]
         quotas.write_text("[tenants.acme]\nmax_scopes = 2\n")

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import random
 import threading
-from contextlib import closing, suppress
+from contextlib import suppress
 
 from hicache_metadata_server.protocol import Fsck, FsckReport
-from tests.support.metadata import HttpClient, Unanswered, V2Client, V2Scope
+from tests.support.metadata import HttpClient, Unanswered, V2Scope
 
 # So many that nothing is evicted.
 SLOTS = 1_000_000
@@ -20,12 +20,12 @@ class Writer(threading.Thread):
     def __init__(self, url, number):
         super().__init__(daemon=True)
         self.chance, self.number = random.Random(number), number
-        self.wire = HttpClient(url, answer_seconds=60.0)
+        self.client = HttpClient(url)
         self.live, self.gone, self.unsure = {}, [], set()
 
     def run(self):
-        scope = V2Scope(V2Client(self.wire), "0:kv", SLOTS, 4096, self.chance)
-        with closing(self.wire), suppress(Unanswered):
+        scope = V2Scope(self.client, "0:kv", SLOTS, 4096, self.chance)
+        with suppress(Unanswered):
             for batch in range(10_000):
                 count = self.chance.choice((1, 16, 128))
                 keys = [f"{self.number}-{batch}-{i}" for i in range(count)]

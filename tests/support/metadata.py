@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import http.client
-import os
 import shlex
-import shutil
-import signal
-import subprocess
-import tempfile
-import threading
-import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from hicache_conformance.harness.ports import accepts, free_ports
-from hicache_conformance.injectors.servers import stand_still
+from hicache_conformance.injectors.servers import Servers
+from hicache_conformance.model.case import Inconclusive
 from hicache_metadata_server import protocol as p
 
 if TYPE_CHECKING:
     import random
     import ssl
+    import subprocess
     from collections.abc import Iterator, Mapping, Sequence
-
-START_SECONDS = 180.0
-IDLE_SECONDS = 1.0
-"""A connection that has rested longer is not used again: the server may be closing it just now."""
-MOVING_SECONDS = 0.2
-"""Interval in which a request for scopes without an owner is sent again."""
-
-
-class CannotStartError(AssertionError):
-    """The server does not come up."""
 
 
 class Unanswered(AssertionError):
@@ -45,68 +28,50 @@ class Refused(AssertionError):
     """An answer has another status than 200."""
 
 
-class Served:
+class Served(Servers):
     """A server, from a command with {port} and, for what it keeps over restarts, {tmp}."""
 
     def __init__(self, command: str) -> None:
-        self.command = command
-        [self.port] = free_ports(1)
+        super().__init__([shlex.split(command.replace("{port}", "{port:server}"))])
+        self.port = self.ports["server"]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._home = Path(tempfile.mkdtemp(prefix="hicache-metadata-"))
-        self.state = self._home / "state"
-        self.state.mkdir()
-        self.process: subprocess.Popen[bytes]
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self._processes[0]
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
-        words = [
-            word.replace("{port}", str(self.port)).replace("{tmp}", str(self.state))
-            for word in shlex.split(self.command)
-        ]
-        with (self._home / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
-            )
-        until = time.monotonic() + START_SECONDS
-        while not accepts(self.port):
-            if self.process.poll() is not None or time.monotonic() > until:
-                self.kill()
-                raise CannotStartError(f"the server does not come up: {self.log()[-1000:]}")
-            time.sleep(0.02)
-
-    def kill(self) -> None:
-        """Kill -9, whatever it is doing."""
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                # The group: the command may be a shell.
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        try:
+            super().start()
+        except Inconclusive as failed:
+            # Which pytest takes for a skipped test.
+            raise AssertionError(str(failed)) from None
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Let it answer nothing until the end of a block."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
-        stand_still(self.process.pid)
+        self.suspend()
         try:
             yield
         finally:
-            os.killpg(self.process.pid, signal.SIGCONT)
+            self.resume()
 
     def log(self) -> str:
         """Its output."""
-        return (self._home / "log").read_text("utf-8", "replace")
+        return self._log(0).read_text("utf-8", "replace")
 
     def __enter__(self) -> Self:
         try:
             self.start()
-        except CannotStartError:
-            shutil.rmtree(self._home)
+        except AssertionError:
+            self.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        shutil.rmtree(self._home)
+        self.close()
 
 
 @dataclass(frozen=True)
@@ -114,28 +79,20 @@ class Reply:
     """An answer as it came."""
 
     status: int
-    content_type: str
     body: bytes
 
 
+@dataclass(frozen=True)
 class HttpClient:
-    """Requests of one client; each thread has a connection of its own.
+    """Requests of one client, each on a connection of its own.
 
     A redirection to another server that serves the same route is followed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        token: str = "",
-        answer_seconds: float = 20.0,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._address, self._tls = urlsplit(url).netloc, tls
-        self.token = token
-        self.answer_seconds = answer_seconds
-        self._local = threading.local()
-        self._open = list[http.client.HTTPConnection]()
+    url: str
+    token: str = ""
+    tls: ssl.SSLContext | None = None
+    answer_seconds: float = 60.0
 
     def get(self, path: str) -> Reply:
         return self.send("GET", path, None)
@@ -145,100 +102,46 @@ class HttpClient:
     ) -> Reply:
         return self.send("POST", path, p.encode(message), headers=headers)
 
+    def call(self, path: str, request: p.Request | None, kind: type[Any]) -> Any:
+        """Make a request to the native part; returns its answer."""
+        body = None if request is None else p.encode(request)
+        reply = self.send(p.ROUTES[path].method, path, body)
+        if reply.status != 200:
+            raise Refused(f"{path} of {request} is answered with {reply}")
+        return p.decode(reply.body, kind)
+
     def send(
         self,
         method: str,
         path: str,
         body: bytes | None,
         *,
-        content_type: str = p.JSON,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
         """Send any bytes."""
-        full = {"Content-Type": content_type, **(headers or {})}
+        full = {"Content-Type": p.JSON, **(headers or {})}
         if self.token:
-            full.setdefault("Authorization", f"Bearer {self.token}")
-        connection = self._connection()
-        try:
-            connection.request(method, path, body, full)
-            response = connection.getresponse()
-            content = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            self.drop()
-            raise Unanswered(f"{method} {path} has no answer: {error!r}") from error
-        self._local.used = time.monotonic()
-        if response.will_close or response.status >= 500 or response.status == 413:
-            self.drop()
+            full["Authorization"] = f"Bearer {self.token}"
+        address, seconds = urlsplit(self.url).netloc, self.answer_seconds
+        connection = (
+            http.client.HTTPSConnection(address, timeout=seconds, context=self.tls)
+            if self.tls
+            else http.client.HTTPConnection(address, timeout=seconds)
+        )
+        with closing(connection):
+            try:
+                connection.request(method, path, body, full)
+                response = connection.getresponse()
+                reply = Reply(response.status, response.read())
+            except (OSError, http.client.HTTPException) as error:
+                raise Unanswered(f"{method} {path} has no answer: {error!r}") from error
         location = response.headers.get("Location", "")
-        if response.status == 307 and location.endswith(path):
-            with self.other(location.removesuffix(path)) as owner:
-                return owner.send(method, path, body, content_type=content_type, headers=headers)
-        return Reply(response.status, response.headers.get_content_type(), content)
-
-    @contextmanager
-    def other(self, url: str) -> Iterator[HttpClient]:
-        """The same client, at another server."""
-        client = HttpClient(url, self.token, self.answer_seconds, self._tls)
-        try:
-            yield client
-        finally:
-            client.close()
-
-    def drop(self) -> None:
-        """Close this thread's connection; the next request opens another."""
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._open.remove(connection)
-            self._local.connection = None
-
-    def close(self) -> None:
-        """Close the connections of all threads, none of which is sending any more."""
-        for connection in self._open:
-            connection.close()
-        self._open.clear()
-        self._local = threading.local()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        if time.monotonic() - getattr(self._local, "used", 0.0) > IDLE_SECONDS:
-            self.drop()
-        if getattr(self._local, "connection", None) is None:
-            seconds = self.answer_seconds
-            connection = (
-                http.client.HTTPSConnection(self._address, timeout=seconds, context=self._tls)
-                if self._tls
-                else http.client.HTTPConnection(self._address, timeout=seconds)
+        if reply.status == 307 and location.endswith(path):
+            owner = HttpClient(
+                location.removesuffix(path), self.token, self.tls, self.answer_seconds
             )
-            self._local.connection = connection
-            self._open.append(connection)
-        return self._local.connection
-
-
-@dataclass(frozen=True)
-class V2Client:
-    """Typed calls of the native part.
-
-    A request is sent again while one of several servers answers that its scopes have no owner at
-    the moment, for as long as an answer may take.
-    """
-
-    http: HttpClient
-
-    def send(self, path: str, request: p.Request | None = None) -> Reply:
-        body = None if request is None else p.encode(request)
-        until = time.monotonic() + self.http.answer_seconds
-        while True:
-            reply = self.http.send(p.ROUTES[path].method, path, body)
-            moving = reply.status == 503 and b"moving" in reply.body
-            if not moving or time.monotonic() >= until:
-                return reply
-            time.sleep(MOVING_SECONDS)
-
-    def call(self, path: str, request: p.Request | None, kind: type[Any]) -> Any:
-        reply = self.send(path, request)
-        if reply.status != 200:
-            raise Refused(f"{path} of {request} is answered with {reply}")
-        return p.decode(reply.body, kind)
+            return owner.send(method, path, body, headers=headers)
+        return reply
 
 
 @dataclass(frozen=True)
@@ -257,7 +160,7 @@ class Written:
 class V2Scope:
     """One scope, by the native part."""
 
-    client: V2Client
+    client: HttpClient
     name: str
     slots: int
     slot_bytes: int
@@ -285,13 +188,13 @@ class V2Scope:
         return self.client.call("/v2/reserve", request, p.Leases).scopes[0]
 
     def commit(
-        self, leases: Sequence[int], lengths: Sequence[int] = (), checksums: Sequence[int] = ()
+        self, leases: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]
     ) -> list[bool]:
         part = p.CommitScope(
             scope=self.name,
             leases=list(leases),
-            lengths=list(lengths) or [self.slot_bytes] * len(leases),
-            checksums=list(checksums) or [1] * len(leases),
+            lengths=list(lengths),
+            checksums=list(checksums),
         )
         answer = self.client.call("/v2/commit", p.Commit(scopes=[part]), p.SettledLeases)
         return [state is p.Settled.DONE for state in answer.scopes[0].states]

@@ -13,7 +13,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import AdminClient
 from hicache_metadata_server.client.failover import FIRST_BACKOFF_SECONDS
 from tests.backends.hf3fs.forwards import Manner
-from tests.support.metadata import HttpClient, Unanswered
+from tests.support.metadata import HttpClient, Refused, Unanswered
 from tests.support.waiting import eventually
 
 PATIENCE_SECONDS = 60.0
@@ -147,21 +147,13 @@ def _role(node):
 
 
 def _serves_all(server):
-    with contextlib.closing(HttpClient(server.url, answer_seconds=1.0)) as client:
-        try:
-            scopes = client.get("/v2/scopes")
-            if scopes.status != 200:
-                return False
-            parts = [
-                [p.LookupScope(scope=scope.scope, keys=["none"])]
-                for scope in p.decode(scopes.body, p.Scopes).scopes
-            ]
-            return all(
-                client.post("/v2/lookup", p.Lookup(scopes=part, touch=False)).status == 200
-                for part in parts
-            )
-        except Unanswered:
-            return False
+    client = HttpClient(server.url, answer_seconds=1.0)
+    with contextlib.suppress(Unanswered, Refused):
+        for scope in client.call("/v2/scopes", None, p.Scopes).scopes:
+            part = p.LookupScope(scope=scope.scope, keys=["none"])
+            client.call("/v2/lookup", p.Lookup(scopes=[part], touch=False), p.LookedUp)
+        return True
+    return False
 
 
 def _is_ready(server):

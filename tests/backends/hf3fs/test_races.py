@@ -171,7 +171,7 @@ def test_d3_a_server_set_back_to_an_older_state_is_found_out(shared, server, tmp
     byte."""
     from hicache_conformance.harness.store_files import copy_file
 
-    home, one, old, new = server.state, shared(), chain("old", 8), chain("new", SLOTS)
+    home, one, old, new = server.tmp, shared(), chain("old", 8), chain("new", SLOTS)
     assert all(one.put(old))
     server.kill()
     saved = {path.name: copy_file(str(path), str(tmp_path / path.name)) for path in home.iterdir()}
