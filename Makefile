@@ -127,10 +127,10 @@ fuzz: $(VENV)/.installed
 	$(PYTHON) -m pytest -m fuzz tests/metadata_server
 	HICACHE_PROGRAMS=50 $(PYTHON) -m pytest -o faulthandler_timeout=0 -n 2 --dist load tests/hybrid/radix/test_programs.py
 
-# The 3FS driver's races and its killed server, ten seconds each, and Mooncake's outages; calls end within a second of their deadline.
+# The 3FS driver's races, ten seconds each, and Mooncake's outages; calls end within a second of their deadline.
 # The file driver killed and interrupted at each step of a change.
 races: $(VENV)/.installed
-	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py tests/backends/hf3fs/test_killed_server.py \
+	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py \
 		tests/backends/mooncake/test_outages.py tests/backends/file/test_killed_removals.py tests/backends/file/test_interrupts.py
 
 # Stalled disks, full and read-only ones. Prints each figure.
@@ -141,7 +141,7 @@ hostile: $(VENV)/.installed
 audit: $(VENV)/.installed
 	$(PYTHON) scripts/audit_dependencies.py
 
-# Two metadata servers on one Redis, and on a cluster of three, killed under the load of eight engines for a minute each.
+# A metadata server on SQLite, two on one Redis, and on a cluster of three, killed under the load of eight engines for a minute each.
 servers: $(VENV)/.installed
 	HICACHE_SERVERS_SECONDS=60 $(PYTHON) -m pytest -s tests/backends/hf3fs/test_several_servers.py
 

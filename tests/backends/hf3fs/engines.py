@@ -1,4 +1,4 @@
-"""Eight engines in processes of their own, on one directory, whose load goes on while servers are
+"""Engines in processes of their own, on one directory, whose load goes on while servers are
 killed; and what is said of it.
 
 Each makes calls with a deadline, of pages whose bytes tell which set wrote them, and tells both
@@ -23,7 +23,6 @@ from hicache_conformance.processes.worker import WorkerProcess, WorkerStorage
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import PoolName, StorageIdentity
 
-ENGINES = 8
 IS_LONG = "HICACHE_SERVERS_SECONDS" in os.environ
 """Whether this is `make servers`, which has the machine to itself."""
 DEADLINE_SECONDS = 3.0 if IS_LONG else 15.0
@@ -46,8 +45,8 @@ NANOSECONDS = 1_000_000_000
 class Engines:
     """The processes, and what they did."""
 
-    def __init__(self, path, urls, seed=1):
-        self._seed, self._random = seed, random.Random(seed)
+    def __init__(self, path, urls, number, seed=1):
+        self._number, self._seed, self._random = number, seed, random.Random(seed)
         self.identity = StorageIdentity(
             model="m", kv_dtype="bfloat16", page_size=2, layout="page_first", salt=f"servers-{seed}"
         )
@@ -67,7 +66,7 @@ class Engines:
         self._began_at = 0
 
     def open(self):
-        for number in range(ENGINES):
+        for number in range(self._number):
             self.open_one(f"engine{number}")
 
     def open_one(self, name):

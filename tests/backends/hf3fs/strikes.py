@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ from tests.support.waiting import eventually
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
-"""Between strikes, and until what was killed is started again."""
+"""Between strikes on the average, and until what was killed is started again."""
 SUSPENDED_SECONDS = 1.0
 BACKOFF_SECONDS = 2 * FIRST_BACKOFF_SECONDS
 """After which a client asks a server again that was silent, and its probe is answered."""
@@ -45,6 +46,7 @@ class Strikes(threading.Thread):
         self.log = list[str]()
         self.over_at = 0
         self._error: BaseException | None = None
+        self._random = random.Random(1)
         self._begin = time.monotonic()
 
     def run(self):
@@ -52,7 +54,7 @@ class Strikes(threading.Thread):
             self._begin = time.monotonic()
             while not self.log or time.monotonic() - self._begin < self._seconds:
                 for strike in self.plan:
-                    time.sleep(PAUSE_SECONDS)
+                    time.sleep(self._random.uniform(0.0, 2 * PAUSE_SECONDS))
                     strike()
         except BaseException as error:  # noqa: BLE001 - raised by `finish`
             self._error = error
@@ -65,11 +67,15 @@ class Strikes(threading.Thread):
             raise self._error
 
     def kill_server(self, server):
-        with self._outage(f"kill -9 server {server.port}", until_ready=False):
+        is_alone = self._servers == [server]
+        with self._outage(f"kill -9 server {server.port}", until_ready=is_alone):
             server.kill()
-        time.sleep(PAUSE_SECONDS)
-        server.start()
-        self._wait_until_ready()
+            if is_alone:
+                server.start()
+        if not is_alone:
+            time.sleep(PAUSE_SECONDS)
+            server.start()
+            self._wait_until_ready()
 
     def stop_server(self, server):
         """Its scopes are handed over at once, but a request may meet the moment."""

@@ -1,4 +1,5 @@
-"""Metadata servers on Redis, under the load of eight engines: all are killed, one after another.
+"""Metadata servers under the load of engines: all are killed, one after another. One has a store of
+its own, the others are on Redis.
 
 While a scope has no owner, or its store is away, pages may be missed; nothing is lost. All other
 calls go on, within their deadline. `make servers` runs it for a minute each, with more strikes: a
@@ -18,7 +19,7 @@ import pytest
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import AdminClient
 from tests.backends.hf3fs.conftest import SERVE
-from tests.backends.hf3fs.engines import ENGINES, Engines
+from tests.backends.hf3fs.engines import Engines
 from tests.backends.hf3fs.forwards import Forward
 from tests.backends.hf3fs.strikes import Strikes
 from tests.metadata_server.redis_servers import (
@@ -33,7 +34,7 @@ from tests.support.metadata import Served
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [pytest.mark.slow(seconds=50), pytest.mark.long]
+pytestmark = pytest.mark.slow(seconds=50)
 
 SECONDS = float(os.environ.get("HICACHE_SERVERS_SECONDS", "0"))
 """How long servers are struck; each of them is once at least."""
@@ -48,18 +49,23 @@ class Store:
     """Until it has come back."""
     servers: int = 2
     replicas: int = 0
+    engines: int = 8
 
 
 STORES = [
-    "one Redis",
-    pytest.param("a cluster of three", marks=[] if SECONDS else [pytest.mark.long]),
+    "SQLite",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("one Redis", "a cluster of three")),
     *(["a Redis with a replica"] if SECONDS else []),
 ]
+KILLS = 4
+"""Of the server on SQLite in a round."""
 
 
 @pytest.fixture(params=STORES)
 def store(request, tmp_path):
-    if request.param == "one Redis":
+    if request.param == "SQLite":
+        yield Store("sqlite:///{tmp}/m.db", [], lambda: None, servers=1, engines=3)
+    elif request.param == "one Redis":
         with redis_server(tmp_path, **DURABLE) as one:
             yield Store(one.url, [one], lambda: None)
     elif request.param == "a cluster of three":
@@ -96,8 +102,8 @@ def servers(store, cuts, monkeypatch):
 
 
 @pytest.fixture
-def engines(tmp_path, servers):
-    made = Engines(tmp_path / "store", [server.url for server in servers])
+def engines(tmp_path, servers, store):
+    made = Engines(tmp_path / "store", [server.url for server in servers], store.engines)
     yield made
     made.close()
 
@@ -107,6 +113,9 @@ def strikes(servers, store, cuts):
     """Not begun. Without more time than for one round, of a cluster the node is struck that has the
     pages."""
     made = Strikes(servers, store.wait, seconds=SECONDS)
+    if not store.processes:
+        made.plan = KILLS * [partial(made.kill_server, *servers)]
+        return made
     short = len(store.processes) > 1 and not SECONDS
     made.plan = [partial(made.kill_server, server) for server in servers[: 1 if short else 3]]
     made.plan += [partial(made.suspend_server, server) for server in servers[: 3 if SECONDS else 1]]
@@ -131,7 +140,7 @@ def _keys(node):
 
 
 @pytest.mark.timeout(300 + 6 * SECONDS)
-def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes):
+def test_servers_and_their_store_are_killed_under_load(engines, servers, store, strikes):
     """No acknowledged page is lost, no byte is wrong, no call takes longer than its deadline and a
     grace; all come back."""
     engines.open()
@@ -144,6 +153,6 @@ def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes
     print(*strikes.log, sep="\n")
     stored, delivered = engines.judge(strikes.outages)
     print(f"{stored} pages were stored, {delivered} delivered")
-    assert min(stored, delivered) > 10 * ENGINES
+    assert min(stored, delivered) > 10 * store.engines
     for server in servers:
         assert AdminClient(server.url).call("/v2/fsck", p.Fsck(), p.FsckReport).problems == []
