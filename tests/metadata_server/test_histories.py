@@ -1,4 +1,10 @@
-"""Random histories of several clients on one scope, and what must be true after each step."""
+"""Random histories of several clients on one scope, and what must be true after each step.
+
+A lease is committed while it lasts, and no later (MD-LEASE-3, MD-LEASE-4); its key is free once it was
+aborted (MD-LEASE-5). A slot rests for a quarantine, or until the lease that a clear has ended (MD-QUAR-1,
+MD-QUAR-2), and comes back of a later generation (MD-GEN-1). Of a chain its tail is evicted first, and no
+leased slot is (MD-EV-3, MD-EV-4). A page of another generation is not deleted (MD-DEL-3).
+"""
 
 from __future__ import annotations
 

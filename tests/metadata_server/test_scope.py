@@ -130,6 +130,7 @@ def test_a_slot_that_a_clear_left_is_not_free_before_it_was_taken_apart():
 
 
 def test_a_commit_can_be_repeated_however_long_ago_it_was():
+    """MD-LEASE-2: with the same length and checksum, while the page is live."""
     scope = scope_of(40_000)
     [first] = scope.reserve(["first"], (), "", 1, 0.0, 10.0)[2]
     assert scope.commit([first], [5], [6], 0.0) == [True]
@@ -139,6 +140,8 @@ def test_a_commit_can_be_repeated_however_long_ago_it_was():
         scope.delete(keys, (), 0.0)
     again = scope.commit([first, first, first + 1], [5, 5, 5], [6, 7, 6], 1.0)
     assert again == [True, False, False]
+    scope.delete(["first"], (), 1.0)
+    assert scope.commit([first], [5], [6], 1.0) == [False]
     assert len(scope.leases.log) < 20_000, "what was deleted long ago is forgotten"
 
 

@@ -1,5 +1,7 @@
-"""Clients of both parts on one scope, in random order: no slot belongs to two keys, and
-none is lost (MD-SLOT-1, MD-SLOT-2).
+"""Clients of both parts on one scope, in random order: no slot belongs to two keys, and none is lost
+(MD-SLOT-1, MD-SLOT-2). Reservations end by themselves (MD-RES-3, MD-RES-6). A confirm of a slot that
+is not reserved for its key, or not any more, changes nothing (MD-CONF-2), nor does a release of a live
+slot or a second one (MD-CONF-4). What is deleted or cleared is gone (MD-DEL-1, MD-DEL-2).
 
 `test_histories.py` has the scope alone, and restarts it.
 """
@@ -27,7 +29,8 @@ class Clients:
 
     async def step(self):
         chance, now = self.chance, self.peer.clock.now
-        steps = ("reserve",) * 4 + ("confirm",) * 3 + ("end", "late", "delete", "wait")
+        steps = ("reserve",) * 4 + ("confirm",) * 3
+        steps += ("end", "late", "wrong", "release", "delete", "wait")
         match chance.choice(steps):
             case "reserve":
                 await self.reserve(chance.sample(self.keys, chance.randint(1, 5)))
@@ -49,8 +52,23 @@ class Clients:
                     await self.confirmed(
                         key, slot, lease, not lease and self.stored.get(key) == slot
                     )
+            case "wrong":
+                key, slot = chance.choice(self.keys), chance.choice(self.some_slots())
+                if self.held.get(slot, ("",))[0] != key and self.stored.get(key) != slot:
+                    await self.confirmed(key, slot, 0, expected=False)
+            case "release":
+                # Slots that are free, quarantined or live, one of them twice.
+                live = set(await self.peer.indices(self.keys))
+                some = [slot for slot in self.some_slots() if slot not in self.held]
+                refused = bool(live & set(some))
+                await self.peer.confirm(released=some + some[:1], status=409 if refused else 204)
+            case "delete" if chance.random() < 0.1:
+                await self.peer.sglang("clear", 204)
+                self.stored = {}
+                self.ended += [(key, slot, lease) for slot, (key, _, lease) in self.held.items()]
+                self.held = {}
             case "delete":
-                gone = chance.sample(self.keys, 2)
+                gone = chance.choices([*self.keys, "unknown"], k=3)
                 await self.peer.sglang("delete_keys", 204, keys=gone)
                 for key in gone:
                     self.stored.pop(key, None)
@@ -59,6 +77,10 @@ class Clients:
             case _:
                 pass
         await self.check()
+
+    def some_slots(self):
+        """Slots that were given out, mostly."""
+        return self.chance.sample(range(min(self.slots, 40)), 3)
 
     def taken(self):
         slot = self.chance.choice(list(self.held))

@@ -6,7 +6,7 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.protocol import Reserved
-from tests.metadata_server.protocol.peer import LEASE, OUT, QUARANTINE, keys_of
+from tests.metadata_server.protocol.peer import LEASE, keys_of
 
 
 def states(leased):
@@ -53,38 +53,6 @@ async def test_stale_leases(timed):
     assert not any(await timed.live(keys))
 
 
-async def test_committing_again(timed):
-    """MD-LEASE-2: done while the page is live and the same; that and an abort change nothing."""
-    await timed.initialize(8)
-    [page] = await timed.store(["a"])
-    same = [page.lease], [page.length], [page.checksum]
-    assert await timed.commit(*same) == [True]
-    assert await timed.abort([page.lease]) == [False]
-    assert await timed.commit([page.lease], [page.length], [page.checksum ^ 1]) == [False]
-    assert await timed.commit([page.lease], [page.length + 1], [page.checksum]) == [False]
-    found = await timed.lookup(["a"])
-    assert (found.lengths, found.checksums) == ([page.length], [page.checksum])
-    await timed.delete(["a"])
-    assert await timed.commit(*same) == [False]
-    assert await timed.live(["a"]) == [False]
-
-
-async def test_a_lease_ends(timed):
-    """MD-LEASE-3: until its end its key is busy, then it is stale."""
-    await timed.initialize(4)
-    keys = keys_of(4)
-    first = await timed.lease(keys, lease_seconds=7.0)
-    timed.wait(6.9)
-    assert states(await timed.lease(keys)) == "bbbb"
-    timed.wait(0.1)
-    assert not any(await timed.commit(first.leases))
-    assert not any(await timed.live(keys))
-    timed.wait(QUARANTINE)
-    again = await timed.lease(keys)
-    assert states(again) == "llll"
-    assert not set(again.leases) & set(first.leases)
-
-
 async def test_a_lease_is_as_long_as_the_limits_allow(timed):
     """MD-LEASE-3."""
     await timed.initialize(4)
@@ -99,93 +67,6 @@ async def test_a_lease_is_as_long_as_the_limits_allow(timed):
         assert answer.lease_seconds == got
         [status] = await timed.inspect([key])
         assert status.seconds_left == pytest.approx(got, abs=1e-3)
-
-
-async def test_renewing(timed):
-    """MD-LEASE-4: from now on, and nothing that has ended. MD-LEASE-5: nor is that aborted."""
-    await timed.initialize(8)
-    kept, left = (await timed.lease(["a", "b"])).leases
-    timed.wait(LEASE / 2)
-    assert await timed.renew([kept], LEASE) == [True]
-    timed.wait(LEASE / 2)
-    assert await timed.renew([left], LEASE) == [False]
-    assert await timed.abort([left, kept, kept]) == [False, True, False]
-    assert states(await timed.lease(["b"])) == "l"
-
-
-async def let_go(peer, how):
-    """Let all six slots of a scope go; returns when the last of them may be given again."""
-    keys = keys_of(6)
-    if how == "abandoned":
-        await peer.lease(keys)
-        peer.wait(LEASE)
-        assert not await peer.given(6), "their ends have to be seen first"
-    elif how == "aborted":
-        await peer.abort((await peer.lease(keys)).leases)
-    else:
-        await peer.store(keys)
-        if how == "deleted":
-            await peer.delete(keys)
-        elif how == "cleared":
-            assert await peer.clear() == 6
-        else:
-            assert not await peer.given(6), "evicted for whom a quarantine has to wait"
-            assert not any(await peer.live(keys))
-
-
-@pytest.mark.parametrize("how", ["deleted", "evicted", "cleared", "aborted", "abandoned"])
-async def test_slots_rest_for_a_quarantine(timed, how):
-    """MD-QUAR-1: and come back after it, each once and of a later generation (MD-GEN-1)."""
-    await timed.initialize(6)
-    before = {status.slot: status.generation for status in await timed.inspect(slots=range(6))}
-    await let_go(timed, how)
-    rested = {status.slot: status.generation for status in await timed.inspect(slots=range(6))}
-    assert all(rested[slot] > before[slot] for slot in range(6))
-    timed.wait(QUARANTINE - 0.1)
-    assert not await timed.given(6)
-    timed.wait(0.1)
-    leased = await timed.lease(keys_of(7, "n"))
-    assert states(leased) == "llllllf"
-    assert sorted(leased.slots) == [-1, *range(6)]
-    assert all(
-        generation > rested[slot]
-        for slot, generation in zip(leased.slots, leased.generations, strict=True)
-        if slot >= 0
-    )
-
-
-async def test_eviction_spares_leased_slots(timed):
-    """MD-EV-4."""
-    await timed.initialize(9)
-    keys = keys_of(6)
-    await timed.store(keys)
-    leased = await timed.lease(keys_of(3, "l"), lease_seconds=OUT)
-    await timed.lease(keys_of(9, "n"))
-    timed.wait(QUARANTINE)
-    given = {slot for slot in (await timed.lease(keys_of(9, "n"))).slots if slot >= 0}
-    assert given == set(range(9)) - set(leased.slots)
-    assert not any(await timed.live(keys))
-    assert all(await timed.commit(leased.leases))
-
-
-async def test_tails_go_before_heads(timed):
-    """MD-EV-3: whatever the order in which chains were written and read."""
-    lengths = [3, 5, 4]
-    await timed.initialize(sum(lengths))
-    chains = [keys_of(length, f"{number}-") for number, length in enumerate(lengths)]
-    # Tails first in each batch, and used last.
-    for chain in chains:
-        await timed.store(chain[::-1], [*chain[-2::-1], ""])
-    for depth in range(max(lengths)):
-        await timed.lookup([chain[depth] for chain in chains if depth < len(chain)])
-    for count in (1, 2, 3):
-        await timed.lease(keys_of(count, f"n{count}-"), lease_seconds=OUT)
-        timed.wait(QUARANTINE)
-        await timed.lease(keys_of(count, f"n{count}-"), lease_seconds=OUT)
-        for chain in chains:
-            live = await timed.live(chain)
-            assert live == sorted(live, reverse=True)
-    assert sum([sum(await timed.live(chain)) for chain in chains]) == sum(lengths) - 6
 
 
 @pytest.mark.parametrize(

@@ -135,19 +135,6 @@ async def test_lookups_give_back_what_was_committed(peer):
     assert found.checksums[-3:] == [0, 0, 2**64 - 1]
 
 
-async def test_deleting_by_generation(peer):
-    """MD-DEL-3."""
-    await peer.initialize(16)
-    keys = keys_of(6)
-    pages = await peer.store(keys)
-    meant = [page.generation + (i % 2 == 0) for i, page in enumerate(pages)]
-    wanted = [bool(i % 2) for i in range(6)]
-    assert await peer.delete(keys, meant) == wanted
-    assert await peer.live(keys) == [not gone for gone in wanted]
-    assert await peer.delete(keys) == [not gone for gone in wanted]
-    assert not any(await peer.live(keys))
-
-
 # Answers that are repeated.
 
 

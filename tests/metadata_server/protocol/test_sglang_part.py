@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.metadata_server.protocol.peer import LEASE, QUARANTINE, keys_of
+from tests.metadata_server.protocol.peer import QUARANTINE, keys_of
 
 CALLS = {
     "exists": {"keys": ["a"]},
@@ -159,22 +159,6 @@ async def test_a_key_has_one_reservation(peer):
     assert await peer.reserve(["a"]) == [(True, slot)]
 
 
-async def test_an_abandoned_reservation_ends(timed):
-    """MD-RES-3 and MD-RES-6: a scope that is reserved and never confirmed."""
-    await timed.make(4)
-    keys = keys_of(4)
-    await timed.reserved(keys)
-    assert await unmapped(timed, [*keys, "x"])
-    assert await timed.reserve(["x", "y"]) == [(False, -1)] * 2
-    timed.wait(LEASE - 0.1)
-    assert await timed.reserve(keys) == [(False, -1)] * 4
-    timed.wait(0.1)
-    # Seen as ended: its slots are in quarantine now.
-    assert await timed.reserve(keys) == [(False, -1)] * 4
-    timed.wait(QUARANTINE)
-    assert sorted(await timed.reserved(keys)) == list(range(4))
-
-
 # Confirms and releases.
 
 
@@ -189,43 +173,6 @@ async def test_a_slot_that_was_never_reserved(peer):
     assert await peer.indices(["right"]) == [right]
 
 
-async def test_a_slot_of_another_key(peer):
-    """MD-CONF-2: live or reserved for it; its reservation still holds."""
-    await peer.make(16)
-    live, held, wrong = keys_of(3), keys_of(3, "h"), keys_of(6, "w")
-    slots = await peer.put(live)
-    reserved = await peer.reserved(held)
-    await peer.confirm(wrong, [*slots, *reserved], status=409)
-    # With the right number of pairs, but each key at its neighbour's slot.
-    await peer.confirm(held, [*reserved[1:], reserved[0]], status=409)
-    assert await unmapped(peer, [*wrong, *held])
-    assert await peer.indices(live) == slots
-    await peer.confirm(held, reserved)
-    assert await peer.indices(held) == reserved
-
-
-@pytest.mark.parametrize("by", ["clear", "release"])
-async def test_a_confirm_after_a_reservation_has_ended(timed, by):
-    """MD-CONF-2: also where another key has the slot by now."""
-    await timed.make(6)
-    late, keys = keys_of(6, "late"), keys_of(6)
-    slots = await timed.reserved(late)
-    if by == "clear":
-        await timed.sglang("clear", 204)
-    else:
-        await timed.confirm(released=slots)
-    await timed.confirm(late, slots, status=409)
-    assert await unmapped(timed, late)
-    timed.wait()
-    given = await timed.reserved(keys[:3])
-    await timed.confirm(keys[:3], given)
-    given += await timed.reserved(keys[3:])
-    await timed.confirm(late, slots, status=409)
-    assert await unmapped(timed, late)
-    await timed.confirm(keys[3:], given[3:])
-    assert await timed.indices(keys) == given
-
-
 async def test_a_slot_outside_the_file(peer):
     """MD-CONF-3."""
     await peer.make(8)
@@ -238,60 +185,7 @@ async def test_a_slot_outside_the_file(peer):
     assert {slot for _, slot in answer} == {-1, *range(8)}
 
 
-async def test_releasing_a_live_slot(timed):
-    """MD-CONF-4."""
-    await timed.make(8)
-    keys = keys_of(4)
-    slots = await timed.put(keys)
-    answer = await timed.confirm(released=slots, status=409)
-    assert answer["field"] == "pages_to_release[0]"
-    timed.wait()
-    given = await timed.reserved(keys_of(4, "n"))
-    assert not set(given) & set(slots)
-    assert await timed.indices(keys) == slots
-
-
-async def test_releasing_twice(timed):
-    """MD-CONF-4: one slot does not become two."""
-    await timed.make(6)
-    slots = await timed.reserved(keys_of(6))
-    await timed.confirm(released=[*slots, *slots])
-    await timed.confirm(released=slots)
-    timed.wait()
-    await timed.confirm(released=slots)
-    given = [slot for _, slot in await timed.reserve(keys_of(12, "n"))]
-    assert sorted(given) == [-1] * 6 + list(range(6))
-
-
 # Pages that go.
-
-
-async def test_deleting_some(timed):
-    """MD-DEL-1."""
-    await timed.make(8)
-    keys = keys_of(8)
-    slots = await timed.put(keys)
-    gone = keys[1::2]
-    await timed.sglang("delete_keys", 204, keys=[*gone, "unknown", *gone])
-    assert await timed.indices(keys) == [None if i % 2 else slots[i] for i in range(8)]
-    await timed.sglang("delete_keys", 204, keys=keys)
-    timed.wait(QUARANTINE)
-    assert sorted(await timed.reserved(keys_of(8, "n"))) == list(range(8))
-
-
-async def test_clearing(timed):
-    """MD-DEL-2, MD-QUAR-2: what was reserved comes back when its reservation would have ended."""
-    await timed.make(8)
-    held = await timed.reserved(keys_of(3, "h"))
-    await timed.put(keys_of(5))
-    await timed.sglang("clear", 204)
-    assert await unmapped(timed, [*keys_of(5), *keys_of(3, "h")])
-    timed.wait(QUARANTINE)
-    given = [slot for _, slot in await timed.reserve(keys_of(8, "n")) if slot >= 0]
-    assert sorted([*given, *held]) == list(range(8))
-    await timed.confirm(released=given)
-    timed.wait(LEASE)
-    assert sorted(await timed.reserved(keys_of(8, "z"))) == list(range(8))
 
 
 @pytest.mark.long
