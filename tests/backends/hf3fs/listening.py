@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import socket
+import http.client
+import socketserver
 import threading
 from contextlib import contextmanager
 
 
+class Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+
 @contextmanager
 def listening(answer):
-    """A server that answers every connection by a function of its own; yields its address and the
-    requests it has read."""
+    """A server that answers every request by a function of its connection; yields its address and
+    the requests it has read."""
     requests = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve():
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                threading.Thread(target=one, args=(connection,), daemon=True).start()
-
-        def one(connection):
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
             # A client that goes away is none of the server's business.
-            with connection, contextlib.suppress(OSError):
-                data = b""
-                while chunk := connection.recv(65536):
-                    data += chunk
-                    head, _, body = data.partition(b"\r\n\r\n")
-                    length = next(
-                        (
-                            int(line[15:])
-                            for line in head.split(b"\r\n")
-                            if line.lower().startswith(b"content-length:")
-                        ),
-                        0,
-                    )
-                    if b"\r\n\r\n" in data and len(body) >= length:
-                        requests.append(data)
-                        data = b""
-                        answer(connection)
+            with contextlib.suppress(OSError):
+                while line := self.rfile.readline():
+                    headers = http.client.parse_headers(self.rfile)
+                    body = self.rfile.read(int(headers.get("Content-Length", 0)))
+                    requests.append(line + headers.as_bytes() + body)
+                    answer(self.request)
 
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests
-        listener.shutdown(socket.SHUT_RDWR)
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        server.shutdown()
 
 
 def reply(status, body, content_type=b"application/msgpack"):

@@ -163,7 +163,7 @@ def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
         keys = {
             line
             for data in requests
-            for line in data.split(b"\r\n")
+            for line in data.splitlines()
             if line.lower().startswith(b"idempotency-key")
         }
         assert len(requests) == ATTEMPTS

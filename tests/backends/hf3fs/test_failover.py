@@ -401,7 +401,7 @@ def test_how_often_two_servers_that_answer_alike_are_asked(
     with pytest.raises(error):
         client.send("/v2/reserve", request, p.Leases, Call(PATIENCE_SECONDS))
     assert sorted(calls(requests) for _, requests in servers) == asked
-    lines = b"".join(data for _, requests in servers for data in requests).lower().split(b"\r\n")
+    lines = b"".join(data for _, requests in servers for data in requests).lower().splitlines()
     assert len({line for line in lines if line.startswith(b"idempotency-key")}) == 1
 
 
