@@ -15,10 +15,8 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.stores import opened_store
-from hicache_metadata_server.core.codec import SlotColumns
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import SglangService
-from hicache_metadata_server.core.slot_table import LIVE
 from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server import services
 from tests.metadata_server.full_disks import small_disk
@@ -159,23 +157,6 @@ def test_a_backup_that_fails_leaves_nothing(stored, tmp_path):
         status, told = backed_up(disk.path)
         assert (status, "is full" in told) == (2, True), told
         assert {file.name for file in disk.path.iterdir()} == {"m.db", "filler"}
-
-
-def test_what_contradicts_itself_is_left_out_by_a_start_from_a_backup(stored, tmp_path):
-    with closing(sqlite3.connect(tmp_path / "m.db")) as database, database:
-        database.execute("DELETE FROM log")
-        block = SlotColumns()
-        block.states[:2], block.keys[1] = bytes([LIVE, LIVE]), "k"
-        block.generations[1] = block.leases[1] = block.checksums[1] = 7
-        row = "(1, '0:x', 9, 9, '', '', 0, 0, '', '')"
-        database.execute(f"INSERT OR REPLACE INTO scopes VALUES {row}")
-        database.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (1 << 40, block.encode()))
-    status, told = backed_up(tmp_path)
-    assert status == 1
-    assert "a start leaves out: 0:x: slot 0 is live or leased without a key" in told
-    assert run_metadata("fsck", "--store", address(tmp_path / "b.db")).exit_code == 1
-    with opened_store(address(tmp_path / "b.db")) as (service, _):
-        assert list(live(service)) == [("0:x", "k")]
 
 
 def test_what_is_no_store_is_not_backed_up(tmp_path):

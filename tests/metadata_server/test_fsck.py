@@ -15,7 +15,7 @@ from hicache_metadata_server.storage.sqlite import SCOPE_BITS
 from tests.metadata_server import servers
 from tests.metadata_server.servers import served
 from tests.metadata_server.services import NOW, compact_all, opened
-from tests.metadata_server.test_backup import address, filled, live, write
+from tests.metadata_server.test_backup import address, backed_up, filled, live, write
 from tests.support.commands import run_metadata
 
 SERVE = f"{servers.SERVE} --store STORE --quarantine-seconds 0.05"
@@ -93,6 +93,9 @@ def test_a_store_that_contradicts_itself_is_mended_by_a_start(tmp_path):
     # No invariant is violated once these slots are left out.
     assert (status, f"slots checked, {len(SAID)} problems" in told) == (1, True), told
     assert [said for said in SAID if f"slot {said}" not in told] == []
+    status, told = backed_up(tmp_path)
+    assert (status, "a start leaves out: 0:kv: slot 91 belongs to" in told) == (1, True), told
+    assert fsck("--store", address(tmp_path / "b.db"))[0] == 1
     with opened_store(store) as (service, _):
         assert live(service) == {**before, ("0:kv", "twice"): (90, 3, 7, 7, "")}
         scope = service.scopes["0:kv"]
