@@ -210,6 +210,8 @@ def test_close_leaves_no_thread_and_ends_what_runs():
         assert failed
         with pytest.raises(MetadataError, match="closed"):
             client.refresh(Call(1))
+        with pytest.raises(MetadataError, match="closed"):
+            client.send_later("/v2/abort", p.Abort(scopes=[]))
     started = {thread.name for thread in set(threading.enumerate()) - before}
     assert "hicache-metadata-client" not in started
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import warnings
 from contextlib import closing
 
 import msgspec
@@ -134,17 +132,6 @@ def test_a_response_that_an_interrupt_has_cut_off_is_not_the_next_ones():
             assert client.refresh(Call(PATIENCE_SECONDS)).instance == "1"
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-def test_a_closed_client_is_not_warned_of_what_nobody_waits_for():
-    client = HttpMetadataClient("http://127.0.0.1:1")
-    client.close()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with pytest.raises(MetadataError, match="closed"):
-            client.send_later("/v2/abort", p.Abort(scopes=[]))
-        gc.collect()
-    assert [str(warning.message) for warning in told] == []
 
 
 def test_a_server_may_be_named():

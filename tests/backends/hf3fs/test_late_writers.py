@@ -175,14 +175,6 @@ def test_a_file_has_its_length_before_the_first_lease(rig, server):
     assert leased == [True]
 
 
-def test_a_client_that_did_not_create_the_file_opens_the_scope(rig, server):
-    """It asks the server first, and the one that has created the file comes later."""
-    one, other = (rig(metadata_url=server.url, lease_seconds=300.0) for _ in range(2))
-    assert not one.scope.file.is_written()
-    assert all(other.put(chain("a", 1)))
-    assert all(one.put(chain("b", 1)))
-
-
 def test_slots_are_not_written_through_a_link(rig, tmp_path):
     one, elsewhere = rig(), tmp_path / "elsewhere"
     elsewhere.write_bytes(b"not yours")

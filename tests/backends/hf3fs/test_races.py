@@ -67,28 +67,6 @@ def check(server, rig):
 # D2: a reader is told of slots that are somebody else's when it comes to read them.
 
 
-def test_d2_slots_are_recycled_between_the_lookup_and_the_read(mine):
-    """At every attempt but one; at one alone in test_driver.py."""
-    reader, writer, keys = mine(), mine(), chain("a", 8)
-    assert all(writer.put(keys))
-
-    def again():
-        recycle(writer, keys)
-        # They are there again, in other slots, which are recycled in their turn.
-        eventually(lambda: all(writer.put(keys)))
-
-    with interrupted(reader.store.engine, "read", again, times=3) as calls:
-        found = reader.get(keys)
-    assert calls
-    assert all(
-        page in (None, content(key, 0, reader.page_bytes))
-        for key, page in zip(keys, found, strict=True)
-    )
-    stats = reader.storage.get_stats()
-    assert stats.pools["kv"].pages_damaged == 0
-    assert stats.faults == 0
-
-
 def test_d2_slots_are_recycled_in_the_middle_of_a_page(rig):
     """The first half of a page is read, the second is another page's by then."""
     options = {

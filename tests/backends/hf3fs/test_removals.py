@@ -12,7 +12,6 @@ from hicache_storage.objects import Call, LookupBatch, this_process
 from hicache_storage.spec import RemovalReason
 from tests.backends.file.harness import COMPONENTS, ScratchPool
 from tests.backends.hf3fs.harness import recycle
-from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=10)
 
@@ -80,20 +79,6 @@ def test_what_a_failed_call_has_read_comes_with_the_next(mine, monkeypatch):
     assert one.storage.delete(["b"]) == [True]
     assert [page.key for page in listener.removed()] == ["a", "b"]
     assert sent.count("/v2/removals") == 4
-
-
-def test_a_restarted_server_has_lost_them(rig, server):
-    one = rig(metadata_url=server.url)
-    assert all(one.put(["a", "b"]))
-    listener = Listener(one.storage)
-    server.kill()
-    assert listener.removed() == []
-    server.start()
-    eventually(lambda: one.hits(["a"]))
-    assert one.storage.delete(["a"]) == [True]
-    assert [page.key for page in listener.removed(lost=True)] == ["a"]
-    assert one.storage.delete(["b"]) == [True]
-    assert [page.key for page in listener.removed()] == ["b"]
 
 
 def recalled(rig, keys):
