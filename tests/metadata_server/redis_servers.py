@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -18,6 +16,7 @@ import redis
 from redis.exceptions import RedisError
 
 from hicache_conformance.harness.ports import free_ports
+from tests.support.metadata import ServerProcess
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -55,9 +54,9 @@ class Secured:
         return "?" + urlencode(files, safe="/")
 
 
-class RedisServer:
-    """One server process. What it has written outlives `kill` and `stop`, and the next `start`
-    reads it. The password is that of the user `default`. A setting of redis.conf that is given
+class RedisServer(ServerProcess):
+    """One server process. What it has written outlives `kill`, and the next `start` reads it. The
+    password is that of the user `default`. A setting of redis.conf that is given
     several times is a list."""
 
     mode: tuple[str, ...] = ()
@@ -65,9 +64,16 @@ class RedisServer:
     def __init__(
         self, directory: Path, *, tls: Secured | None = None, password: str = "", **config: object
     ) -> None:
-        self.directory, self.tls, self.password = directory, tls, password
-        self.directory.mkdir(parents=True, exist_ok=True)
-        [self.port] = free_ports(1)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.file = directory / "redis.conf"
+        self.tls = tls
+        self.password = password
+        port = (
+            ("--port", "{port:server}")
+            if tls is None
+            else ("--port", "0", "--tls-port", "{port:server}")
+        )
+        super().__init__([binary(), str(self.file), *port, *self.mode])
         self.config = {
             "save": "",
             "appendonly": "no",
@@ -80,7 +86,6 @@ class RedisServer:
             self.config |= {"requirepass": password, "masterauth": password}
         if tls is not None:
             self.config |= tls.config
-        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -97,12 +102,6 @@ class RedisServer:
         login = {"password": self.password} if self.password else {}
         return redis.Redis(port=self.port, socket_timeout=PATIENCE, **(login | secure | options))
 
-    @property
-    def _ports(self) -> list[str]:
-        if self.tls is not None:
-            return ["--port", "0", "--tls-port", str(self.port)]
-        return ["--port", str(self.port)]
-
     def start(self) -> None:
         """Start it, and wait until it serves."""
         lines = [
@@ -111,12 +110,9 @@ class RedisServer:
             for value in (values if isinstance(values, list) else [values])
         ]
         # A Sentinel writes what it learns into the same file.
-        file = self.directory / "redis.conf"
-        file.write_text("\n".join(lines))
-        with (self.directory / "log").open("ab") as log:
-            command = [binary(), str(file), *self._ports, *self.mode]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        self._wait()
+        self.file.write_text("\n".join(lines))
+        super().start()
+        eventually(self._serves, f"{self.file} is not served")
 
     def follow(self, primary: RedisServer) -> None:
         """Be a replica of another, and wait until it has what that one has."""
@@ -145,41 +141,10 @@ class RedisServer:
             eventually(lambda: client.info("replication")["slave_repl_offset"] >= goal)
         self.lead()
 
-    def kill(self) -> None:
-        """Kill -9."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-        self.process = None
-
-    def suspend(self) -> None:
-        """It answers nothing, and its connections stay open, until `resume`."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-
-    def resume(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-
-    def stop(self) -> None:
-        """End it in good order, if it runs."""
-        if self.process is not None:
-            self.resume()
-            self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(PATIENCE)
-            self.kill()
-
-    def _wait(self) -> None:
-        def serves() -> bool:
-            assert self.process is not None
-            assert self.process.poll() is None, (self.directory / "log").read_text()
-            with self.client() as client, suppress(RedisError):
-                return bool(client.ping())
-            return False
-
-        eventually(serves, f"{self.directory} does not serve")
+    def _serves(self) -> bool:
+        with self.client() as client, suppress(RedisError):
+            return bool(client.ping())
+        return False
 
 
 class Sentinel(RedisServer):
@@ -252,12 +217,8 @@ class RedisCluster:
 @contextmanager
 def redis_server(directory: Path, name: str = "redis", **config: Any) -> Iterator[RedisServer]:
     """A running server, with settings of redis.conf by their names (`appendonly="yes"`)."""
-    server = RedisServer(directory / name, **config)
-    try:
-        server.start()
+    with RedisServer(directory / name, **config) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @contextmanager
@@ -309,8 +270,7 @@ def sentinels(
     with ExitStack() as stack:
         started = [Sentinel(directory / f"sentinel-{i}", sentinel=options) for i in range(number)]
         for one in started:
-            stack.callback(one.stop)
-            one.start()
+            stack.enter_context(one)
         eventually(lambda: all(one.sees(replicas, number) for one in started))
         hosts = ",".join(f"127.0.0.1:{one.port}" for one in started)
         yield f"redis+sentinel://{hosts}/cache/0"

@@ -28,13 +28,12 @@ class Refused(AssertionError):
     """An answer has another status than 200."""
 
 
-class Served(Servers):
-    """A server, from a command with {port} and, for what it keeps over restarts, {tmp}."""
+class ServerProcess(Servers):
+    """One server of a test's own, whose command has the place {port:server}."""
 
-    def __init__(self, command: str) -> None:
-        super().__init__([shlex.split(command.replace("{port}", "{port:server}"))])
+    def __init__(self, command: Sequence[str]) -> None:
+        super().__init__([command])
         self.port = self.ports["server"]
-        self.url = f"http://127.0.0.1:{self.port}"
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -72,6 +71,14 @@ class Served(Servers):
     def __exit__(self, *_: object) -> None:
         self.kill()
         self.close()
+
+
+class Served(ServerProcess):
+    """A server, from a command with {port} and, for what it keeps over restarts, {tmp}."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(shlex.split(command.replace("{port}", "{port:server}")))
+        self.url = f"http://127.0.0.1:{self.port}"
 
 
 @dataclass(frozen=True)
