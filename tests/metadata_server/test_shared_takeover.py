@@ -138,22 +138,6 @@ def test_replicas_that_are_missing_are_warned_of_at_the_start(pair, capture_log)
     assert (line["wanted"], line["connected"]) == (2, 1)
 
 
-async def test_a_change_that_a_replica_has_outlives_its_primary(pair, moving):
-    primary, replica = pair
-    keys = [f"k{number}" for number in range(300)]
-    async with server_on(url_of(moving), replicas=1) as caller:
-        await stored(caller, keys)
-        late = await leased(caller, ["late"])
-        primary.kill()
-        replica.lead()
-        moving.lead_to(replica.port)
-    async with server_on(url_of(moving)) as caller:
-        assert await live(caller, keys) == keys
-        assert await committed(caller, late["leases"]) == ["done"]
-        assert min((await leased(caller, ["new"]))["leases"]) > max(late["leases"])
-        await whole(caller)
-
-
 # What a replica lacks.
 
 
