@@ -11,6 +11,8 @@ from tests.support.metadata import Served
 SERVE = (
     f"{servers.SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.05 --lease-seconds 1"
 )
+LEASE_SECONDS = 10.0
+"""More than a busy machine takes from a reservation to its commit."""
 
 
 @pytest.fixture
@@ -26,6 +28,17 @@ def rig(tmp_path):
     yield make
     for made in rigs:
         made.storage.close()
+
+
+@pytest.fixture(params=["local", "remote"])
+def mine(request, rig):
+    """Storages on one store, without and with a server."""
+    if request.param == "remote":
+        url = request.getfixturevalue("kept_server").url
+        return lambda **options: rig(
+            **{"metadata_url": url, "lease_seconds": LEASE_SECONDS, **options}
+        )
+    return rig
 
 
 @pytest.fixture

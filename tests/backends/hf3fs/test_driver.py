@@ -31,6 +31,7 @@ from hicache_storage.spec import (
     parse_config,
 )
 from tests.backends.file.harness import COMPONENTS, ScratchPool, identity, replaced
+from tests.backends.hf3fs.conftest import LEASE_SECONDS
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain, content, interrupted, recycle
 from tests.support.forking import in_child
@@ -39,19 +40,6 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.slow(seconds=20)
 
 PATIENCE_SECONDS = 60.0
-LEASE_SECONDS = 10.0
-"""More than a busy machine takes from a reservation to its commit."""
-
-
-@pytest.fixture(params=["local", "remote"])
-def mine(request, rig):
-    """Storages on one store, without and with a server."""
-    if request.param == "remote":
-        url = request.getfixturevalue("kept_server").url
-        return lambda **options: rig(
-            **{"metadata_url": url, "lease_seconds": LEASE_SECONDS, **options}
-        )
-    return rig
 
 
 def test_a_set_over_several_pools_asks_two_requests(rig, kept_server, monkeypatch):

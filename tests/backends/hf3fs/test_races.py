@@ -17,6 +17,7 @@ from hicache_backends.hf3fs.slots import posix as posix_module
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import AdminClient
 from hicache_storage.objects import Call
+from tests.backends.hf3fs.conftest import LEASE_SECONDS
 from tests.backends.hf3fs.harness import Rig, chain, content, interrupted, recycle
 from tests.support.waiting import eventually
 
@@ -26,8 +27,6 @@ SMALL = "64KiB"
 SLOTS = 14
 """Slots of 4608 bytes in so small a file."""
 PATIENCE_SECONDS = 30.0
-LEASE_SECONDS = 10.0
-"""More than a busy machine takes from a reservation to its commit."""
 
 
 @pytest.fixture

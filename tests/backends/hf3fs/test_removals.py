@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from msgspec import structs
 
@@ -18,13 +16,6 @@ pytestmark = pytest.mark.slow(seconds=10)
 REASON = RemovalReason
 KEYS = ["", "~", "~tilde", "plain"]
 """Some of which have other names on the server."""
-
-
-@pytest.fixture(params=["local", "remote"])
-def mine(request, rig):
-    if request.param == "remote":
-        return partial(rig, metadata_url=request.getfixturevalue("kept_server").url)
-    return rig
 
 
 class Listener:

@@ -130,11 +130,6 @@ class Peer:
         assert {len(column) for column in columns} == {len(keys)}
         return leased
 
-    async def given(self, count, **options):
-        """Slots that so many new keys get."""
-        keys = [f"{self.scope} {next(self._numbers)}" for _ in range(count)]
-        return {slot for slot in (await self.lease(keys, **options)).slots if slot >= 0}
-
     async def commit(self, leases, lengths=(), checksums=()):
         ones = [1] * len(leases)
         part = p.CommitScope(
@@ -193,16 +188,10 @@ class Peer:
         """Let the server's time pass."""
         self.clock.now += seconds
 
-    def work(self):
-        """What a server does beside its requests: end what is due."""
-        self.caller.service.settle(self.clock.now, 10**6)
-
     async def _settled(self, path, request, count):
         [settled] = (await self.call(path, request)).scopes
         assert len(settled.states) == count
         return [state is p.Settled.DONE for state in settled.states]
-
-    _numbers = iter(range(10**9))
 
 
 def keys_of(count, name="k"):
