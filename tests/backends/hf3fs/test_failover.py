@@ -365,8 +365,8 @@ def serve(stack):
 @pytest.fixture
 def client_of(stack):
     """Makes a client of some addresses."""
-    return lambda *urls: stack.enter_context(
-        closing(HttpMetadataClient(urls, rng=random.Random(1)))
+    return lambda *urls, **options: stack.enter_context(
+        closing(HttpMetadataClient(urls, rng=random.Random(1), **options))
     )
 
 
@@ -394,13 +394,15 @@ def client_of(stack):
 def test_how_often_two_servers_that_answer_alike_are_asked(
     serve, client_of, status, code, error, asked
 ):
-    """A refusal is taken from the first one; what another may answer is asked of it under one key."""
-    servers = [serve(problem(status, code)) for _ in range(2)]
-    client = client_of(*[url for url, _ in servers])
+    """A refusal is taken from the first one; what another may answer is asked of it under one key, and
+    the first one is left, unless it only has no owner to name."""
+    servers, left = [serve(problem(status, code)) for _ in range(2)], list[int]()
+    client = client_of(*[url for url, _ in servers], on_failover=lambda: left.append(1))
     request = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])])
     with pytest.raises(error):
         client.send("/v2/reserve", request, p.Leases, Call(PATIENCE_SECONDS))
     assert sorted(calls(requests) for _, requests in servers) == asked
+    assert len(left) == (asked[0] > 0 and error is not NoOwnerError)
     lines = b"".join(data for _, requests in servers for data in requests).lower().splitlines()
     assert len({line for line in lines if line.startswith(b"idempotency-key")}) == 1
 
@@ -473,21 +475,6 @@ def test_a_redirection_to_another_route_is_not_followed(serve, client_of):
     with pytest.raises(RetryableError, match="a redirection to"):
         client.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp, Call(10.0))
     assert not asked
-
-
-def test_a_writer_leaves_a_server_that_drains_and_comes_back(kept_server, server_two):
-    """These two have a store each; the client makes its scope in both."""
-    client = Client([kept_server, server_two])
-    with closing(client.metadata):
-        client.metadata.refresh(Call(10))
-        client.reserve(["a"])
-        AdminClient(client.home.url).call("/v2/drain", p.Drain(enabled=True), p.Draining)
-        assert client.reserve(["b"]).states == [p.Reserved.LEASED]
-        assert client.left == 1
-        assert client.metadata.endpoint.startswith(client.other.url)
-        assert (client.leased(client.home), client.leased(client.other)) == (1, 1)
-        AdminClient(client.home.url).call("/v2/drain", p.Drain(enabled=False), p.Draining)
-        eventually(lambda: client.metadata.endpoint == client.home.url)
 
 
 def test_two_addresses_that_are_two_stores_lose_pages_and_are_told(kept_server, server_two, caplog):
