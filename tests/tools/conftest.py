@@ -29,38 +29,21 @@ DRIVER = """
 import os, signal, sys, time
 from dataclasses import replace
 
-from hicache_storage.objects import ObjectStorage
-from hicache_storage.spec import Capabilities, DriverConfig, Durability, Health, Sharing, StorageUnavailableError
+from hicache_storage.spec import Capabilities, DriverConfig, Health, Sharing, StorageUnavailableError
+from hicache_storage.testing import MemoryStorage
 
 CAPABILITIES = Capabilities({capabilities})
+OBJECTS = {{}}
 
 
 class Config(DriverConfig, frozen=True, kw_only=True):
     url: str = ""
 
 
-class Dictionary(ObjectStorage):
-    objects: dict[str, bytes] = {{}}
-
+class Storage(MemoryStorage):
     def __init__(self, identity, config):
-        super().__init__(identity, driver_name={name!r}, capabilities=CAPABILITIES)
+        super().__init__(identity, OBJECTS, driver_name={name!r}, capabilities=CAPABILITIES)
 
-    def objects_exist(self, batches, call):
-        return [[batch.namespace.object_name(key) in self.objects for key in batch.keys] for batch in batches]
-
-    def read_objects(self, batches, call):
-        return [[read.fill(self.objects.get(read.namespace.object_name(read.key))) for read in batch.reads] for batch in batches]
-
-    def write_objects(self, batches, call):
-        for batch in batches:
-            self.objects.update({{write.namespace.object_name(write.key): write.tobytes() for write in batch.writes}})
-        return [[True] * len(batch.writes) for batch in batches]
-
-    def delete_objects(self, batches, call):
-        return [[self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
-
-
-class Storage(Dictionary):
 {body}
 """
 
