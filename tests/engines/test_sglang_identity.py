@@ -7,6 +7,7 @@ from itertools import combinations, product
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hicache_storage.engines.sglang.identity import (
     ENGINE_KEYS,
@@ -47,29 +48,16 @@ class Engine:
         return not self.is_mla_model or self.tp_rank == self.dcp_rank
 
 
-class Dtype:
-    """Prints as torch's dtypes do."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __str__(self) -> str:
-        return f"torch.{self.name}"
-
-
 @dataclass
 class Anchor:
     layout: str = "page_first"
     page_size: int = 64
-    dtype: Dtype | None = None
+    dtype: torch.dtype = torch.bfloat16
     start_layer: int = 0
     end_layer: int = 31
     layer_num: int = 32
     kv_buffer: object = "memory"
     size_per_token: int = 4096
-
-    def __post_init__(self) -> None:
-        self.dtype = self.dtype or Dtype("bfloat16")
 
 
 OPTIONS = {"interface_v1": 1, "driver": "file"}
@@ -151,7 +139,7 @@ class TestIdentity:
             "dcp_rank of a cp_rank": identity(
                 Engine(tp_rank=1, is_mla_model=True, dcp_size=2, dcp_rank=1, attn_cp_rank=1)
             ),
-            "dtype": identity(anchor=Anchor(dtype=Dtype("float16"))),
+            "dtype": identity(anchor=Anchor(dtype=torch.float16)),
             "layout": identity(anchor=Anchor(layout="layer_first")),
             "page size": identity(anchor=Anchor(page_size=32)),
             "layers": identity(anchor=Anchor(layer_num=16)),
@@ -193,7 +181,7 @@ class TestIdentity:
         assert identity(anchor=anchor).page_size == 64
 
     def test_a_pool_that_tells_no_layers(self):
-        anchor = SimpleNamespace(layout="page_first", page_size=64, dtype=Dtype("bfloat16"))
+        anchor = SimpleNamespace(layout="page_first", page_size=64, dtype=torch.bfloat16)
         who = identity(anchor=anchor)
         assert (who.layer_start, who.layer_end) == (0, 0)
 
@@ -259,14 +247,14 @@ class TestDtype:
             logical_dtype(Anchor(), "fp8_e4m3")
 
     def test_what_uint8_hides_is_told_by_the_operator_or_the_engine(self):
-        hidden = Anchor(dtype=Dtype("uint8"))
+        hidden = Anchor(dtype=torch.uint8)
         assert logical_dtype(hidden, engine_kv_dtype="fp8_e5m2") == "fp8_e5m2"
         assert logical_dtype(hidden, "fp8_e4m3", "fp8_e5m2") == "fp8_e4m3"
 
     @pytest.mark.parametrize("engine_kv_dtype", ["", "auto"])
     def test_what_nobody_tells_is_refused(self, engine_kv_dtype):
         with pytest.raises(InvalidPoolError, match='set "kv_dtype"'):
-            logical_dtype(Anchor(dtype=Dtype("uint8")), engine_kv_dtype=engine_kv_dtype)
+            logical_dtype(Anchor(dtype=torch.uint8), engine_kv_dtype=engine_kv_dtype)
 
 
 class TestPools:
