@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hicache_storage.tools.bench import preflight
@@ -26,6 +28,8 @@ from tests.tools.conftest import FAULTY
 
 pytestmark = pytest.mark.slow(seconds=60)
 
+TRACE = str(Path(__file__).with_name("traces") / "mooncake.jsonl")
+OF_TEBIBYTES = ("--capacity", "1000TiB", "--pages", "1TiB")
 QUICK = ("--pages", "4KiB", "--batch", "8", "--seconds", "0.05", "--max-stored", "1MiB")
 
 
@@ -209,9 +213,15 @@ def test_the_command(tmp_path):
         (["file", "--pages", "big"], "is not a size"),
         (["file", "-c", "paht=x"], "did you mean 'path'?"),
         (["--compare", "/no/a", "/no/b"], "No such file"),
+        (["file", "--capacity", "1GiB"], "need a --trace"),
+        (["file", "--sample", "8"], "need a --trace"),
+        (["file", "--trace", "t.jsonl", "--pages", "1KiB"], "a multiple of 4096 bytes"),
+        (["file", "--trace", "gone.jsonl"], "gone.jsonl"),
+        (["file", "--trace", TRACE, "--sample", "4096"], "a smaller N"),
+        (["file", "--trace", TRACE, *OF_TEBIBYTES], "smaller --pages"),
     ],
 )
 def test_bad_arguments(arguments, said):
     done = run_here("bench", *arguments)
     assert done.exit_code == 2
-    assert said in done.stderr
+    assert said in " ".join(done.stderr.split())

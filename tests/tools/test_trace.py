@@ -138,26 +138,6 @@ def test_capacities(site):
         capacities_of(trace, "dictionary", 4096, "1GiB")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--capacity", "1GiB"), "need a --trace"),
-        (("--trace", "t.jsonl", "--pages", "1KiB"), "a multiple of 4096 bytes"),
-        (("--trace", "gone.jsonl"), "gone.jsonl"),
-        (("--sample", "8"), "need a --trace"),
-        (("--trace", str(TRACES / "mooncake.jsonl"), "--sample", "4096"), "a smaller N"),
-        (
-            ("--trace", str(TRACES / "mooncake.jsonl"), "--capacity", "1000TiB", "--pages", "1TiB"),
-            "smaller --pages",
-        ),
-    ],
-)
-def test_bad_arguments(arguments, said):
-    done = run_hicache("bench", "file", *arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
-
-
 def test_hit_rates_of_a_store_without_a_capacity_are_no_plot(site, tmp_path):
     site.here("dictionary")
     trace, plot = str(TRACES / "mooncake.jsonl"), tmp_path / "plot.svg"
