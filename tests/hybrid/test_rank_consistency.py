@@ -121,7 +121,11 @@ def nothing_is_made():
         ({"write_policy": "write_back"}, "write_policy"),
         ({"bigram": True}, "bigram"),
         ({"prefetch": PrefetchRules(threshold_tokens=9)}, "prefetch"),
-        ({"storage": STORAGE}, "storage"),
+        ({"storage": None}, "storage"),
+        *(
+            ({"storage": replace(STORAGE, **{name: "other"})}, "storage")
+            for name in ("model", "revision", "tenant", "adapter", "salt")
+        ),
         ({"mamba": None, "device_states": 0, "host_states": 0}, r"pools, checkpoint_grid.*"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -129,7 +133,8 @@ def nothing_is_made():
 def test_ranks_of_other_configs_are_refused(change, message):
     found = on_ranks(
         lambda rank, rank_group: build(
-            configs(rank, **(change if rank else {})), rank_group=rank_group
+            configs(rank, **{"storage": STORAGE, **(change if rank else {})}),
+            rank_group=rank_group,
         )
     )
     for error in found:
@@ -137,20 +142,6 @@ def test_ranks_of_other_configs_are_refused(change, message):
         assert re.fullmatch(
             f"ranks differ in {message}; make it the same on every rank", str(error)
         ), error
-
-
-@pytest.mark.usefixtures("nothing_is_made")
-def test_whose_bytes_a_storage_keeps_is_the_same_on_all():
-    for name in ("model", "revision", "tenant", "adapter", "salt"):
-        other = replace(STORAGE, **{name: "other"})
-        found = on_ranks(
-            lambda rank, rank_group, storages=(STORAGE, other): build(
-                configs(rank, storage=storages[rank]), rank_group=rank_group
-            )
-        )
-        assert [str(error) for error in found] == [
-            "ranks differ in storage; make it the same on every rank"
-        ] * 2
 
 
 @pytest.mark.usefixtures("nothing_is_made")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from itertools import product
 
 import pytest
 import torch
@@ -54,12 +55,20 @@ def in_dict(config, objects=None):
     return MemoryStorage(config.identity("m"), objects)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        *product(CONFIGS.values(), ["layer_first", "page_first", "page_first_direct"]),
+        # States have no heads, and come along in another layout.
+        (mamba_config, "page_head"),
+    ],
+)
 def test_bytes_come_back_from_every_tier(config, layout):
     settings = config(layout=layout)
     with closing(StreamSimulator(7)) as simulator:
         streams = simulator, simulator.stream("compute")
         with build(settings, storage=in_dict(settings), streams=streams) as stack:
+            assert stack.host_pools[PoolName.KV].layout == layout
             session = Session(stack)
             session.insert()
             assert stack.drain(60)
@@ -81,27 +90,6 @@ def test_bytes_come_back_to_a_gpu(config):
     settings = config(device="cuda")
     with build(settings, storage=in_dict(settings)) as stack:
         Session(stack).comes_back()
-
-
-def test_the_layout_by_heads_takes_states_along():
-    settings = mamba_config(layout="page_head")
-    with build(settings, storage=in_dict(settings)) as stack:
-        Session(stack).comes_back()
-        assert stack.host_pools[PoolName.KV].layout == "page_head"
-
-
-def test_a_stack_goes_on_where_another_has_stopped(config, tmp_path):
-    settings = config(
-        storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)})
-    )
-    with build(settings) as first:
-        Session(first).insert()
-        assert first.drain(60)
-    with build(settings) as second:
-        session = Session(second)
-        session.fetch()
-        assert session.restore() == (Session.LENGTH, Session.LENGTH)
-        assert second.drain(60)
 
 
 def test_pages_that_are_deleted_behind_its_back_are_written_again(config, tmp_path):
