@@ -25,6 +25,7 @@ from hicache_storage.spec import (
     StorageUnavailableError,
     UnknownPoolError,
 )
+from tests.support.failing import failing
 
 PATIENCE_SECONDS = 60.0
 CALLERS = 8
@@ -268,11 +269,7 @@ def test_a_call_whose_deadline_has_passed_does_not_end_a_row_of_faults(kit, dead
     layer.register_mem_host_pool_v2(pool, "kv")
     layer.open()
     pages = [pool.transfer("kv", ["a"], [0])]
-
-    def fail(operation):
-        raise OSError("down")
-
-    storage.before = fail
+    storage.before = failing(OSError("down"))
     layer.batch_get_v2(pages)
     layer.batch_get_v2(pages, PASSED)
     layer.batch_exists_v2(["a"], None, PASSED)
@@ -307,15 +304,12 @@ def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, c
     )
     assert layer.batch_set_v2(pages) == {"kv": [True]}
 
-    def fail(operation):
-        raise OSError("down")
-
     def answer_from_memory():
         in_memory.append(True)
         CACHED[call](layer, pages)
         in_memory.clear()
 
-    storage.before = fail
+    storage.before = failing(OSError("down"))
     layer.batch_get_v2(pages)
     answer_from_memory()
     assert layer.breakers["read"].state is BreakerState.CLOSED
@@ -355,11 +349,7 @@ def test_a_refusal_is_no_fault(kit, caplog):
     closed, no alert of faults."""
     storage, pool = kit.memory_storage()
     storage.open()
-
-    def refuse(operation):
-        raise StorageRefusedError("429 too_many")
-
-    storage.before = refuse
+    storage.before = failing(StorageRefusedError("429 too_many"))
     layer = CircuitBreakerLayer(storage, 1, 10.0)
     layer.register_mem_host_pool_v2(pool, "kv")
     for _ in range(3):

@@ -18,6 +18,7 @@ from hicache_storage.spec import (
     StorageUnavailableError,
     UnknownPoolError,
 )
+from tests.support.failing import kept_calls
 from tests.support.waiting import eventually
 
 PATIENCE_SECONDS = 60.0
@@ -73,8 +74,7 @@ def test_a_get_into_the_pool_is_waited_for(hanging):
 
 def test_a_delete_is_told_its_deadline(hanging):
     layer, storage, _pool, _release = hanging("nothing", deletes=True)
-    calls, inner = [], storage.delete_objects
-    storage.delete_objects = lambda batches, call: (calls.append(call), inner(batches, call))[1]
+    calls = kept_calls(storage, "delete_objects")
     assert layer.delete(["a"]) == [False]
     assert calls[0].remaining() is not None
 

@@ -24,6 +24,7 @@ from hicache_storage.spec import (
     parse_config,
     seconds_since_asked,
 )
+from tests.support.failing import kept_calls
 
 PAST = [0.0, -0.0, -0.5, -1.0, -1e300, -math.inf, 0, -1, -(10**400)]
 NO_TIME = [math.nan, "x", "1", True, [1.0], 1j, b"1"]
@@ -80,8 +81,7 @@ def test_a_deadline_that_has_passed_is_a_miss_at_once(surrounded, seconds):
 )
 def test_a_deadline_that_is_too_long_is_the_storages_own(surrounded, seconds):
     layers, storage, pool = surrounded
-    calls, inner = [], storage.write_objects
-    storage.write_objects = lambda batches, call: (calls.append(call), inner(batches, call))[1]
+    calls = kept_calls(storage, "write_objects")
     assert layers.batch_set_v2([pool.transfer("kv", ["a"], [0])], info(seconds)) == {"kv": [True]}
     left = calls[0].remaining()
     assert left is None or left <= threading.TIMEOUT_MAX

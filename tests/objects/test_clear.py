@@ -6,15 +6,12 @@ import pytest
 
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.objects.storing import stored
+from tests.support.failing import failing
 
 
 def test_a_store_that_cannot_be_reached_is_not_cleared(kit):
     storage, _pool = kit.memory_storage()
-
-    def down(operation):
-        raise OSError("no route")
-
-    storage.before = down
+    storage.before = failing(OSError("no route"))
     for _ in range(2):
         # Also right after an attempt to connect has failed, where the data path does not try.
         with pytest.raises(StorageUnavailableError, match="no route"):
@@ -34,12 +31,7 @@ def test_what_is_damaged_stays_hidden_when_it_cannot_be_removed(kit, operation, 
     stored(storage, pool, ["a"], [0])
     storage.objects = {name: bytes(len(payload)) for name, payload in storage.objects.items()}
     assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
-
-    def before(asked):
-        if asked == operation:
-            raise error
-
-    storage.before = before
+    storage.before = failing(error, operation)
     if raised is None:
         assert storage.delete(["a"]) == [False]
     else:

@@ -15,6 +15,7 @@ from hicache_storage.spec import (
     StorageUnavailableError,
 )
 from tests.objects.storing import stored
+from tests.support.failing import failing
 from tests.support.waiting import eventually
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -30,11 +31,7 @@ class TestFaults:
     def test_a_failing_driver_is_a_miss(self, kit, error, caplog):
         storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
-
-        def fail(operation):
-            raise error
-
-        storage.before = fail
+        storage.before = failing(error)
         with caplog.at_level(logging.INFO):
             for _ in range(3):
                 assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
@@ -49,16 +46,11 @@ class TestFaults:
             assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}
             assert caplog.text.count("serving again") == 1
 
-    @pytest.mark.parametrize("failing", ["read", "write"])
-    def test_lookups_that_serve_do_not_end_the_episode_of_others(self, kit, failing, caplog):
+    @pytest.mark.parametrize("operation", ["read", "write"])
+    def test_lookups_that_serve_do_not_end_the_episode_of_others(self, kit, operation, caplog):
         storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
-
-        def fail(operation):
-            if operation == failing:
-                raise OSError(5, "I/O error")
-
-        storage.before = fail
+        storage.before = failing(OSError(5, "I/O error"), operation)
         with caplog.at_level(logging.INFO):
             for number in range(3):
                 assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
@@ -79,12 +71,7 @@ class TestFaults:
         """A full disk counted as one, opened the breaker, and `health()` knew nothing of it."""
         storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
-
-        def refuse(operation):
-            if operation in ("write", "delete", "clear"):
-                raise error
-
-        storage.before = refuse
+        storage.before = failing(error, "write", "delete", "clear")
         with caplog.at_level(logging.INFO):
             for _ in range(3):
                 assert storage.batch_set_v2([pool.transfer("kv", ["b"], [1])]) == {"kv": [False]}
@@ -108,12 +95,7 @@ class TestFaults:
     def test_permission_that_a_read_lacks_is_a_fault(self, kit):
         storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
-
-        def deny(operation):
-            if operation == "read":
-                raise PermissionError(13, "Permission denied")
-
-        storage.before = deny
+        storage.before = failing(PermissionError(13, "Permission denied"), "read")
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
         assert storage.fault_count() == 1
         assert storage.health().writable
@@ -149,12 +131,7 @@ class TestFaults:
 
     def test_connecting_fails_and_is_tried_again(self, kit, monkeypatch):
         storage, pool = kit.memory_storage()
-
-        def down(operation):
-            if operation == "connect":
-                raise OSError("no route")
-
-        storage.before = down
+        storage.before = failing(OSError("no route"), "connect")
         with pytest.raises(StorageUnavailableError, match="no route"):
             storage.open()
         assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
@@ -167,11 +144,7 @@ class TestFaults:
 
     def test_an_absent_store_is_not_asked_at_every_call(self, kit):
         storage, _pool = kit.memory_storage()
-
-        def down(operation):
-            raise OSError("down")
-
-        storage.before = down
+        storage.before = failing(OSError("down"))
         for _ in range(5):
             storage.batch_exists_v2(["a"])
         assert storage.operations == ["connect"]

@@ -16,6 +16,7 @@ from hicache_storage.spec import (
 from hicache_storage.testing import BytePool, MemoryStorage
 from hicache_storage.testing.storage import CAPABILITIES
 from tests.objects.test_head_shards import KEYS, Rank
+from tests.support.failing import failing
 from tests.support.waiting import eventually
 
 
@@ -34,12 +35,7 @@ def ask(storage, pool, keys, info=None):
     return storage.batch_get_v2([pool.transfer("kv", keys, list(range(len(keys))))], info)["kv"]
 
 
-def refuses(operation):
-    raise StorageRefusedError("429 too_many")
-
-
-def fails(operation):
-    raise OSError(5, "Input/output error")
+FAULT = failing(OSError(5, "Input/output error"))
 
 
 def test_hits_have_no_reason(kit):
@@ -51,7 +47,11 @@ def test_hits_have_no_reason(kit):
 
 @pytest.mark.parametrize(
     ("before", "reason"),
-    [(lambda _: None, "absent"), (refuses, "refused"), (fails, "fault")],
+    [
+        (lambda _: None, "absent"),
+        (failing(StorageRefusedError("429 too_many")), "refused"),
+        (FAULT, "fault"),
+    ],
 )
 def test_what_the_store_has_answered(kit, before, reason):
     storage, pool = kit.memory_storage()
@@ -134,7 +134,7 @@ def test_a_late_call_is_counted_once_by_the_layer_that_has_answered(kit):
 def test_an_open_breaker_is_the_reason(kit):
     storage, pool = layered(kit, breaker_threshold=1, breaker_cooldown_seconds=60.0)
     storage.open()
-    storage.inner.inner.before = fails
+    storage.inner.inner.before = FAULT
     storage.batch_exists_v2(["a"])
     ask(storage, pool, ["a"])
     assert reasons(storage) == ({"fault": 1, "breaker": 2}, {"breaker": 1})

@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from hicache_storage.objects import recorder
-from hicache_storage.spec import (
-    HiCacheStorageExtraInfo,
-)
+from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
 from tests.objects.storing import stored
+from tests.support.failing import failing, kept_calls
 
 
 class TestDriversThatFindWhatExists:
@@ -68,11 +67,7 @@ def test_a_registered_pool_tells_its_namespace(kit, caplog):
 def test_statistics_can_be_switched_off_but_not_faults(kit):
     storage, pool = kit.memory_storage(metrics=False)
     stored(storage, pool, ["a"], [0])
-
-    def fail(operation):
-        raise OSError
-
-    storage.before = fail
+    storage.before = failing(OSError())
     storage.batch_exists_v2(["a"])
     assert storage.get_stats().pools == {}
     assert storage.get_stats().faults == 1
@@ -100,8 +95,6 @@ def test_a_call_is_counted_once_however_many_pages_it_has(kit):
 
 
 def test_pages_over_the_limit_are_refused(kit):
-    from hicache_storage.spec import Capabilities
-
     storage, pool = kit.memory_storage(capabilities=Capabilities(max_page_bytes=10))
     assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
     assert storage.get_stats().pools["kv"].pages_refused == 1
@@ -109,11 +102,7 @@ def test_pages_over_the_limit_are_refused(kit):
 
 def test_the_deadline_reaches_the_driver(kit):
     storage, _pool = kit.memory_storage()
-    seen = []
-    storage.objects_exist = lambda batches, call: (
-        seen.append(call),
-        [[False] * len(b.keys) for b in batches],
-    )[1]
+    seen = kept_calls(storage, "objects_exist")
     storage.batch_exists_v2(
         ["a"],
         extra_info=HiCacheStorageExtraInfo(

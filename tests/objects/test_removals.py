@@ -20,6 +20,7 @@ from hicache_storage.spec import (
 )
 from hicache_storage.testing import BytePool, MemoryStorage
 from hicache_storage.testing.storage import CAPABILITIES
+from tests.support.failing import failing
 
 KEYS = ["a", "b", "c"]
 
@@ -100,11 +101,7 @@ def test_a_page_that_is_found_damaged_is_reported(filled):
 def test_a_fault_leaves_the_cursor_and_the_next_call_catches_up(filled):
     storage, first = filled
     storage.delete(["a"])
-
-    def fail(operation):
-        raise OSError("away")
-
-    storage.before, faults = fail, storage.fault_count()
+    storage.before, faults = failing(OSError("away")), storage.fault_count()
     assert storage.removals(first.cursor) == replace(first, removed=[])
     assert storage.fault_count() == faults + 1
     assert storage.removals().cursor == 0

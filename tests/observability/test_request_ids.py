@@ -28,6 +28,7 @@ from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import running
 from tests.observability.serving import ask, stopped
+from tests.support.failing import failing
 from tests.support.forking import in_child
 from tests.support.metadata import Served
 
@@ -86,9 +87,7 @@ def test_a_driver_is_told_one_id_a_call(kit, may_hang):
 
 def test_lines_of_the_sdk_have_the_fields(kit, caplog):
     driver, pool = kit.memory_storage()
-    driver.before = lambda operation: (
-        (_ for _ in ()).throw(OSError("gone")) if operation == "read" else None
-    )
+    driver.before = failing(OSError("gone"), "read")
     with caplog.at_level(logging.INFO, "hicache_storage"):
         driver.batch_get_v2(
             [pool.transfer("kv", ["a"], [0])], HiCacheStorageExtraInfo(request_id="chat-7")
