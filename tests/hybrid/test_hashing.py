@@ -64,10 +64,6 @@ def test_keys_are_sglangs():
     assert page_hashes([0, 1, 2**31 - 1, 2**31], 2) == WIDE
 
 
-def test_a_chain_goes_on_from_any_page():
-    assert page_hashes(TOKENS[4:], 4, prior=PLAIN[0]) == PLAIN[1:]
-
-
 @pytest.mark.parametrize(("names", "expected"), NAMESPACES.items())
 def test_namespaces_are_sglangs(names, expected):
     seed = namespace_seed(*names)

@@ -13,6 +13,7 @@ from hicache_storage.spec import Capabilities, StorageForkedError
 from tests.support.forking import in_child
 
 LOCKS = {
+    "call": lambda layers: layers.inner.inner._lifecycle.lock(),
     "lifecycle": attrgetter("inner.inner._lifecycle._lock"),
     "connecting": attrgetter("inner.inner._lifecycle._connecting"),
     "damage": attrgetter("inner.inner._damaged._lock"),
@@ -86,14 +87,6 @@ def test_while_the_parent_connects(around):
     layers, pool = around
     with LOCKS["connecting"](layers):
         assert in_child(lambda: used(layers, pool)).startswith("forked forked")
-
-
-def test_close_in_a_child_does_not_wait_for_the_parents_calls(around):
-    layers, pool = around
-    with layers.inner.inner._lifecycle.lock():
-        assert (
-            in_child(lambda: used(layers, pool)) == "[True] [True] 1 [False] None None None ok=True"
-        )
 
 
 def test_an_exporter_is_closed_in_a_child_without_its_thread(around):
