@@ -30,6 +30,7 @@ from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
 from tests.metadata_server.http_calls import SlowStore, running
+from tests.metadata_server.services import NOW, commit, initialize, reserve
 from tests.observability.components import COMPONENTS, series
 
 ROOT = Path(__file__).parents[2]
@@ -135,32 +136,20 @@ def metrics_text(service):
 
 
 def test_leases_that_end_by_themselves_are_counted():
-    service, now = MetadataService(), 100.0
-    service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=8)]), now)
-    leases = service.reserve(
-        p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a", "b", "c"])], lease_seconds=1.0),
-        now,
-    )
-    [given] = leases.scopes
-    service.commit(
-        p.Commit(
-            scopes=[
-                p.CommitScope(scope="0:kv", leases=given.leases[:1], lengths=[1], checksums=[1])
-            ]
-        ),
-        now,
-    )
-    service.settle(now + 5.0, 1024)
+    service = MetadataService()
+    initialize(service, "0:kv", slots=8)
+    given = reserve(service, ["a", "b", "c"], lease_seconds=1.0)
+    commit(service, given.leases[:1])
+    service.settle(NOW + 5.0, 1024)
     assert service.list_scopes().scopes[0].expired_leases == 2
     assert b'hicache_metadata_expired_leases_total{scope="0:kv"} 2.0' in metrics_text(service)
 
 
 def test_the_model_of_a_scope_is_a_label():
     service = MetadataService()
-    for name in ("0:kv", "0:unnamed"):
-        service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=8)]), 1.0)
+    initialize(service, "0:kv", "0:unnamed", slots=8)
     for model in ("before", 'a "quoted" \\ name{}'):
-        service.describe(p.Describe(scope="0:kv", model=model), 1.0)
+        service.describe(p.Describe(scope="0:kv", model=model), NOW)
     [family] = [
         family
         for family in text_string_to_metric_families(metrics_text(service).decode())
@@ -174,15 +163,13 @@ def test_the_model_of_a_scope_is_a_label():
 def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
     service = MetadataService()
     for number in range(MAX_SCOPE_SERIES):
-        service.initialize(
-            p.Initialize(scopes=[p.ScopeGeometry(scope=f"1:s{number}", slots=8)]), 1.0
-        )
+        initialize(service, f"1:s{number}", slots=8)
     metrics = create_app(service, MemoryStore()).metrics
     metrics.text()
     # Sorted before all others, and still not one that is named.
     for name in ("0:a", "0:b"):
-        service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=8)]), 1.0)
-        service.describe(p.Describe(scope=name, model="m"), 1.0)
+        initialize(service, name, slots=8)
+        service.describe(p.Describe(scope=name, model="m"), NOW)
     for _ in range(2):
         text = metrics.text().decode()
         assert '{scope="0:' not in text
