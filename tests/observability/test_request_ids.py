@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import signal
 import sys
 import threading
 from contextlib import closing, contextmanager
 from io import StringIO
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from hypothesis import given
@@ -27,10 +31,9 @@ from hicache_storage.observability.request_ids import (
 from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import running
-from tests.observability.serving import ask, stopped
 from tests.support.failing import failing
 from tests.support.forking import in_child
-from tests.support.metadata import Served
+from tests.support.metadata import HttpClient, Served
 
 LEGAL = re.compile(r"[A-Za-z0-9._:@/+=-]{0,64}")
 SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
@@ -181,6 +184,13 @@ async def test_the_server_answers_with_the_id_and_never_with_more():
         assert len({await answered("/v2/initialize") for _ in range(3)}) == 3
 
 
+def stopped(place):
+    """Stop a server as operators do, and tell what it has printed."""
+    os.killpg(place.process.pid, signal.SIGTERM)
+    place.process.wait(60)
+    return place.log()
+
+
 def test_the_calls_id_is_that_of_its_requests_and_of_the_audit_log(tmp_path):
     """Two processes: the engine's call, and the server that it asks."""
     with Served(command=SERVE) as place:
@@ -188,7 +198,8 @@ def test_the_calls_id_is_that_of_its_requests_and_of_the_audit_log(tmp_path):
         with closing(rig.storage), RequestScope("chat-7"):
             rig.put(chain("c", 3))
             rig.storage.clear()
-        _, _, body = ask(place.url, "GET", "/v2/history")
+        with closing(HttpClient(place.url)) as client:
+            body = client.get("/v2/history").body
         lines = [json.loads(line) for line in stopped(place).splitlines()]
     of_calls = {call["route"]: call["request_id"] for call in json.loads(body)["slowest"]}
     assert of_calls["/v2/reserve"] == of_calls["/v2/commit"] == "chat-7"
@@ -206,9 +217,13 @@ def broken(self, request):
 handlers.Handlers.start = broken
 from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}"""
     with Served(command=command) as place:
-        status, headers, _ = ask(place.url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")
+        headers = {"Content-Type": "application/json", "X-Request-Id": "chat-7"}
+        body = json.dumps(SCOPE).encode()
+        with pytest.raises(HTTPError) as failed:
+            urlopen(Request(f"{place.url}/v2/initialize", body, headers), timeout=20)
+        failed.value.close()
         lines = [json.loads(line) for line in stopped(place).splitlines()]
-    assert (status, headers["x-request-id"]) == (500, "chat-7")
+    assert (failed.value.code, failed.value.headers["x-request-id"]) == (500, "chat-7")
     [deep] = [line for line in lines if line["event"] == "deep"]
     [fault] = [line for line in lines if line["event"] == "request_failed"]
     assert deep["request_id"] == fault["request_id"] == "chat-7"
