@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from hicache_conformance.model import OUTCOME_PROPERTY, PLUGINS, RUN_VARIABLE
-from hicache_conformance.model.pytest_keys import (
+from hicache_conformance.model import (
     CASE_MARK,
-    DRAWN_INPUT,
+    OUTCOME_PROPERTY,
+    PLUGINS,
+    RUN_VARIABLE,
     STARTING_SECONDS,
-    drawn_seed,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from hicache_conformance.runner.session import Session
+
+DRAWN_INPUT: Final = "hicache_drawn"
+"""Key of a pytest-xdist worker's input: the seed and the name of the controller's run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,6 +87,12 @@ class _Hooks:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._session: Session | None = None
+        seed: int | None = config.option.hicache_seed
+        drawn = secrets.randbelow(2**32) if seed is None else seed, secrets.token_hex(4)
+        # All workers of pytest-xdist take their chances from one seed, which the report names.
+        from_controller: dict[str, tuple[int, str]] = getattr(config, "workerinput", {})
+        self._drawn = from_controller.get(DRAWN_INPUT, drawn)
+        config.option.hicache_seed, config.option.hicache_run = self._drawn
 
     def _begin(self) -> Session:
         if self._session is None:
@@ -121,8 +131,7 @@ class _Hooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        # pytest-xdist: all workers take their chances from one seed.
-        node.workerinput[DRAWN_INPUT] = drawn_seed(self._config)
+        node.workerinput[DRAWN_INPUT] = self._drawn
 
 
 class _WorkerHooks(_Hooks):

@@ -11,7 +11,7 @@ import functools
 import pytest
 
 from hicache_conformance import DriverConformance
-from hicache_conformance.model.pytest_keys import CASE_MARK
+from hicache_conformance.model import CASE_MARK
 from hicache_conformance.suite.driver_conformance import catalogue
 
 class TestMemory(DriverConformance):

@@ -17,7 +17,7 @@ from hicache_conformance.fixtures.target import (
     SEVERAL_STORES,
 )
 from hicache_conformance.interfaces.interface import FOLDERS, interface_of, known
-from hicache_conformance.model.pytest_keys import CASE_MARK
+from hicache_conformance.model import CASE_MARK
 from hicache_conformance.model.rules import Level, declares, parse_levels, rules, undeclared
 from hicache_conformance.suite.driver_conformance import DriverConformance, catalogue
 from hicache_storage.spec import Capabilities, Durability, Sharing

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicache_conformance.model import CASE_MARK
 from hicache_conformance.model.cause import stacks_in_driver
 from hicache_conformance.model.outcomes import Case
-from hicache_conformance.model.pytest_keys import CASE_MARK
 from hicache_conformance.model.rules import Level
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import msgspec
 import pytest
 
 from hicache_conformance.harness.process_state import processes
-from hicache_conformance.model import PLUGINS, RUN_VARIABLE
+from hicache_conformance.model import FULL_STATUS, MESSAGE, PLUGINS, RUN_VARIABLE
 from hicache_conformance.model.outcomes import (
     DETAIL_LIMIT,
     PREFLIGHT,
@@ -35,7 +35,6 @@ from hicache_conformance.model.outcomes import (
     RunRecord,
     ended_case,
 )
-from hicache_conformance.model.pytest_keys import FULL_STATUS, MESSAGE
 from hicache_conformance.model.settings import PAGE_VARIABLE, Settings
 
 if TYPE_CHECKING:

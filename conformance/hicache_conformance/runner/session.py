@@ -29,7 +29,13 @@ from hicache_conformance.fixtures.target import (
 )
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.foreign_storage import process_is_full
-from hicache_conformance.model import OUTCOME_PROPERTY
+from hicache_conformance.model import (
+    CASE_MARK,
+    FULL_STATUS,
+    MESSAGE,
+    OUTCOME_PROPERTY,
+    STARTING_SECONDS,
+)
 from hicache_conformance.model.case import Inconclusive, NotPromised, Violation, cases_of
 from hicache_conformance.model.cause import Cause, cause_of
 from hicache_conformance.model.outcomes import (
@@ -43,7 +49,6 @@ from hicache_conformance.model.outcomes import (
     RunRecord,
     ended_case,
 )
-from hicache_conformance.model.pytest_keys import CASE_MARK, FULL_STATUS, MESSAGE, STARTING_SECONDS
 from hicache_conformance.model.rules import all_needs, undeclared
 from hicache_conformance.model.settings import Settings, port_names, unique_name
 from hicache_conformance.model.verdict import Judgement, Verdict, judge

@@ -12,8 +12,8 @@ from drivers_plugin import SAMPLES
 
 from hicache_conformance import DriverConformance
 from hicache_conformance.fixtures.target import DriverTarget
+from hicache_conformance.model import CASE_MARK
 from hicache_conformance.model.outcomes import Outcome
-from hicache_conformance.model.pytest_keys import CASE_MARK
 from hicache_conformance.runner.session import FINDINGS
 from hicache_conformance.suite.driver_conformance import catalogue
 
