@@ -228,7 +228,7 @@ def adopt(
 
     Exits with 0 if the files are written, 2 if the suite could not do its work.
     """
-    from hicache_conformance.report.adopted import TEST, write_adopted
+    from hicache_conformance.report.files import TEST, write_adopted
 
     console = Console(stderr=True)
     with _mistakes(console):

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hicache_conformance.model.outcomes import Outcome, Replay
-from hicache_conformance.report.adopted import REQUIREMENTS, TEST, write_adopted
+from hicache_conformance.report.files import REQUIREMENTS, TEST, write_adopted
 from hicache_conformance.report.results import as_json, results
 from tests.conformance.records import ended, header, judged
 
