@@ -1,1 +1,1 @@
-"""Reports of a run: what it was about, files, and the terminal's side."""
+"""Reports of a run: what it was about, and files."""
