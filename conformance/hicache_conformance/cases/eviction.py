@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -31,14 +30,14 @@ from hicache_conformance.processes.worker import KillSchedule, WorkerProcess
 from hicache_storage.spec import HiCacheStorageExtraInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from random import Random
+    from collections.abc import Mapping, Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
 
 SETTLE_SECONDS: Final = 2.0
 """How long an eviction that goes on in the background may take to show in the counters."""
 CHAIN: Final = 8
+MIX: Final[Mapping[Call, int]] = {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
 
 
 class EvictionCases:
@@ -138,42 +137,21 @@ class EvictionCases:
             )
             readable(reader, told, rule="EV-2")
 
-    @covers("EV-2", "GET-1", levels=Level.FAULTS, needs=["evicts"])
+    @covers("EV-2", levels=Level.FAULTS, needs=["evicts"])
     def test_reads_while_others_push_pages_out(self, context: CaseContext) -> None:
-        """Two threads look up and read what two others write into a store that is always full."""
-        config, identity = context.capped(capacity_of(24)), context.identity()
+        """Four threads look up, read and write in a store that is always full."""
+        group, config = ProcessGroup(context, SHAPES), context.capped(capacity_of(16))
+        keys, sut = group.new_keys(48), open_capped(context, config, group.identity)
         suts = (
-            [open_capped(context, config, identity) for _ in range(4)]
+            [sut, *(open_capped(context, config, group.identity) for _ in range(3))]
             if context.shares
-            else context.clients(open_capped(context, config, identity), 4)
+            else context.clients(sut, 4)
         )
-        recent, reading = [context.keys(BATCH) for _ in range(4)], [True, True]
-        for chain in recent:
-            suts[0].set(chain)
-
-        def write(sut: StorageUnderTest, writer: int) -> None:
-            for number in itertools.takewhile(lambda _: reading, itertools.count()):
-                chain = [f"writer{writer}-{number}-{page}" for page in range(BATCH)]
-                sut.set(chain)
-                recent.append(chain)
-
-        def read(sut: StorageUnderTest, random: Random) -> None:
-            try:
-                for _ in range(context.profile.thread_calls):
-                    chain = random.choice(recent[-8:])
-                    told = chain[: sut.exists(chain).kv_hit_pages]
-                    readable(sut, told, rule="EV-2")
-            finally:
-                # One element for each reader: the writers stop when the list is empty, also when a
-                # reader raised.
-                reading.pop()
-
-        writers = [partial(write, sut, number) for number, sut in enumerate(suts[:2])]
-        readers = [
-            partial(read, sut, context.chance(f"reader {number}"))
-            for number, sut in enumerate(suts[2:])
-        ]
-        together("EV-2", [*writers, *readers])
+        calls = context.profile.thread_calls
+        work = group.work(keys, MIX, calls=calls, clients=len(suts), max_keys=BATCH)
+        clients = [group.client(str(number), sut) for number, sut in enumerate(suts)]
+        together("EV-2", [partial(one.run, work, number) for number, one in enumerate(clients)])
+        group.judge("EV-2", keeps=False)
 
     @covers("EV-3", levels=Level.FAULTS, needs=["evicts"])
     @pytest.mark.parametrize("manner", ["one-call", "several-calls", "looked-up", "read"])
@@ -328,10 +306,10 @@ class EvictionProcessCases:
     def test_processes_push_each_other_s_pages_out(self, context: CaseContext) -> None:
         """Several processes look up, read and write in a store that is always full."""
         group = ProcessGroup(context, SHAPES, config=context.capped(capacity_of(16)))
-        keys, mix = group.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
+        keys = group.new_keys(48)
         workers = [group.worker(name) for name in ("one", "two", "three")]
         calls = context.profile.process_calls // 2
-        group.run_together(workers, keys, mix, calls=calls, clients=2, max_keys=BATCH)
+        group.run_together(workers, keys, MIX, calls=calls, clients=2, max_keys=BATCH)
         group.judge("EV-2", keeps=False)
 
     @covers("EV-4", levels=Level.FAULTS, needs=["evicts", "sharing>=processes"])
