@@ -80,20 +80,15 @@ def _ask(block: int, group: int, storage: HiCacheStorage, keys: list[str]) -> ob
     return storage.batch_exists_v2(keys, [block_groups("indexer", block, group)])
 
 
-def _register(pool: object, storage: HiCacheStorage, _: list[str]) -> object:
-    return storage.register_mem_host_pool_v2(pool, PoolName.KV)
-
-
-def _register_as(name: str, storage: HiCacheStorage, _: list[str]) -> object:
-    return storage.register_mem_host_pool_v2(GuardedPool(), name)
-
-
-def _delete(storage: HiCacheStorage, keys: list[str]) -> object:
-    return storage.delete(keys, pool=UNKNOWN)
+def _register(pool: object, name: str, storage: HiCacheStorage, _: list[str]) -> object:
+    return storage.register_mem_host_pool_v2(pool, name)
 
 
 REFUSED: Final[Mapping[str, tuple[str, Callable[[HiCacheStorage, list[str]], object]]]] = {
-    "delete from an unregistered pool": ("", _delete),
+    "delete from an unregistered pool": (
+        "",
+        lambda storage, keys: storage.delete(keys, pool=UNKNOWN),
+    ),
     "indices from a pool that is not in the call": ("indices", _borrow),
     **{
         f"before any registration {call}": (PoolName.KV, partial(_move, call))
@@ -104,11 +99,11 @@ REFUSED: Final[Mapping[str, tuple[str, Callable[[HiCacheStorage, list[str]], obj
         for block, group in ((0, 0), (2, 3), (-1, 0), (2, -1))
     },
     **{
-        f"registering {kind}": ("", partial(_register, pool))
+        f"registering {kind}": ("", partial(_register, pool, PoolName.KV))
         for kind, pool in {"None": None, "7": 7, "a text": "kv", "an object": object()}.items()
     },
     **{
-        f"registering as {name!a}": ("name", partial(_register_as, name))
+        f"registering as {name!a}": ("name", partial(_register, GuardedPool(), name))
         for name in ("", "KV", "k v", "kv/1", "..", "x" * 65, "caf\u00e9")
     },
 }
@@ -202,7 +197,9 @@ def _check_refused(
     right_keys = keys if call == "batch_set_v2" else stored
     right = PoolTransfer(PoolName.INDEXER, slots_of(PAGES, 2), keys=right_keys)
     fields: Any = {"name": "kv", "host_indices": slots_of(PAGES, 2), "keys": keys}
-    _prepare(sut, right_keys)
+    for pool, memory in sut.memories.items():
+        memory.fill(range(memory.pages), canary(0, memory.page_bytes))
+        sut.fill(PageGroup(right_keys, pool), PAGES)
     for first in (True, False):
 
         def ask(first: bool = first) -> object:
@@ -211,12 +208,6 @@ def _check_refused(
 
         _refused(ask, f"{call} with {argument}: {how}", argument)
         _check_untouched(sut, keys, call, how)
-
-
-def _prepare(sut: StorageUnderTest, keys: list[str]) -> None:
-    for pool, memory in sut.memories.items():
-        memory.fill(range(memory.pages), canary(0, memory.page_bytes))
-        sut.fill(PageGroup(keys, pool), PAGES)
 
 
 def _check_untouched(sut: StorageUnderTest, keys: list[str], call: str, how: str) -> None:
