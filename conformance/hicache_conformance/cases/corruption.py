@@ -22,7 +22,7 @@ from hicache_conformance.harness.corruption import (
     corrupt_files,
 )
 from hicache_conformance.harness.page_patterns import Page, short
-from hicache_conformance.harness.pools import GuardedPool, PoolMemory
+from hicache_conformance.harness.pools import kv_and_state
 from hicache_conformance.harness.process_state import records_above_debug
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.injectors.disk import DiskInjector
@@ -62,14 +62,10 @@ class CorruptObjectCases:
     @covers("GET-5", "GET-1", levels=Level.POOLS, corrupts=True)
     def test_damaged_pages_of_a_side_pool(self, context: CaseContext) -> None:
         """Pages of every pool are verified."""
-        pools: dict[str, PoolMemory] = {
-            PoolName.KV: GuardedPool(),
-            PoolName.INDEXER: GuardedPool(components=(40,)),
-        }
-        sut, key = context.storage(pools=pools), context.keys(1)[0]
-        for pool in pools:
+        sut, key = context.storage(pools=kv_and_state()), context.keys(1)[0]
+        for pool in sut.memories:
             _plant(context, sut, key, ObjectCorruption.FLIPPED_BIT, pool)
-        for pool, found in sut.get_many([PageGroup([key], pool) for pool in pools]).items():
+        for pool, found in sut.get_many([PageGroup([key], pool) for pool in sut.memories]).items():
             _check_undelivered(sut, key, found[0], pool=pool)
 
     @covers("GET-5", "GET-3", "SET-6", "GET-1", corrupts=True)
@@ -153,7 +149,11 @@ class CorruptObjectCases:
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
         sut.get([key])
-        _repair(sut, key, damage)
+        refused = f"is damaged ({damage}), and a set of it answers False"
+        check_each([key], sut.set([key]), "SET-3", refused)
+        sut.expect([key], rule="SET-3")
+        unseen = f"was damaged ({damage}) and repaired, and exists does not see it"
+        check_each([key], [sut.has(key)], "SET-3", unseen)
 
     @covers("SET-1", "SET-3", needs=["sharing>=process"], corrupts=True)
     @pytest.mark.parametrize("step", ["discard", "remove"])
@@ -206,17 +206,6 @@ def _check_undelivered(
         "GET-5",
         f"page key {short(key)} of pool {pool!r} is damaged ({damage}), and a get delivers it: "
         f"{sut.explain(key, content, pool)}",
-    )
-
-
-def _repair(sut: StorageUnderTest, key: str, damage: ObjectCorruption) -> None:
-    refused = f"is damaged ({damage}), and a set of it answers False"
-    check_each([key], sut.set([key]), "SET-3", refused)
-    sut.expect([key], rule="SET-3")
-    check(
-        sut.has(key),
-        "SET-3",
-        f"page 0 key {short(key)} was damaged ({damage}) and repaired, and exists does not see it",
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.harness.oracle import PoolQuery, check_exists
-from hicache_conformance.harness.pools import GuardedPool, PoolMemory
+from hicache_conformance.harness.pools import GuardedPool, kv_and_state
 from hicache_conformance.harness.storage_under_test import (
     PageGroup,
     StorageUnderTest,
@@ -101,7 +101,7 @@ class ExistenceCases:
     def test_the_form_of_a_hit(self, context: CaseContext) -> None:
         """Numbers and lists of an answer, which does not change with later calls."""
         # Without the layers, whose counters add up numbers of any type.
-        sut, keys = context.storage(pools=_kv_and_side(), options=NO_LAYERS), context.keys(4)
+        sut, keys = context.storage(pools=kv_and_state(), options=NO_LAYERS), context.keys(4)
         for pool in sut.memories:
             sut.store(keys[:3], pool)
         for chain in (keys, keys[3:]):
@@ -135,7 +135,7 @@ class ExistenceCases:
     @covers("EX-7", "EX-6", levels=[Level.CORE, Level.POOLS])
     def test_unknown_pool(self, context: CaseContext) -> None:
         """A pool that nobody registered, KV among them, alone and beside others."""
-        both, keys = context.stored(3, pools=_kv_and_side())
+        both, keys = context.stored(3, pools=kv_and_state())
         alone = context.storage(pools={SIDE: GuardedPool(page_size=1)})
         both.store(keys[:2], SIDE)
         alone.store(keys, SIDE)
@@ -178,7 +178,7 @@ class ExistenceCases:
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
     def test_an_empty_chain(self, context: CaseContext) -> None:
         """An empty chain is a hit of 0 pages, with side pools or without, also after a hit."""
-        sut, keys = context.stored(2, pools=_kv_and_side())
+        sut, keys = context.stored(2, pools=kv_and_state())
         sut.exists(keys)
         for transfers in ([], [all_pages(SIDE)], [trailing(SIDE, 2)], [block_groups(SIDE, 2, 1)]):
             answer = sut.exists([], *transfers)
@@ -252,17 +252,13 @@ class ExistenceCases:
     @covers("EX-11", levels=[Level.CORE, Level.POOLS])
     def test_presence_in_each_pool(self, context: CaseContext) -> None:
         """A side pool has pages of its own, with KV or without; an unknown pool has none."""
-        sut, keys = context.storage(pools=_kv_and_side()), context.keys(6)
+        sut, keys = context.storage(pools=kv_and_state()), context.keys(6)
         sut.store(keys[:3])
         sut.store(keys[2:5], SIDE)
         for _ in range(2):
             _check_presence(sut, keys, keys[:3])
             _check_presence(sut, keys, keys[2:5], SIDE)
             _check_presence(sut, keys, [], "never_registered")
-
-
-def _kv_and_side() -> dict[str, PoolMemory]:
-    return {PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)}
 
 
 def _check_presence(
