@@ -61,21 +61,16 @@ class Settings:
     """Directory of a command line's run."""
 
     def write(self, path: Path) -> None:
-        """Write them for `read`."""
+        """Write them for `of_environment`."""
         # Created before it is written, because options may hold secrets.
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(self))
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read what `write` has written."""
-        return msgspec.json.decode(path.read_bytes(), type=cls)
-
-    @classmethod
     def of_environment(cls) -> Self | None:
         """The settings that a command line has given to the processes of its run; None elsewhere."""
         path = os.environ.get(RUN_VARIABLE)
-        return cls.read(Path(path)) if path else None
+        return msgspec.json.decode(Path(path).read_bytes(), type=cls) if path else None
 
 
 def parse_page_bytes(text: str) -> int:
