@@ -19,17 +19,19 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.model.outcomes import CaseOutcome, Outcome, RunRecord
-from hicache_conformance.model.rules import Level, parse_levels, rules
-from hicache_conformance.model.settings import PROFILES, Settings, parse_page_bytes, parse_profile
-from hicache_conformance.model.verdict import (
+from hicache_conformance.model.outcomes import (
     DID_NOT_RUN,
     STOPPED_AT,
+    CaseOutcome,
     Judgement,
+    Outcome,
     RuleResult,
+    RunRecord,
     Verdict,
     judge,
 )
+from hicache_conformance.model.rules import Level, parse_levels, rules
+from hicache_conformance.model.settings import PROFILES, Settings, parse_page_bytes, parse_profile
 from hicache_conformance.report.results import reproduction
 from hicache_conformance.report.results import results as results_of
 from hicache_storage.tools.options import parse_pairs, redacted

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from hicache_conformance.fixtures.context import CaseContext
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, RunRecord
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, RunRecord, judge
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.settings import PROFILES
-from hicache_conformance.model.verdict import judge
 
 CORE = [Level.CORE]
 

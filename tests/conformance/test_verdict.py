@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_conformance.model.outcomes import Case, Outcome, Replay
+from hicache_conformance.model.outcomes import Case, Outcome, Replay, Verdict
 from hicache_conformance.model.rules import Level, rules
-from hicache_conformance.model.verdict import Verdict
 from tests.conformance import records
 from tests.conformance.records import ended, header
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
-    from hicache_conformance.model.verdict import Judgement, RuleResult
+    from hicache_conformance.model.outcomes import Judgement, RuleResult
 
 
 def write_report(

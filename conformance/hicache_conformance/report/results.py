@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hicache_conformance.model.outcomes import PREFLIGHT, CaseOutcome, Header, Outcome
+from hicache_conformance.model.outcomes import (
+    PREFLIGHT,
+    CaseOutcome,
+    Header,
+    Judgement,
+    Outcome,
+    RuleResult,
+    Verdict,
+)
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.settings import mentions_tmp, port_names
-from hicache_conformance.model.verdict import Judgement, RuleResult, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

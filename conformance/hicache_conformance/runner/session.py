@@ -44,14 +44,16 @@ from hicache_conformance.model.outcomes import (
     CaseOutcome,
     EndedCase,
     Header,
+    Judgement,
     Outcome,
     Replay,
     RunRecord,
+    Verdict,
     ended_case,
+    judge,
 )
 from hicache_conformance.model.rules import all_needs, undeclared
 from hicache_conformance.model.settings import Settings, port_names, unique_name
-from hicache_conformance.model.verdict import Judgement, Verdict, judge
 from hicache_conformance.report.header import blank_header, describe_interface
 from hicache_storage.plugins import create_storage, driver_class, registry
 from hicache_storage.spec import (

@@ -20,7 +20,7 @@ from hicache_conformance.report.header import SUITE
 from hicache_conformance.report.results import SCHEMA, badge, store_is_fresh
 
 if TYPE_CHECKING:
-    from hicache_conformance.model.verdict import Judgement
+    from hicache_conformance.model.outcomes import Judgement
 
 
 class PublishedDriver(msgspec.Struct, frozen=True):
