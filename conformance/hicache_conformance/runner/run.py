@@ -35,11 +35,12 @@ from hicache_conformance.model.outcomes import (
     RunRecord,
     ended_case,
 )
-from hicache_conformance.model.settings import PAGE_VARIABLE, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from types import FrameType
+
+    from hicache_conformance.model.settings import Settings
 
 
 MAX_HANGS: Final = 3
@@ -348,7 +349,6 @@ def _environment(settings: Settings) -> Generator[None]:
     """Set the variables of a run's processes."""
     variables = {
         RUN_VARIABLE: str(Path(settings.home, "run.json")),
-        PAGE_VARIABLE: str(settings.page_bytes),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         # Otherwise hypothesis makes a directory where the user stands.
         "HYPOTHESIS_STORAGE_DIRECTORY": str(Path(settings.home, "hypothesis")),

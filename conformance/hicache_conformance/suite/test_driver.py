@@ -1,7 +1,7 @@
 """The cases, for the driver that the command line names."""
 
-from hicache_conformance import DriverConformance
 from hicache_conformance.model.settings import Settings
+from hicache_conformance.suite.driver_conformance import DriverConformance
 
 _run = Settings.of_environment() or Settings()
 
