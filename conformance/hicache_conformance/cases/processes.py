@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.fixtures.process_group import ProcessGroup
-from hicache_conformance.fixtures.small_store import BATCH, capacity_of, long_pages
+from hicache_conformance.fixtures.small_store import BATCH, capacity_of
 from hicache_conformance.fixtures.small_store import SHAPES as LONG_PAGES
 from hicache_conformance.fixtures.target import CAPACITY
 from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool, PoolShape
+from hicache_conformance.harness.pools import PoolShape, make_pools
 from hicache_conformance.harness.store_files import disk_usage, store_files
 from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call, Event
@@ -54,10 +53,7 @@ class SharingCases:
         value = group.store(early, later, "SET-1")
         for reader in (early, writer, late):
             group.expect(reader, later, value, "ID-2")
-        own = context.storage(
-            group.identity,
-            pools={pool: GuardedPool(**asdict(shape)) for pool, shape in SHAPES.items()},
-        )
+        own = context.storage(group.identity, pools=make_pools(SHAPES))
         for pool, value in values.items():
             own.expect(keys, pool, generation=value, rule="ID-2")
 
@@ -405,7 +401,7 @@ def _kill_removers(
         for _ in range(2 if context.capabilities.networked else 1):
             # A page alone: to store a second one, the first might rightly be evicted.
             group.store(witness, keys[:1], "FT-5")
-            reader = context.storage(group.identity, pools=long_pages(), config=config)
+            reader = context.storage(group.identity, pools=make_pools(LONG_PAGES), config=config)
             found = reader.get(keys[:1])
             reader.storage.close()
             if found != [None]:

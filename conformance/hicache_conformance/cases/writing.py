@@ -128,7 +128,7 @@ class WritingCases:
         two = context.storage(replace(one.identity))
         two.store(keys, generation=1)
         for sut in (one, two):
-            check_not_rewritten(sut, keys)
+            _check_not_rewritten(sut, keys)
 
     @covers("SET-3", "SET-1")
     def test_existing_pages_are_not_rewritten(self, context: CaseContext) -> None:
@@ -140,7 +140,7 @@ class WritingCases:
         again = sut.set(keys, generation=1)
         check_each(keys[:3], again[:3], "SET-3", "exists, and a set of it answers False")
         check_each(keys[3:], again[3:], "SET-6", "is new, and a set of it answers False")
-        check_not_rewritten(sut, keys[:3])
+        _check_not_rewritten(sut, keys[:3])
         sut.expect(keys[3:], generation=1)
 
     @covers("SET-3")
@@ -183,22 +183,20 @@ class WritingCases:
             sut.expect_existing(keys, rule="SET-1")
 
 
-def check_not_rewritten(
-    sut: StorageUnderTest, keys: Sequence[str], pool: str = PoolName.KV
-) -> None:
+def _check_not_rewritten(sut: StorageUnderTest, keys: Sequence[str]) -> None:
     """Read pages that were set twice.
 
     Raises:
         Violation: SET-3, one of them holds the bytes of the second set.
     """
-    found = sut.get(keys, pool)
+    found = sut.get(keys)
     for index, (key, content) in enumerate(zip(keys, found, strict=True)):
         check(
-            content is None or sut.generation_of(key, content, pool) != 1,
+            content is None or sut.generation_of(key, content) != 1,
             "SET-3",
-            f"page {index} key {short(key)} of pool {pool!r} existed, and a set wrote it anew",
+            f"page {index} key {short(key)} of pool 'kv' existed, and a set wrote it anew",
         )
-    sut.compare(keys, found, pool)
+    sut.compare(keys, found)
 
 
 def _content(cell: bytes, length: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from hicache_conformance.harness.page_patterns import CELL_BYTES
@@ -12,7 +12,7 @@ from hicache_conformance.model.settings import PAGE_VARIABLE
 from hicache_storage.spec import HostPool, PageGeometry, PoolName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -168,6 +168,11 @@ class GuardedPool(PoolMemory):
 
     def _page(self, page: int) -> list[memoryview]:
         return self.components_at(page, self.geometry.component_bytes)
+
+
+def make_pools(shapes: Mapping[str, PoolShape]) -> dict[str, PoolMemory]:
+    """Make a pool of each shape, by its name."""
+    return {name: GuardedPool(**asdict(shape)) for name, shape in shapes.items()}
 
 
 def kv_and_state() -> dict[str, PoolMemory]:

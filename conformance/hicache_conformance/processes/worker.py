@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
 from random import Random
@@ -29,7 +29,7 @@ from unittest import mock
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.driver_calls import CallSteps
 from hicache_conformance.harness.page_patterns import PagePatterns
-from hicache_conformance.harness.pools import GuardedPool, PoolShape
+from hicache_conformance.harness.pools import PoolShape, make_pools
 from hicache_conformance.harness.process_state import CauseLog, cause_log
 from hicache_conformance.harness.storage_under_test import StorageUnderTest
 from hicache_conformance.history.events import Begun, Call, Client, Ended, Event, Recorder, Workload
@@ -144,8 +144,9 @@ class _Worker:
         storage = create_storage(
             setup.driver, setup.identity, dict(setup.config), options=setup.options
         )
-        memories = {pool: GuardedPool(**asdict(shape)) for pool, shape in setup.pools.items()}
-        self._sut = StorageUnderTest(storage, memories, self._patterns, Random(setup.seed))
+        self._sut = StorageUnderTest(
+            storage, make_pools(setup.pools), self._patterns, Random(setup.seed)
+        )
         self._sut.register_pools()
         self._sut.call("open", storage.open)
         self._steps = CallSteps(storage, lambda: os.kill(os.getpid(), signal.SIGKILL))
