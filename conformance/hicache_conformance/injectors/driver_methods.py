@@ -16,16 +16,14 @@ from hicache_conformance.injectors.injector import (
 )
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_storage.layers import innermost
-from hicache_storage.objects import Call, ObjectStorage, ObjectWrite, ReadBatch, WriteBatch
+from hicache_storage.objects import Call, ObjectStorage, ObjectWrite, WriteBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicache_storage.spec import HiCacheStorage
 
-if TYPE_CHECKING:
-    BatchT = TypeVar("BatchT")
-    Ask = Callable[[Sequence[BatchT], Call], list[list[bool]]]
+    Ask = Callable[[Sequence[Any], Call], list[list[bool]]]
 ItemsT = TypeVar("ItemsT")
 AnswerT = TypeVar("AnswerT")
 
@@ -49,7 +47,6 @@ class DriverMethodInjector(FaultInjector):
         driver: Any = innermost(storage)
         if not isinstance(driver, ObjectStorage):
             return
-        read, write = driver.read_objects, driver.write_objects
         # On the instance, so that the class and its other instances stay as they are.
         replaced: dict[str, Callable[[Any, Call], object]] = {
             # An answer from memory would bypass the faults; declined, the call goes through the
@@ -57,8 +54,8 @@ class DriverMethodInjector(FaultInjector):
             "objects_exist_cached": lambda _, __: None,
             "objects_exist": partial(self._change, "exists", driver.objects_exist),
             "read_objects_cached": lambda _, __: False,
-            "read_objects": lambda batches, call: self._read(read, batches, call),
-            "write_objects": lambda batches, call: self._write(write, batches, call),
+            "read_objects": partial(self._move, "read", driver.read_objects),
+            "write_objects": partial(self._move, "write", driver.write_objects),
             "discard_objects": partial(self._change, "discard", driver.discard_objects),
             "delete_objects": partial(self._change, "remove", driver.delete_objects),
             "clear_namespaces": partial(self._change, "remove", driver.clear_namespaces),
@@ -83,26 +80,15 @@ class DriverMethodInjector(FaultInjector):
         active.apply(faults)
         return faults
 
-    def _read(
-        self, ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call
+    def _move(
+        self, operation: str, ask: Ask, batches: Sequence[Any], call: Call
     ) -> list[list[bool]]:
-        faults = self._begin("read")
+        faults = self._begin(operation)
         partial = find_fault(faults, FaultKind.PARTIAL)
         if partial is not None:
-            return _without_one(batches, "reads", partial.place, ask, call)
-        if find_fault(faults, FaultKind.DUPLICATE):
-            ask(batches, call)
-        return ask(batches, call)
-
-    def _write(
-        self, ask: Ask[WriteBatch], batches: Sequence[WriteBatch], call: Call
-    ) -> list[list[bool]]:
-        faults = self._begin("write")
-        partial = find_fault(faults, FaultKind.PARTIAL)
-        if partial is not None:
-            return _without_one(batches, "writes", partial.place, ask, call)
+            return _without_one(batches, f"{operation}s", partial.place, ask, call)
         flip = find_fault(faults, FaultKind.BIT_FLIP)
-        if flip or find_fault(faults, FaultKind.TORN_WRITE):
+        if operation == "write" and (flip or find_fault(faults, FaultKind.TORN_WRITE)):
             batches = [
                 WriteBatch(batch.namespace, [_spoilt(write, flip) for write in batch.writes])
                 for batch in batches
@@ -138,7 +124,7 @@ def _spoilt(write: ObjectWrite, flip: Fault | None) -> ObjectWrite:
 
 
 def _without_one(
-    batches: Sequence[Any], items: str, place: float, ask: Ask[Any], call: Call
+    batches: Sequence[Any], items: str, place: float, ask: Ask, call: Call
 ) -> list[list[bool]]:
     """Ask for all pages but one, and answer False for that."""
     total = sum(len(getattr(batch, items)) for batch in batches)
