@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
-import select
-import signal
 import sys
 import threading
 import warnings
@@ -285,24 +284,35 @@ def ask_in_child(sut: StorageUnderTest, keys: list[str]) -> str:
     pages = sut.own_pages(keys)
     # Before the fork, because torch must not start threads in the child.
     transfers = sut.transfers([PageGroup(keys)], [pages])
-    reading, writing = os.pipe()
+    reading, writing = multiprocessing.Pipe(duplex=False)
+
+    def ask() -> None:
+        told = "the child was lost"
+        try:
+            told = _answer(sut, keys, pages, transfers) or _use(sut, keys, transfers)
+        finally:
+            writing.send(told)
+            os._exit(0)
+
+    child = multiprocessing.get_context("fork").Process(target=ask)
     with warnings.catch_warnings():
         # Python warns of forking with threads, which is what this is about.
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        told = b"the child was lost"
+        child.start()
+    writing.close()
+    with reading:
         try:
-            told = (_answer(sut, keys, pages, transfers) or _use(sut, keys, transfers)).encode()
+            if reading.poll(CHILD_SECONDS):
+                return str(reading.recv())
+            return f"a forked child that used its parent's storage hung for {CHILD_SECONDS:.0f} s"
+        except EOFError:
+            child.join()
+            return (
+                f"a forked child that used its parent's storage died with status {child.exitcode}"
+            )
         finally:
-            # A byte even where nothing was wrong, because an empty pipe means that the child died.
-            os.write(writing, told or b"\0")
-            os._exit(0)
-    os.close(writing)
-    try:
-        return _wait(child, reading)
-    finally:
-        os.close(reading)
+            child.kill()
+            child.join()
 
 
 def _answer(
@@ -344,16 +354,3 @@ def _use(sut: StorageUnderTest, keys: list[str], transfers: list[PoolTransfer]) 
         except BaseException as error:  # noqa: BLE001 - told to the parent
             return f"{name} of a forked child that uses its parent's storage raised {type(error).__name__}: {error}"
     return ""
-
-
-def _wait(child: int, reading: int) -> str:
-    ready, _, _ = select.select([reading], [], [], CHILD_SECONDS)
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    told = os.read(reading, 65536) if ready else b""
-    _, status = os.waitpid(child, 0)
-    if not ready:
-        return f"a forked child that used its parent's storage hung for {CHILD_SECONDS:.0f} s"
-    if not told:
-        return f"a forked child that used its parent's storage died with status {status}"
-    return told.strip(b"\0").decode()
