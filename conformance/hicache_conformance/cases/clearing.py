@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.cases.writing import expect_content, store_content
+from hicache_conformance.cases.pages import expect_content, store_content
 from hicache_conformance.fixtures.fault_calls import (
     HURRIED,
     HURRIED_SECONDS,

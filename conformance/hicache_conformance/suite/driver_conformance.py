@@ -6,28 +6,24 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from hicache_conformance.cases.budget import BudgetCases, StatsCases
+from hicache_conformance.cases.capacity import EvictionCases, EvictionProcessCases, SpaceCases
 from hicache_conformance.cases.clearing import ClearingCases, FailedClearCases
 from hicache_conformance.cases.concurrency import ConcurrencyCases
 from hicache_conformance.cases.corruption import BitRotCases, CorruptObjectCases
 from hicache_conformance.cases.deadlines import DeadlineCases
-from hicache_conformance.cases.directories import DirectoryCases
-from hicache_conformance.cases.eviction import EvictionCases, EvictionProcessCases
 from hicache_conformance.cases.existence import ExistenceCases
-from hicache_conformance.cases.faults import FaultCases
-from hicache_conformance.cases.identity import IdentityCases
-from hicache_conformance.cases.keys import KeyCases
+from hicache_conformance.cases.faults import DirectoryCases, FaultCases
+from hicache_conformance.cases.identity import IdentityCases, KeyCases
 from hicache_conformance.cases.lifecycle import LifecycleCases
 from hicache_conformance.cases.members import MemberCases
 from hicache_conformance.cases.misuse import MisuseCases
+from hicache_conformance.cases.pages import ReadingCases, WritingCases
 from hicache_conformance.cases.partial_sets import AppliedCases, StallCases
 from hicache_conformance.cases.pools import HostPoolCases, PoolCases
 from hicache_conformance.cases.processes import DurabilityCases, ProcessCases, SharingCases
 from hicache_conformance.cases.random_calls import HistoryCases, PlanCases
-from hicache_conformance.cases.reading import ReadingCases
 from hicache_conformance.cases.removals import RemovalCases
 from hicache_conformance.cases.shards import ShardCases
-from hicache_conformance.cases.space import SpaceCases
-from hicache_conformance.cases.writing import WritingCases
 from hicache_conformance.fixtures.target import DriverTarget
 from hicache_conformance.model.case import cases_of
 
