@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from hicache_conformance.report.header import driver_files
+from hicache_conformance.report.results import driver_files
 from hicache_conformance.runner import verify
 
 pytestmark = pytest.mark.slow(seconds=40)

@@ -18,8 +18,14 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from hicache_conformance.model.outcomes import Case, CaseOutcome, Header, Outcome
 from hicache_conformance.model.rules import Level
-from hicache_conformance.report.header import SUITE, installed_version
-from hicache_conformance.report.results import as_json, badge, reproduction, results
+from hicache_conformance.report.results import (
+    SUITE,
+    as_json,
+    badge,
+    installed_version,
+    reproduction,
+    results,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

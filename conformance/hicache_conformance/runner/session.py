@@ -54,7 +54,7 @@ from hicache_conformance.model.outcomes import (
 )
 from hicache_conformance.model.rules import all_needs, undeclared
 from hicache_conformance.model.settings import Settings, port_names, unique_name
-from hicache_conformance.report.header import blank_header, describe_interface
+from hicache_conformance.report.results import blank_header, describe_interface
 from hicache_storage.plugins import create_storage, driver_class, registry
 from hicache_storage.spec import (
     Capabilities,

@@ -16,8 +16,7 @@ import msgspec
 from hicache_conformance.model.outcomes import DriverFiles, Header, Outcome, Replay
 from hicache_conformance.model.rules import Level, parse_levels
 from hicache_conformance.model.settings import PROFILES, Settings
-from hicache_conformance.report.header import SUITE
-from hicache_conformance.report.results import SCHEMA, badge, store_is_fresh
+from hicache_conformance.report.results import SCHEMA, SUITE, badge, store_is_fresh
 
 if TYPE_CHECKING:
     from hicache_conformance.model.outcomes import Judgement

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.cases.budget import BudgetCases, StatsCases
 from hicache_conformance.cases.capacity import EvictionCases, EvictionProcessCases, SpaceCases
-from hicache_conformance.cases.clearing import ClearingCases, FailedClearCases
 from hicache_conformance.cases.concurrency import ConcurrencyCases
 from hicache_conformance.cases.corruption import BitRotCases, CorruptObjectCases
 from hicache_conformance.cases.deadlines import DeadlineCases
@@ -22,7 +21,7 @@ from hicache_conformance.cases.partial_sets import AppliedCases, StallCases
 from hicache_conformance.cases.pools import HostPoolCases, PoolCases
 from hicache_conformance.cases.processes import DurabilityCases, ProcessCases, SharingCases
 from hicache_conformance.cases.random_calls import HistoryCases, PlanCases
-from hicache_conformance.cases.removals import RemovalCases
+from hicache_conformance.cases.removals import ClearingCases, FailedClearCases, RemovalCases
 from hicache_conformance.cases.shards import ShardCases
 from hicache_conformance.fixtures.target import DriverTarget
 from hicache_conformance.model.case import cases_of
