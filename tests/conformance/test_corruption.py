@@ -13,7 +13,8 @@ from hicache_conformance.harness.corruption import (
     corrupt_files,
     corrupt_page,
 )
-from hicache_conformance.harness.store_files import PIECE_BYTES, copy_file, extents, find_all
+from hicache_conformance.harness.store_files import PIECE_BYTES, extents, find_all
+from hicache_conformance.injectors.servers import Servers
 
 HUGE = 1 << 40
 PLACES = (0, 7 << 20, HUGE - 10_000)
@@ -48,9 +49,10 @@ def test_a_page_across_two_pieces_is_found(tmp_path):
     assert places(path, PAGES[:1]) == [PIECE_BYTES - 5]
 
 
-def test_a_copy_has_the_same_bytes_and_holes(huge, tmp_path):
-    copy = tmp_path / "copy"
-    assert copy_file(str(huge), str(copy)) == str(copy)
+def test_a_snapshot_of_servers_has_the_same_bytes_and_holes(huge, tmp_path):
+    servers, copy = Servers([], huge.parent), tmp_path / "copy" / huge.name
+    servers.snapshot(copy.parent)
+    servers.close()
     assert copy.stat().st_size == HUGE
     assert copy.stat().st_blocks * 512 < 1 << 20
     assert places(copy, PAGES) == list(PLACES)
@@ -58,11 +60,9 @@ def test_a_copy_has_the_same_bytes_and_holes(huge, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"x", PAGES[0]])
-def test_small_files_are_copied_too(tmp_path, content):
+def test_small_files_have_no_holes(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
-    copy_file(str(tmp_path / "file"), str(tmp_path / "copy"))
-    assert (tmp_path / "copy").read_bytes() == content
-    with (tmp_path / "copy").open("rb") as file:
+    with (tmp_path / "file").open("rb") as file:
         assert sum(end - begin for begin, end in extents(file.fileno())) == len(content)
 
 

@@ -1,10 +1,9 @@
-"""Files of a store: their disk usage, pages in sparse ones, and copies that keep the holes."""
+"""Files of a store: their disk usage, and pages in sparse ones."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -74,17 +73,3 @@ def find_all(descriptor: int, wanted: Sequence[bytes]) -> list[int]:
                 if places[number] < 0 and (found := piece.find(content)) >= 0:
                     places[number] = at + found
     return places
-
-
-def copy_file(source: str, target: str) -> str:
-    """Copy a file as `shutil.copy2` does, and leave its holes holes; for `shutil.copytree`."""
-    with Path(source).open("rb") as reading, Path(target).open("wb") as writing:
-        for begin, end in extents(reading.fileno()):
-            reading.seek(begin)
-            writing.seek(begin)
-            while begin < end and (piece := reading.read(min(PIECE_BYTES, end - begin))):
-                begin += writing.write(piece)
-        # A hole at the end has no data to copy.
-        writing.truncate(os.fstat(reading.fileno()).st_size)
-    shutil.copystat(source, target)
-    return target

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from hicache_conformance.harness.ports import accepts, free_ports
 from hicache_conformance.harness.process_state import processes, read_stat
-from hicache_conformance.harness.store_files import copy_file
 from hicache_conformance.injectors.injector import FaultInjector, find_fault
 from hicache_conformance.model.case import Inconclusive, NotPromised
 from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
@@ -142,16 +141,13 @@ class Servers:
     def snapshot(self, place: Path) -> None:
         """Copy the servers' directory as it is now."""
         shutil.rmtree(place, ignore_errors=True)
-        # A server may be at work in it.
-        shutil.copytree(
-            self.tmp, place, symlinks=True, ignore_dangling_symlinks=True, copy_function=copy_file
-        )
+        _copy(self.tmp, place)
 
     def restore(self, place: Path) -> None:
         """Put a snapshot in the place of the servers' directory; for servers that do not run."""
         for entry in self.tmp.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        shutil.copytree(place, self.tmp, symlinks=True, dirs_exist_ok=True, copy_function=copy_file)
+        _copy(place, self.tmp)
 
     def close(self) -> None:
         """Ask all servers to end, and end those that do not."""
@@ -260,6 +256,12 @@ class ServerInjector(FaultInjector):
 
     def close(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy what a directory holds; holes of files stay holes."""
+    target.mkdir(exist_ok=True)
+    subprocess.run(["cp", "-a", f"{source}/.", str(target)], capture_output=True, check=True)
 
 
 def listener(commands: Sequence[Sequence[str]], port: str) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -146,19 +147,17 @@ def test_d3_a_restarted_server_names_nobody_elses_slots(shared, server):
 def test_d3_a_server_set_back_to_an_older_state_is_found_out(shared, server, tmp_path):
     """What its file says of slots is old, and other pages are in them: misses, not one wrong
     byte."""
-    from hicache_conformance.harness.store_files import copy_file
-
     home, one, old, new = server.tmp, shared(), chain("old", 8), chain("new", SLOTS)
     assert all(one.put(old))
     server.kill()
-    saved = {path.name: copy_file(str(path), str(tmp_path / path.name)) for path in home.iterdir()}
+    saved = {path.name: shutil.copy2(path, tmp_path / path.name) for path in home.iterdir()}
     server.start()
     eventually(lambda: all(one.put(new)))
     server.kill()
     for path in home.iterdir():
         path.unlink()
     for name, path in saved.items():
-        copy_file(path, str(home / name))
+        shutil.copy2(path, home / name)
     server.start()
     assert one.get(old) == [None] * 8
     # Until leases have ended that the copy may not know.
