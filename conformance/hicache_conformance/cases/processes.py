@@ -11,6 +11,7 @@ from hicache_conformance.fixtures.small_store import SHAPES as LONG_PAGES
 from hicache_conformance.fixtures.target import CAPACITY
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import PoolShape, make_pools
+from hicache_conformance.harness.storage_under_test import check_each
 from hicache_conformance.harness.store_files import disk_usage, store_files
 from hicache_conformance.history.checker import AnomalyKind
 from hicache_conformance.history.events import Call, Event
@@ -115,12 +116,8 @@ def _remove_and_set_anew(
 
 
 def _expect_missing(group: ProcessGroup, worker: WorkerProcess, keys: list[str]) -> None:
-    for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
-        check(
-            found is None,
-            "GET-5",
-            f"page {index} key {short(key)} is damaged, and is delivered to process {worker.name}",
-        )
+    missed = [found is None for found in worker.get(keys)]
+    check_each(keys, missed, "GET-5", f"is damaged, and is delivered to process {worker.name}")
     check(
         not worker.exists(keys),
         "EX-9",

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -224,19 +225,15 @@ def _exception(record: logging.LogRecord) -> BaseException | None:
 @contextmanager
 def records_above_debug() -> Generator[list[logging.LogRecord]]:
     """The records above debug level that reach the root logger meanwhile, from any thread."""
-    records = list[logging.LogRecord]()
-
-    class _Capture(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    listener, root = _Capture(logging.DEBUG + 1), logging.getLogger()
+    # More records than a case can log: a full buffer would be emptied.
+    listener, root = BufferingHandler(sys.maxsize), logging.getLogger()
+    listener.setLevel(logging.DEBUG + 1)
     level = root.level
     root.addHandler(listener)
     # Otherwise whatever is logged at INFO would not get as far as the listener.
     root.setLevel(logging.DEBUG + 1)
     try:
-        yield records
+        yield listener.buffer
     finally:
         root.setLevel(level)
         root.removeHandler(listener)
