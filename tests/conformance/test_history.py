@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from hicache_conformance.harness.page_patterns import Page, PagePatterns
+from hicache_conformance.harness.pools import Page, PagePatterns
 from hicache_conformance.history.checker import Anomaly, AnomalyKind, Counterexample, HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_storage.spec import StorageIdentity

@@ -8,8 +8,14 @@ from itertools import product
 import pytest
 
 from hicache_conformance.harness.oracle import PoolQuery, check_exists
-from hicache_conformance.harness.page_patterns import Page, PagePatterns, canary, spent
-from hicache_conformance.harness.pools import GuardedPool, page_components
+from hicache_conformance.harness.pools import (
+    GuardedPool,
+    Page,
+    PagePatterns,
+    canary,
+    page_components,
+    spent,
+)
 from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
 from hicache_conformance.model.settings import PAGE_VARIABLE
 from hicache_storage.spec import PoolPresence, StorageIdentity, common_hit

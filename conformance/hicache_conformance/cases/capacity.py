@@ -24,8 +24,7 @@ from hicache_conformance.fixtures.small_store import (
 )
 from hicache_conformance.harness.concurrency import eventually, together
 from hicache_conformance.harness.oracle import drawn
-from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool, short
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.events import Call

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.harness.concurrency import together
-from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool, short
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import check, covers

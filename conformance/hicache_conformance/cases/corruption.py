@@ -21,8 +21,7 @@ from hicache_conformance.harness.corruption import (
     ObjectCorruption,
     corrupt_files,
 )
-from hicache_conformance.harness.page_patterns import Page, short
-from hicache_conformance.harness.pools import kv_and_state
+from hicache_conformance.harness.pools import Page, kv_and_state, short
 from hicache_conformance.harness.process_state import records_above_debug
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.injectors.disk import DiskInjector

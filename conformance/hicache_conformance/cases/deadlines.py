@@ -25,7 +25,7 @@ from hicache_conformance.fixtures.fault_calls import (
 )
 from hicache_conformance.harness.concurrency import Pending, eventually
 from hicache_conformance.harness.driver_calls import has_steps
-from hicache_conformance.harness.page_patterns import spent
+from hicache_conformance.harness.pools import spent
 from hicache_conformance.harness.process_state import OpenResources, left_open
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_raises
 from hicache_conformance.model.case import Violation, check, checked, covers

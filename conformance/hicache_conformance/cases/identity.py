@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.harness.page_patterns import canary, short
-from hicache_conformance.harness.pools import GuardedPool, kv_and_state, slots_of
+from hicache_conformance.harness.pools import GuardedPool, canary, kv_and_state, short, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.model.case import check, covers
 from hicache_conformance.model.rules import Level

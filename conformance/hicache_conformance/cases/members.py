@@ -24,7 +24,7 @@ from hicache_conformance.fixtures.fault_calls import (
 )
 from hicache_conformance.fixtures.target import SEVERAL_STORES
 from hicache_conformance.harness.concurrency import Pending, eventually
-from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import short
 from hicache_conformance.model.case import NotPromised, Violation, check, checked, covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
 
-from hicache_conformance.harness.page_patterns import canary
-from hicache_conformance.harness.pools import GuardedPool, PoolMemory, slots_of
+from hicache_conformance.harness.pools import GuardedPool, PoolMemory, canary, slots_of
 from hicache_conformance.harness.storage_under_test import (
     PageGroup,
     StorageUnderTest,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
-from hicache_conformance.harness.page_patterns import canary, short
-from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.pools import GuardedPool, canary, short, slots_of
 from hicache_conformance.harness.process_state import records_above_debug
 from hicache_conformance.harness.storage_under_test import (
     PageGroup,

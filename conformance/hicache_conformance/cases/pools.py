@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from hicache_conformance.harness.page_patterns import spent
 from hicache_conformance.harness.pools import (
     EngineHostPool,
     GuardedPool,
     LentMemory,
     PoolMemory,
     slots_of,
+    spent,
 )
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import NotPromised, Violation, check, checked, covers

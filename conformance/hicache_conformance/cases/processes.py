@@ -9,8 +9,7 @@ from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import BATCH, capacity_of
 from hicache_conformance.fixtures.small_store import SHAPES as LONG_PAGES
 from hicache_conformance.fixtures.target import CAPACITY
-from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import PoolShape, make_pools
+from hicache_conformance.harness.pools import PoolShape, make_pools, short
 from hicache_conformance.harness.storage_under_test import check_each
 from hicache_conformance.harness.store_files import disk_usage, store_files
 from hicache_conformance.history.checker import AnomalyKind

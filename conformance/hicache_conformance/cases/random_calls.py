@@ -24,8 +24,7 @@ from hicache_conformance.fixtures.fault_calls import (
 )
 from hicache_conformance.fixtures.process_group import STORE_ATTEMPTS, STORE_PAUSE_SECONDS
 from hicache_conformance.harness.oracle import PoolQuery, check_exists
-from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.pools import GuardedPool, short
 from hicache_conformance.harness.storage_under_test import (
     StorageUnderTest,
     all_pages,

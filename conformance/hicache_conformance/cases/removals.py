@@ -29,8 +29,7 @@ from hicache_conformance.fixtures.fault_calls import (
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, capacity_of, open_capped
 from hicache_conformance.harness.concurrency import Pending, eventually, together
-from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool, PoolShape, kv_and_state
+from hicache_conformance.harness.pools import GuardedPool, PoolShape, kv_and_state, short
 from hicache_conformance.harness.storage_under_test import StorageUnderTest, check_each
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import Inconclusive, Violation, check, checked, covers

@@ -10,8 +10,7 @@ import pytest
 
 from hicache_conformance.cases.budget import BATCH, check_calls
 from hicache_conformance.harness.driver_calls import STEPS, counted, require_steps
-from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool, HeadsPool, PoolMemory
+from hicache_conformance.harness.pools import GuardedPool, HeadsPool, PoolMemory, short
 from hicache_conformance.harness.storage_under_test import (
     PageGroup,
     StorageUnderTest,

@@ -10,15 +10,16 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from hicache_conformance.harness.page_patterns import (
+from hicache_conformance.harness.pools import (
     Page,
     PagePatterns,
+    PoolMemory,
     canary,
     differing_fields,
     short,
+    slots_of,
     spent,
 )
-from hicache_conformance.harness.pools import PoolMemory, slots_of
 from hicache_conformance.model.case import Violation, check, checked
 from hicache_storage.spec import (
     HiCacheStorage,

@@ -38,7 +38,7 @@ from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.harness.page_patterns import Page, PagePatterns, short
+from hicache_conformance.harness.pools import Page, PagePatterns, short
 from hicache_conformance.history.events import Call, Event
 from hicache_conformance.model.case import Violation, checked
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hicache_conformance.harness.page_patterns import Page, PagePatterns
+from hicache_conformance.harness.pools import Page, PagePatterns
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from hicache_conformance.harness.page_patterns import spent
-from hicache_conformance.harness.pools import GuardedPool, LentMemory, slots_of
+from hicache_conformance.harness.pools import GuardedPool, LentMemory, slots_of, spent
 from hicache_conformance.interfaces.interface import Setup, capabilities, interface_profile
 from hicache_conformance.model.case import NotPromised
 from hicache_storage.spec import (

@@ -28,8 +28,7 @@ from unittest import mock
 
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.driver_calls import CallSteps
-from hicache_conformance.harness.page_patterns import PagePatterns
-from hicache_conformance.harness.pools import PoolShape, make_pools
+from hicache_conformance.harness.pools import PagePatterns, PoolShape, make_pools
 from hicache_conformance.harness.process_state import CauseLog, cause_log
 from hicache_conformance.harness.storage_under_test import StorageUnderTest
 from hicache_conformance.history.events import Begun, Call, Client, Ended, Event, Recorder, Workload

@@ -15,8 +15,7 @@ import time
 
 import msgspec
 
-from hicache_conformance.harness.page_patterns import Page, PagePatterns
-from hicache_conformance.harness.pools import PoolShape
+from hicache_conformance.harness.pools import Page, PagePatterns, PoolShape
 from hicache_conformance.history.checker import Counterexample, HistoryChecker
 from hicache_conformance.history.events import VALUES, Begun, Call, Ended, Event, Workload
 from hicache_conformance.processes.worker import WorkerProcess, WorkerStorage
