@@ -68,11 +68,6 @@ def without_borrowers(right, store, transfers, *more):
 
 plain("GET-3 OneValueForAllPools Reading", "answered True", get=always(True), every_case=True)
 plain(
-    "GET-3 ShortAnswers Reading",
-    "keys were answered with",
-    read=after(lambda done: [ok for ok in done if ok]),
-)
-plain(
     "GET-3 OmitsPoolsOfMisses Reading", "answered {}", get=only(lambda some: any(some) or not some)
 )
 plain("GET-3 AnswersForEveryPool Reading", "answered", get=all_pools)

@@ -135,47 +135,39 @@ class OneRequestAPage(Networked):
         return split([*answers], names)
 
 
-def in_packets(talk):
-    """What is asked goes in 24 packets."""
+def in_packets(right, store, call, *request):
+    """What is asked goes in 24 packets; one thread writes on while this one reads the answers."""
+    if request[0] != "exists" or len(request[1]) < 2:
+        return right(call, *request)
+    names, size = request[1], -(-len(request[1]) // 24)
+    packets = [names[at : at + size] for at in range(0, len(names), size)]
+    with store.fresh(call) as connection:
 
-    def asked(right, store, call, *request):
-        if request[0] != "exists" or len(request[1]) < 2:
-            return right(call, *request)
-        names, size = request[1], -(-len(request[1]) // 24)
-        packets = [names[at : at + size] for at in range(0, len(names), size)]
-        with store.fresh(call) as connection:
-            return [answer for some in talk(connection, packets) for answer in some]
+        def write():
+            for packet in packets:
+                connection.sendall(message(("exists", packet)))
+                # The server answers meanwhile: a new turn of the connection, and no wait.
+                time.sleep(0.001)
 
-    return asked
-
-
-def meanwhile(connection, packets):
-    """One thread writes on while this one reads what has been answered."""
-
-    def write():
-        for packet in packets:
-            connection.sendall(message(("exists", packet)))
-            # The server answers meanwhile: a new turn of the connection, and no wait.
-            time.sleep(0.001)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        return [received(connection.recv) or () for _ in packets]
-    finally:
-        writer.join()
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            return joined(received(connection.recv) or () for _ in packets)
+        finally:
+            writer.join()
 
 
-def one_by_one(connection, packets):
-    for packet in packets:
-        connection.sendall(message(("exists", packet)))
-        yield received(connection.recv) or ()
+def name_by_name(right, store, call, *request):
+    operation, names, *more = request
+    if operation != "exists":
+        return right(call, *request)
+    return [right(call, operation, [name], *more)[0] for name in names]
 
 
 ROUND_TRIPS = "test_one_round_trip[network] test_many_keys"
 waits = partial(mutant, breaks="EX-10", where=ROUND_TRIPS)
 right(f"OneRequestAPage {ROUND_TRIPS}", OneRequestAPage)
-right(f"Pipelines {ROUND_TRIPS}", Networked, asked=in_packets(meanwhile))
+right(f"Pipelines {ROUND_TRIPS}", Networked, asked=in_packets)
 waits(
     "EightRequestsInFlight",
     "times for the server with 32 requests in flight, must be 12 at most",
@@ -190,10 +182,10 @@ waits(
     objects_exist=lambda right, store, batches, call: right([*batches] * 2, call)[: len(batches)],
 )
 waits(
-    "WaitsForEachPacket",
+    "WaitsForEachPage",
     "times for the server, must be 1 at most",
     base=Networked,
-    asked=in_packets(one_by_one),
+    asked=name_by_name,
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -224,13 +222,6 @@ held_up("LeasesRunOut test_a_writer_that_is_held_up", reserve=leased)
 # ------------------------------------------------------------------------------------------------
 
 
-def raising(right, store, transfers, *more):
-    answers = right(transfers, *more)
-    if not all(map(all, answers.values())):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return answers
-
-
 NEVER_EVICTS = {
     "promises": IN_PROCESS,
     "reserve": lambda right, store, namespace, pages: right(
@@ -238,7 +229,6 @@ NEVER_EVICTS = {
     ),
 }
 right("NeverEvicts Space", Slots, **NEVER_EVICTS)
-space("RaisesWhenFull", "raised OSError", set=raising)
 space(
     "DropsWhatDoesNotFit",
     "and a get misses it",
