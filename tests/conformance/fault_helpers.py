@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
 
+from hicache_conformance.harness.process_state import read_stat
 from hicache_conformance.model.fault_plan import Fault, FaultPlan
 from tests.support.commands import run_python
 
@@ -28,6 +30,11 @@ def killed_after(source, *arguments):
     """What a program has printed that kills itself at its end."""
     killed = f"{source}\nimport os; os.kill(os.getpid(), {signal.SIGKILL:d})"
     return run_python(killed, *arguments, status=-signal.SIGKILL).stdout.strip()
+
+
+def threads_of(pid):
+    """The state of each thread of a process, as ps(1) shows it."""
+    return [read_stat(stat)[1][0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
 
 
 def bits_that_differ(one, other):

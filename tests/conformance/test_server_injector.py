@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +14,13 @@ from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import MemberInjector, ServerInjector, Servers
 from hicache_conformance.model.case import Inconclusive, NotPromised
 from hicache_conformance.model.fault_plan import FaultKind
-from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault, killed_after
+from tests.conformance.fault_helpers import (
+    MAX_SECONDS,
+    background,
+    find_fault,
+    killed_after,
+    threads_of,
+)
 from tests.support.waiting import eventually
 
 SERVER = """
@@ -34,25 +40,42 @@ Server(("127.0.0.1", int(sys.argv[1])), Remembers).serve_forever()
 
 @pytest.fixture
 def command(tmp_path):
-    """A server that answers each line with all that it was ever told."""
-    script = tmp_path / "server.py"
-    script.write_text(SERVER)
-    return [sys.executable, "-S", str(script), "{port:memory}", "{tmp}/memory"]
+    """The command of a server that answers each line with all that it was ever told.
+
+    By its name, and by what its script does first.
+    """
+
+    def make(name="memory", first=""):
+        script = tmp_path / f"{name}.py"
+        script.write_text(first + SERVER)
+        return [sys.executable, "-S", str(script), f"{{port:{name}}}", f"{{tmp}}/{name}"]
+
+    return make
 
 
 @pytest.fixture
-def services(command):
-    found = Servers([command])
-    found.start()
-    yield found
-    found.close()
+def serve():
+    """Start a server by its command; it is closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(command):
+            found = Servers([command])
+            stack.callback(found.close)
+            found.start()
+            return found
+
+        yield start
+
+
+@pytest.fixture
+def services(serve, command):
+    return serve(command())
 
 
 @pytest.fixture
 def injector(services):
-    found = ServerInjector(services)
-    yield found
-    found.close()
+    with contextlib.closing(ServerInjector(services)) as found:
+        yield found
 
 
 def told(services, line, name="memory"):
@@ -92,23 +115,18 @@ def test_a_suspended_server_answers_when_it_goes_on(services, injector):
     assert answers == [b"a"]
 
 
-def test_a_suspended_server_has_stopped_in_all_its_threads(tmp_path):
+def test_a_suspended_server_has_stopped_in_all_its_threads(serve):
     busy = (
         "import socket, sys, threading; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
     )
     busy += "def turn():\n    while True: pass\n"
     busy += "for _ in range(8): threading.Thread(target=turn).start()\n"
-    services = Servers([(sys.executable, "-S", "-c", busy, "{port:a}")], tmp_path)
-    try:
-        services.start()
-        [server] = services._processes.values()
-        for _ in range(20):
-            services.suspend()
-            stats = [stat.read_text() for stat in Path(f"/proc/{server.pid}/task").glob("*/stat")]
-            assert {text.rpartition(")")[2].split()[0] for text in stats} == {"T"}
-            services.resume()
-    finally:
-        services.close()
+    services = serve((sys.executable, "-S", "-c", busy, "{port:a}"))
+    [server] = services._processes.values()
+    for _ in range(20):
+        services.suspend()
+        assert set(threads_of(server.pid)) == {"T"}
+        services.resume()
 
 
 def test_a_stopped_server_s_files_can_be_damaged(services, injector):
@@ -119,27 +137,21 @@ def test_a_stopped_server_s_files_can_be_damaged(services, injector):
     assert told(services, b"b") == b"rotb"
 
 
-def test_a_server_that_refuses_damaged_files_runs_again_without_the_damage(command):
-    script = Path(command[2])
-    script.write_text(
+def test_a_server_that_refuses_damaged_files_runs_again_without_the_damage(serve, command):
+    refuses = (
         "import pathlib, sys\n"
         "if pathlib.Path(sys.argv[2]).exists() and b'rot' in pathlib.Path(sys.argv[2]).read_bytes():\n"
-        "    sys.exit('bad file')\n" + SERVER
+        "    sys.exit('bad file')\n"
     )
-    services = Servers([command])
-    injector = ServerInjector(services)
-    try:
-        services.start()
-        told(services, b"a")
-        with (
-            pytest.raises(NotPromised, match=r"nothing is served, because .* bad file"),
-            injector.stopped() as directory,
-        ):
-            (directory / "memory").write_bytes(b"rot")
-        assert told(services, b"b") == b"ab"
-    finally:
-        services.close()
-        injector.close()
+    services = serve(command(first=refuses))
+    told(services, b"a")
+    with (
+        contextlib.closing(ServerInjector(services)) as injector,
+        pytest.raises(NotPromised, match=r"nothing is served, because .* bad file"),
+        injector.stopped() as directory,
+    ):
+        (directory / "memory").write_bytes(b"rot")
+    assert told(services, b"b") == b"ab"
 
 
 @pytest.mark.parametrize(
@@ -152,19 +164,15 @@ def test_a_server_that_refuses_damaged_files_runs_again_without_the_damage(comma
         (("no-such-server-anywhere", "{port:a}"), "it said: .*no-such-server-anywhere.*not found"),
     ],
 )
-def test_a_server_that_does_not_start_is_quoted(words, told):
-    services = Servers([words])
+def test_a_server_that_does_not_start_is_quoted(serve, words, told):
     with pytest.raises(Inconclusive, match=told):
-        services.start()
-    services.close()
+        serve(words)
 
 
-def test_servers_are_gone_when_closed_even_if_they_will_not_go(tmp_path, monkeypatch):
+def test_servers_are_gone_when_closed_even_if_they_will_not_go(serve, command, monkeypatch):
     monkeypatch.setattr(servers_module, "STOP_SECONDS", 0.2)
-    script = tmp_path / "stubborn.py"
-    script.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVER)
-    services = Servers([[sys.executable, "-S", str(script), "{port:memory}", "{tmp}/memory"]])
-    services.start()
+    ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    services = serve(command(first=ignores))
     services.kill()
     services.start()
     told(services, b"a")
@@ -179,7 +187,7 @@ def test_servers_go_with_a_suite_that_is_killed(command):
         "servers = Servers([sys.argv[1:]]); servers.start()\n"
         "print(servers.ports['memory'], flush=True)"
     )
-    port = int(killed_after(source, *command))
+    port = int(killed_after(source, *command()))
     eventually(lambda: not accepts(port))
 
 
@@ -192,16 +200,9 @@ BESIDE = ["serve --port {port:store}", "serve --port {port:store2} --first 127.0
 
 
 @pytest.fixture
-def members(tmp_path):
-    script = tmp_path / "server.py"
-    script.write_text(SERVER)
-    commands = [
-        [sys.executable, "-S", str(script), f"{{port:{name}}}", f"{{tmp}}/{name}"]
-        for name in STORES
-    ]
-    injector = MemberInjector(commands, STORES)
-    yield injector
-    injector.close()
+def members(command):
+    with contextlib.closing(MemberInjector([*map(command, STORES)], STORES)) as injector:
+        yield injector
 
 
 def test_a_killed_store_is_back_on_its_port_and_the_other_has_run_on(members):

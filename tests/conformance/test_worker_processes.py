@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hicache_conformance.harness.pools import PoolShape
-from hicache_conformance.harness.process_state import read_stat
 from hicache_conformance.harness.store_files import disk_usage
 from hicache_conformance.history.events import Call, Workload
 from hicache_conformance.model.case import Inconclusive, Violation
@@ -19,6 +18,7 @@ from hicache_conformance.processes import worker as workers
 from hicache_conformance.processes.worker import KillSchedule, WorkerProcess, WorkerStorage, watch
 from hicache_storage.plugins import registry
 from hicache_storage.spec import StorageIdentity
+from tests.conformance.fault_helpers import threads_of
 
 MUTANTS = Path(__file__).with_name("mutants")
 IDENTITY = StorageIdentity(
@@ -62,11 +62,6 @@ def workload(mix, *, calls=20, clients=1, first=1, keys=KEYS):
 
 def is_gone(worker):
     return not Path(f"/proc/{worker.pid}").exists()
-
-
-def threads_of(pid):
-    """The state of each thread of a process, as ps(1) shows it."""
-    return [read_stat(stat)[1][0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
 
 
 def test_what_one_process_sets_another_reads(start):
