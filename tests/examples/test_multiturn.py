@@ -93,14 +93,15 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
 def test_the_command_writes_what_it_found(tmp_path):
     """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024,
     checkpoints every 256."""
-    done = run_program(sys.executable, EXAMPLES / "multiturn.py", "--json", tmp_path / "r.json")
+    options = ("--json", tmp_path / "r.json", "--sweep")
+    done = run_program(sys.executable, EXAMPLES / "multiturn.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert [round(rate, 6) for rate in report["rounds"]] == RATES
     assert Fraction(sum(report["cached_tokens"]), sum(report["prompt_tokens"])) == OVERALL
     assert report["overall"] == float(OVERALL)
     assert report["device_only"]["overall"] < report["overall"]
-    assert report["state_slots"] == 8
+    assert [point["state_slots"] for point in report["sweep"]] == [8]
     assert all(f"{rate:.6f}" in done.stdout for rate in RATES)
 
 
