@@ -365,8 +365,12 @@ class ChangeFeed:
             # all.
             self._queued.setdefault(namespace, []).extend(events)
 
-    def announce(self) -> None:
+    def announce(self, *, always_advance: bool = False) -> None:
         """Announce the queued events.
+
+        Args:
+            always_advance: change the counter even if no event is queued. This storage may have
+                read the cursor of a writer that has not changed the counter yet.
 
         Raises:
             OSError: the events stay queued for the next announcement; readers may miss them until
@@ -374,6 +378,7 @@ class ChangeFeed:
         """
         with self._announcing:
             with self.lock:
+                self._advance_due |= always_advance
                 self._announce()
                 self._due += self._on_announced
                 self._on_announced = []

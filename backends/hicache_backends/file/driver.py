@@ -251,7 +251,7 @@ class FileStorage(ObjectStorage):
             find = partial(_locations, page_index, batch.keys)
             store.rewriter.drop_all(page_index, find, RemovalReason.DELETED)
             page_index.bundle_set.force_relist()
-        store.feed.announce()
+        store.feed.announce(always_advance=not all(map(all, found)))
         store.after_call()
         return found
 
@@ -345,7 +345,7 @@ class FileStorage(ObjectStorage):
                 call.expired,
             )
             bundle_set.force_relist()
-        self.store.feed.announce()
+        self.store.feed.announce(always_advance=True)
         for outcome in outcomes:
             # A directory with the name of a bundle holds no page.
             if isinstance(outcome, OSError) and not isinstance(outcome, IsADirectoryError):
