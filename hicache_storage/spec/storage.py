@@ -37,9 +37,8 @@ class HiCacheStorage(ABC):
     """The third tier: pages of host pools, stored and found by key.
 
     All calls block, may come from any thread, and may overlap. The data path (`batch_*_v2`) never
-    raises for a fault of the outside world: a fault is a miss, counted in `get_stats()` and reported
-    to the call that meets it (`note_fault`). It raises a `HiCacheError` for misuse, before any I/O,
-    and `StorageClosedError` after `close()`.
+    raises for a fault of the outside world: a fault is a miss, counted in `get_stats()`. It raises
+    a `HiCacheError` for misuse, before any I/O, and `StorageClosedError` after `close()`.
 
     Constructing a storage connects to nothing; `open()` does, or the first call.
     """
@@ -214,6 +213,14 @@ class HiCacheStorage(ABC):
         Cheap enough to be read around each call.
         """
         return self.get_stats().faults
+
+    @property
+    def notes_faults(self) -> bool:
+        """True if faults are reported to the call that meets them (`note_fault`).
+
+        Otherwise only by `fault_count`.
+        """
+        return False
 
     @abstractmethod
     def health(self) -> Health:

@@ -11,6 +11,7 @@ from hicache_storage.layers import (
     CircuitBreaker,
     CircuitBreakerLayer,
     DeadlineLayer,
+    StorageLayer,
     StorageOptions,
     wrap,
 )
@@ -259,6 +260,26 @@ def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
         layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
     assert layer.breakers["read"].state is BreakerState.OPEN
     layer.close()
+
+
+class Foreign(StorageLayer):
+    """A storage that counts its faults and tells them to nobody, as one that is not an
+    `ObjectStorage` may."""
+
+    notes_faults = False
+
+
+def test_a_storage_that_only_counts_faults_opens_it_too(kit):
+    storage, _pool = kit.memory_storage()
+
+    def fail(operation):
+        raise OSError("down")
+
+    storage.before = fail
+    layer = CircuitBreakerLayer(Foreign(storage), 2, 10.0)
+    for _ in range(2):
+        layer.batch_exists_v2(["a"])
+    assert layer.breakers["read"].state is BreakerState.OPEN
 
 
 @pytest.mark.parametrize("deadline", [None, 60.0])
