@@ -271,11 +271,7 @@ class Foreign(StorageLayer):
 
 def test_a_storage_that_only_counts_faults_opens_it_too(kit):
     storage, _pool = kit.memory_storage()
-
-    def fail(operation):
-        raise OSError("down")
-
-    storage.before = fail
+    storage.before = failing(OSError("down"))
     layer = CircuitBreakerLayer(Foreign(storage), 2, 10.0)
     for _ in range(2):
         layer.batch_exists_v2(["a"])
