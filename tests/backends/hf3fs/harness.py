@@ -7,11 +7,17 @@ from contextlib import contextmanager
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.driver import Hf3fsStorage
+from hicache_metadata_server import protocol as p
+from hicache_storage.objects import Call
 from tests.backends.file.harness import COMPONENTS, chain, content, identity
 from tests.backends.file.harness import Rig as FileRig
 from tests.support.waiting import eventually
 
-__all__ = ["Rig", "chain", "content", "interrupted", "recycle"]
+__all__ = ["Rig", "ScopeClient", "chain", "content", "interrupted", "recycle"]
+
+PATIENCE_SECONDS = 60.0
+LEASE_SECONDS = 300.0
+"""No test waits for its end."""
 
 
 class Rig(FileRig):
@@ -38,13 +44,35 @@ class Rig(FileRig):
             file.write(data)
 
     def slot(self, key):
-        from hicache_metadata_server.protocol import LookupScope
-        from hicache_storage.objects import Call
+        asked = [p.LookupScope(scope=self.scope.name, keys=[key])]
+        return self.store.metadata.lookup(asked, Call(5), touch=False)[0].slots[0]
 
-        found = self.store.metadata.lookup(
-            [LookupScope(scope=self.scope.name, keys=[key])], Call(5), touch=False
-        )
-        return found[0].slots[0]
+
+class ScopeClient:
+    """A metadata client, for one scope."""
+
+    def __init__(self, metadata, scope="0:kv-test"):
+        self.metadata = metadata
+        self.scope = scope
+        self.geometry = p.ScopeGeometry(scope=scope, slots=16, slot_bytes=8192)
+        metadata.declare(self.geometry)
+
+    def lookup(self, keys=("a",), seconds=PATIENCE_SECONDS):
+        asked = [p.LookupScope(scope=self.scope, keys=list(keys))]
+        return self.metadata.lookup(asked, Call(seconds))[0]
+
+    def reserve(self, keys, seconds=PATIENCE_SECONDS):
+        asked = [p.ReserveScope(scope=self.scope, keys=list(keys))]
+        return self.metadata.reserve(asked, Call(seconds), lease_seconds=LEASE_SECONDS).scopes[0]
+
+    def store(self, keys):
+        leases = self.reserve(keys).leases
+        ones = [1] * len(leases)
+        part = p.CommitScope(scope=self.scope, leases=leases, lengths=ones, checksums=ones)
+        assert self.metadata.commit([part], Call(PATIENCE_SECONDS)) == [[True] * len(leases)]
+
+    def close(self):
+        self.metadata.close()
 
 
 def recycle(writer, keys):

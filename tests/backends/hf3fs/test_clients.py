@@ -20,6 +20,7 @@ from hicache_metadata_server.storage import group_commit
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageUnavailableError
 from tests.backends.hf3fs.conftest import SERVE
+from tests.backends.hf3fs.harness import ScopeClient
 from tests.backends.hf3fs.listening import listening, reply
 from tests.metadata_server.redis_servers import redis_server
 from tests.support.metadata import Served
@@ -27,50 +28,23 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=100)
 
-SCOPE = "0:kv-test"
 PATIENCE_SECONDS = 60.0
-LEASE_SECONDS = 300.0
-"""No test waits for its end."""
-
-
-def geometry(name=SCOPE, slots=16, **changes):
-    return p.ScopeGeometry(scope=name, slots=slots, slot_bytes=8192, **changes)
-
-
-def reserve(client, keys, scope=SCOPE):
-    asked = [p.ReserveScope(scope=scope, keys=keys)]
-    [part] = client.reserve(asked, Call(PATIENCE_SECONDS), lease_seconds=LEASE_SECONDS).scopes
-    return part
-
-
-def store(client, keys, scope=SCOPE):
-    part = reserve(client, keys, scope)
-    count = len(part.leases)
-    asked = p.CommitScope(
-        scope=scope, leases=part.leases, lengths=[5] * count, checksums=list(range(count))
-    )
-    assert client.commit([asked], Call(10)) == [[True] * count]
-    return part
-
-
-def lookup(client, keys, scope=SCOPE):
-    return client.lookup([p.LookupScope(scope=scope, keys=keys)], Call(10))[0]
 
 
 def test_local_clients_of_one_directory_share_one_state(tmp_path):
-    with closing(EmbeddedMetadata(str(tmp_path), quarantine_seconds=0)) as one:
-        one.declare(geometry())
-        store(one, ["a"])
-        with closing(EmbeddedMetadata(str(tmp_path / "." / ""), quarantine_seconds=0)) as two:
-            two.declare(geometry())
-            assert lookup(two, ["a"]).slots[0] >= 0
-            part = reserve(two, ["b"])
-            assert reserve(one, ["b"]).states == [p.Reserved.BUSY]
-            two.abort([p.LeaseScope(scope=SCOPE, leases=part.leases)])
-            assert reserve(one, ["b"]).states == [p.Reserved.LEASED]
-    with closing(EmbeddedMetadata(str(tmp_path), quarantine_seconds=0)) as later:
-        later.declare(geometry())
-        assert lookup(later, ["a"]).slots == [-1]
+    def client():
+        return closing(ScopeClient(EmbeddedMetadata(str(tmp_path), quarantine_seconds=0)))
+
+    with client() as one:
+        one.store(["a"])
+        with client() as two:
+            assert two.lookup().slots[0] >= 0
+            part = two.reserve(["b"])
+            assert one.reserve(["b"]).states == [p.Reserved.BUSY]
+            two.metadata.abort([p.LeaseScope(scope=two.scope, leases=part.leases)])
+            assert one.reserve(["b"]).states == [p.Reserved.LEASED]
+    with client() as later:
+        assert later.lookup().slots == [-1]
 
 
 def test_requests_are_split_and_responses_merged(tmp_path):
@@ -151,12 +125,12 @@ BAD = {
 
 @pytest.mark.parametrize("manner", BAD)
 def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
+    geometry = p.ScopeGeometry(scope="0:kv-test", slots=16)
     with listening(BAD[manner]) as (url, requests), closing(HttpMetadataClient(url)) as client:
-        client.declare(geometry())
         with pytest.raises(StorageUnavailableError):
             client.send(
                 "/v2/initialize",
-                p.Initialize(scopes=[geometry()]),
+                p.Initialize(scopes=[geometry]),
                 p.Initialized,
                 Call(PATIENCE_SECONDS),
             )
@@ -173,20 +147,19 @@ def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
 def test_an_answer_about_something_else_is_none(server):
     with closing(HttpMetadataClient(server.url)) as client:
         client.refresh(Call(10))
-        client.declare(geometry())
-        real = client.send
+        scope, real = ScopeClient(client), client.send
         client.send = lambda path, request, kind, call: (
             p.LookedUp(scopes=[p.FoundPages(slots=[0], generations=[0], lengths=[], checksums=[0])])
             if path == "/v2/lookup"
             else real(path, request, kind, call)
         )
         with pytest.raises(MetadataError, match="another number"):
-            lookup(client, ["a"])
+            scope.lookup()
         client.send = lambda path, request, kind, call: p.LookedUp(
             scopes=[p.FoundPages(slots=[16], generations=[1], lengths=[1], checksums=[0])]
         )
         with pytest.raises(MetadataError, match="outside"):
-            lookup(client, ["a"])
+            scope.lookup()
 
 
 def test_close_leaves_no_thread_and_ends_what_runs():
@@ -223,17 +196,17 @@ def test_a_store_that_hangs_behind_a_server_is_the_reason_of_its_answer(tmp_path
         command = f"{SERVE.partition(' --store')[0]} --store {redis.url}"
         with Served(command=command) as server, closing(HttpMetadataClient(server.url)) as client:
             client.refresh(Call(PATIENCE_SECONDS))
-            client.declare(geometry())
-            store(client, ["a"])
+            scope = ScopeClient(client)
+            scope.store(["a"])
             redis.suspend()
             reasons = list[str]()
             try:
                 with pytest.raises(MetadataError, match=r"\(503 unavailable\)"):
-                    reserve(client, ["b"])
+                    scope.reserve(["b"])
                 # From memory, until the server's lease has ended.
                 while not reasons:
                     try:
-                        lookup(client, ["a"])
+                        scope.lookup()
                     except MetadataError as error:
                         reasons.append(str(error))
             finally:

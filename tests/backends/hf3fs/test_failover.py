@@ -45,6 +45,7 @@ from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, StorageUnavailableError
 from tests.backends.hf3fs.forwards import Forward, Manner
+from tests.backends.hf3fs.harness import ScopeClient
 from tests.backends.hf3fs.listening import listening, reply
 from tests.support.waiting import eventually
 
@@ -179,11 +180,7 @@ def ways(kept_server):
         yield [stack.enter_context(closing(Forward(kept_server.port))) for _ in range(2)]
 
 
-def geometry(scope="0:kv-test"):
-    return p.ScopeGeometry(scope=scope, slots=16, slot_bytes=8192)
-
-
-class Client:
+class Client(ScopeClient):
     """A metadata client of some addresses, with a scope of its own; which server it asks first is
     known."""
 
@@ -191,25 +188,14 @@ class Client:
 
     def __init__(self, ways):
         self.left = 0
-        self.scope = f"{next(self.numbers)}:kv-test"
-        self.metadata = HttpMetadataClient(
-            [way.url for way in ways], on_failover=self._count, rng=random.Random(1)
-        )
-        self.metadata.declare(geometry(self.scope))
+        urls = [way.url for way in ways]
+        metadata = HttpMetadataClient(urls, on_failover=self._count, rng=random.Random(1))
+        super().__init__(metadata, f"{next(self.numbers)}:kv-test")
         [self.home] = [way for way in ways if way.url == self.metadata.endpoint]
         self.other = next(way for way in ways if way is not self.home)
 
     def _count(self):
         self.left += 1
-
-    def lookup(self, keys=("a",), seconds=PATIENCE_SECONDS):
-        return self.metadata.lookup(
-            [p.LookupScope(scope=self.scope, keys=list(keys))], Call(seconds)
-        )[0]
-
-    def reserve(self, keys, seconds=PATIENCE_SECONDS):
-        asked = [p.ReserveScope(scope=self.scope, keys=list(keys))]
-        return self.metadata.reserve(asked, Call(seconds), lease_seconds=300.0).scopes[0]
 
     def leased(self, server):
         scopes = AdminClient(server.url).call("/v2/scopes", None, p.Scopes).scopes
