@@ -1,4 +1,4 @@
-"""Counters of a bridge, and placeholders of pages without bytes."""
+"""Counters of a bridge."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hicache_storage.engines.bridge_metrics import (
     BatchSample,
     RefusedCalls,
 )
-from hicache_storage.engines.engine_pool import EnginePool
-from hicache_storage.spec import HostPool, InvalidTransferError, PoolName
+from hicache_storage.spec import InvalidTransferError
 
 
 class TestRefusals:
@@ -22,15 +21,10 @@ class TestRefusals:
         refusals.note("batch_get_v1", "mamba", InvalidTransferError("too short"))
         assert refusals.count == 4
         errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        refused = "hicache bridge for SGLang: refused batch_get_v1"
         assert errors == [
-            (
-                "hicache bridge for SGLang: refused batch_get_v1, pool kv: InvalidTransferError: too "
-                "short"
-            ),
-            (
-                "hicache bridge for SGLang: refused batch_get_v1, pool mamba: InvalidTransferError: "
-                "too short"
-            ),
+            f"{refused}, pool kv: InvalidTransferError: too short",
+            f"{refused}, pool mamba: InvalidTransferError: too short",
         ]
 
     def test_reasons_are_not_remembered_without_bound(self, caplog):
@@ -74,16 +68,3 @@ class TestMeter:
     )
     def test_speed(self, batch, speed):
         assert batch.gigabytes_per_second == speed
-
-
-class TestPlaceholders:
-    def test_a_placeholder_pool_is_a_host_pool_that_any_driver_serves(self, kit):
-        placeholders = EnginePool(
-            memoryview(bytearray(8)), stride=1, page_bytes=1, layout="page_first", page_size=4
-        )
-        assert placeholders.geometry.size == 32
-        assert isinstance(placeholders, HostPool)
-        storage, _ = kit.memory_storage({PoolName.KV: placeholders})
-        transfer = kit.pool(page_size=4).transfer("kv", ["a", "b"], [0, 7])
-        assert storage.batch_set_v2([transfer]) == {"kv": [True, True]}
-        assert storage.batch_exists_v2(["a", "b", "c"]).kv_hit_pages == 2
