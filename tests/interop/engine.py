@@ -74,18 +74,17 @@ def mha_pools(
         **_on_cpu(pages, layers),
     )
     kind = get_mha_host_pool_cls(device.get_device_pool_infos()[0].buffer_info)
-    return Pools(device, _host(kind, device, PAGE_SIZE, layout, layers))
+    return Pools(device, _host(kind, device, layout, layers))
 
 
-def mla_pools(layout: str, *, dcp_size: int = 1, dcp_rank: int = 0) -> Pools:
+def mla_pools(layout: str) -> Pools:
     """KV of a model with latent attention, which every TP rank holds whole."""
     layers = 3
     device = MLATokenToKVPool(
         dtype=torch.bfloat16, kv_lora_rank=16, qk_rope_head_dim=8, **_on_cpu(PAGES, layers)
     )
-    shards = {"target_layer_num": layers, "dcp_size": dcp_size, "dcp_rank": dcp_rank}
-    page = PAGE_SIZE * dcp_size
-    return Pools(device, _host(MLATokenToKVPoolHost, device, page, layout, layers, **shards))
+    more = {"target_layer_num": layers}
+    return Pools(device, _host(MLATokenToKVPoolHost, device, layout, layers, **more))
 
 
 def _on_cpu(pages: int, layers: int) -> dict[str, object]:
@@ -94,13 +93,13 @@ def _on_cpu(pages: int, layers: int) -> dict[str, object]:
     return {**size, "device": "cpu", "enable_memory_saver": False}
 
 
-def _host(kind: type, device: object, page: int, layout: str, layers: int, **more: int) -> object:
+def _host(kind: type, device: object, layout: str, layers: int, **more: int) -> object:
     """The host pool of a device pool, as large as that."""
     return kind(
         device.get_device_pool_infos()[0].buffer_info,
         1.0,
         0,
-        page,
+        PAGE_SIZE,
         layout,
         pin_memory=False,
         device_capacity_tokens=device.size,

@@ -12,10 +12,13 @@ from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.client.handle import connections
 from hicache_backends.mooncake.config import MooncakeConfig, client_settings
+from hicache_metadata_server.cli.options import AdminClient
+from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
 from hicache_storage import create_storage
 from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.spec import StorageIdentity
-from tests.interop.metadata import problems, started
+from tests.metadata_server import servers
+from tests.support.metadata import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicache_storage.spec import HiCacheStorage
-    from tests.support.metadata import Served
 
+SERVE = f"{servers.SERVE} --quarantine-seconds 0.05 --lease-seconds 2 --store"
 NOISE = bytes(range(100, 164))
 PAGE_BYTES = 64 << 10
 """At most a page of the tests' models: noise at such distances is in every page."""
@@ -138,6 +141,12 @@ class Hf3fsStore:
         return [_between(self.server.kill, self.server.start), self.server.suspended()]
 
 
+def live(url: str) -> dict[str, int]:
+    """How many pages our server says there are, by scope."""
+    scopes = AdminClient(url).call("/v2/scopes", None, Scopes).scopes
+    return {scope.scope: scope.live for scope in scopes}
+
+
 @dataclass
 class MooncakeStore:
     """A master and the memory of one store process."""
@@ -200,9 +209,10 @@ def opened(driver: str, place: Path) -> Generator[Store]:
         case "file":
             yield FileStore(place / "store")
         case "hf3fs":
-            with started() as server:
+            with Served(command=f"{SERVE} sqlite:///{{tmp}}/m.db") as server:
                 yield Hf3fsStore(place / "store", server)
-                assert problems(server.url) == []
+                found = AdminClient(server.url).call("/v2/fsck", Fsck(), FsckReport)
+                assert found.problems == []
         case _:
             # However busy the machine is, no lease may end during a read, and no store may seem
             # dead.

@@ -12,7 +12,7 @@ import pytest
 import requests
 from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
 
-from tests.interop.metadata import SERVE, live
+from tests.interop.stores import SERVE, live
 from tests.support.metadata import Served
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow(seconds=15)]
@@ -38,7 +38,7 @@ def servers():
     """Two metadata servers on one Redis."""
     with Served(command=REDIS) as redis:
         address = f"redis://127.0.0.1:{redis.port}/0"
-        command = SERVE.replace(sys.executable, PYTHON).replace("sqlite:///", address)
+        command = f"{SERVE} {address}".replace(sys.executable, PYTHON)
         with Served(command=command) as one, Served(command=command) as other:
             yield one, other
 

@@ -11,7 +11,6 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.host_pool_decl import HostPoolDecl, HostPoolStorageInfo
-from sglang.srt.mem_cache.pool_host.mla import MLAHostAllocation, MLATokenToKVPoolHost
 
 from hicache_storage.pools import (
     AttentionGeometry,
@@ -192,28 +191,6 @@ def test_pages_of_pools_that_copy(make):
     assert bytes(flat.tolist()) == page
 
 
-def without_memory():
-    allocation = MLAHostAllocation(
-        dtype=torch.bfloat16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        kv_cache_dim=24,
-        size_per_token=len(LAYERS) * 24 * 2,
-    )
-    return MLATokenToKVPoolHost(
-        allocation,
-        1.0,
-        0,
-        PAGE_SIZE,
-        "page_first",
-        pin_memory=False,
-        device_capacity_tokens=PAGES * PAGE_SIZE,
-        start_layer=0,
-        end_layer=len(LAYERS),
-        target_layer_num=len(LAYERS),
-    )
-
-
 def indexer_without_memory(layout):
     pool, _ = indexer(layout)
     pool.index_k_with_scale_buffer = None
@@ -224,11 +201,10 @@ def indexer_without_memory(layout):
     ("make", "match"),
     [
         (lambda: LogicalHostPool(size=64, page_size=4), "LogicalHostPool has no memory of its own"),
-        (without_memory, "has no memory of its own"),
         (lambda: indexer_without_memory("layer_first"), "DSAIndexerPoolHost"),
         (lambda: indexer_without_memory("page_first"), "DSAIndexerPoolHost"),
     ],
-    ids=["logical", "mla", "indexer-layer_first", "indexer-page_first"],
+    ids=["logical", "indexer-layer_first", "indexer-page_first"],
 )
 def test_pools_that_cannot_be_served(make, match):
     with pytest.raises(InvalidPoolError, match=match):
