@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hicache_conformance.fixtures.context import NO_LAYERS, CaseContext
 from hicache_conformance.harness.oracle import PoolQuery, check_exists
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SIDE, OTHER = "mamba", "indexer"
 _STORED_AT_ONCE = 32
-_Drawn = TypeVar("_Drawn")
 
 
 class ExistenceCases:
@@ -46,8 +45,9 @@ class ExistenceCases:
         """Every presence map of 4 pages in KV and one side pool, each under several policies."""
         library = _Library(context, [PoolName.KV, SIDE], length=4)
         policies = _policies(SIDE, windows=(0, 1, 2, 3, 5), groups=((1, 0), (2, 0), (2, 1), (3, 2)))
+        count = min(context.profile.policies, len(policies))
         for pattern in product(range(4), repeat=4):
-            for transfer in _drawn(context, policies):
+            for transfer in context.random.sample(policies, count):
                 library.ask(pattern, [transfer])
 
     @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=Level.POOLS)
@@ -356,10 +356,6 @@ def _policies(
         *(trailing(pool, window) for window in windows),
         *(block_groups(pool, block, group) for block, group in groups),
     ]
-
-
-def _drawn(context: CaseContext, policies: list[_Drawn]) -> list[_Drawn]:
-    return context.random.sample(policies, min(context.profile.policies, len(policies)))
 
 
 def _random_policies(context: CaseContext, pool: str) -> list[PoolTransfer]:
