@@ -15,7 +15,6 @@ from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.storage import sqlite
 from hicache_metadata_server.storage import store as stores
-from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server.services import (
     NOW,
     check_restored,
@@ -145,15 +144,30 @@ def test_other_databases_are_left_alone(tmp_path):
         assert one.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
 
 
+DAMAGED = [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])]
+
+
 @pytest.mark.parametrize(
-    ("schema", "said"),
-    [(99, "later version"), (6, r"earlier version of this server \(schema 6;.*: delete it, and")],
-    ids=["later", "earlier"],
+    ("statement", "said"),
+    [
+        ("PRAGMA user_version = 99", "later version"),
+        (
+            "PRAGMA user_version = 6",
+            r"earlier version of this server \(schema 6;.*: delete it, and",
+        ),
+        *((f"UPDATE blocks SET slots = x'{blob.hex()}'", "cannot be read") for blob in DAMAGED),
+        ("INSERT INTO log VALUES (1, x'6e6f')", "cannot be read"),
+    ],
 )
-def test_another_schema_is_refused(tmp_path, schema, said):
-    opened(tmp_path)[0].close()
+def test_a_store_that_cannot_be_read_is_refused_and_stays(tmp_path, statement, said):
+    store, service = opened(tmp_path)
+    initialize(service, "0:kv")
+    reserve(service, ["a"])
+    store.write(service.take_changes())
+    compact_all(store, service)
+    store.close()
     with database(tmp_path) as one:
-        one.execute(f"PRAGMA user_version = {schema}")
+        one.execute(statement)
     before = (tmp_path / "m.db").read_bytes()
     with pytest.raises(StoreError, match=said):
         opened(tmp_path)
@@ -170,22 +184,6 @@ def test_another_schema_is_refused(tmp_path, schema, said):
 def test_a_file_that_is_no_database_is_refused(tmp_path, content):
     (tmp_path / "m.db").write_bytes(content)
     with pytest.raises(StoreError, match="cannot open"):
-        opened(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "blob", [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])]
-)
-def test_a_damaged_block_is_refused(tmp_path, blob):
-    store, service = opened(tmp_path)
-    initialize(service, "0:kv")
-    reserve(service, ["a"])
-    store.write(service.take_changes())
-    compact_all(store, service)
-    store.close()
-    with database(tmp_path) as one:
-        one.execute("UPDATE blocks SET slots = ?", (blob,))
-    with pytest.raises(StoreError, match="cannot be read"):
         opened(tmp_path)
 
 
@@ -245,14 +243,3 @@ def test_a_program_that_closes_the_database_leaves_its_log(tmp_path):
     assert service.scopes["0:kv"].table.keys == ["a"]
     again.close()
     store.close()
-
-
-def test_a_damaged_group_is_refused_and_stays(tmp_path):
-    opened(tmp_path)[0].close()
-    with database(tmp_path) as one:
-        one.execute("INSERT INTO log VALUES (1, ?)", (b"no group",))
-    store = open_store(f"sqlite:///{tmp_path}/m.db")
-    with pytest.raises(StoreError, match="cannot be read"):
-        store.recover(NOW)
-    store.close()
-    assert logged(tmp_path) == 1
