@@ -14,6 +14,9 @@ from hicache_metadata_server.auth.security import AuditLog, Security
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.protocol import JSON, StoreDurability
+from hicache_metadata_server.server import restored_service
+from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.storage.sqlite import open_store
 from hicache_metadata_server.storage.store import MemoryStore
 
 PATIENCE_SECONDS = 30.0
@@ -184,6 +187,15 @@ async def running(store=None, service=None, tokens=None, security=None, **option
     app = create_app(service, store, security=security or Security(service, tokens), **options)
     async with app.running():
         yield Caller(app)
+
+
+@asynccontextmanager
+async def running_on_disk(directory, durability=StoreDurability.PROCESS, **settings):
+    """A server on a SQLite store in a directory, with what the store has kept."""
+    store = open_store(f"sqlite:///{directory}/m.db", durability)
+    service = restored_service(store, ServerSettings(**settings), time.time())
+    async with running(store, service) as caller:
+        yield caller
 
 
 @asynccontextmanager

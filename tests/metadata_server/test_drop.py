@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -13,9 +11,6 @@ import pytest
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.server import restored_service
-from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.storage.sqlite import open_store
 from hicache_storage.tools.doctor import DoctorTarget, Status
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.metadata_server import services
@@ -24,6 +19,7 @@ from tests.metadata_server.http_calls import (
     eventually,
     of_keys,
     running,
+    running_on_disk,
     running_shared,
 )
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
@@ -34,20 +30,12 @@ from tests.support.commands import run_metadata
 LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.2, min_lease_seconds=0.1)
 
 
-@asynccontextmanager
-async def on_sqlite(directory):
-    store = open_store(f"sqlite:///{directory}/m.db")
-    settings = ServerSettings(quarantine_seconds=0.2)
-    async with running(store, restored_service(store, settings, time.time())) as caller:
-        yield caller
-
-
 @pytest.fixture(scope="module", params=["sqlite", "redis", "cluster"])
 def serving(request, tmp_path_factory):
     """Factory of servers, one after the other on one store."""
     directory = tmp_path_factory.mktemp("drop")
     if request.param == "sqlite":
-        yield lambda: on_sqlite(directory)
+        yield lambda: running_on_disk(directory, quarantine_seconds=0.2)
         return
     with (redis_server if request.param == "redis" else redis_cluster)(directory) as store:
         yield lambda: running_shared(store.url, LIMITS)

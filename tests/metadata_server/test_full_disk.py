@@ -5,32 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from contextlib import asynccontextmanager
 
 import pytest
 
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.http import asgi
 from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.server import restored_service
-from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage import group_commit, sqlite
-from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server import services
 from tests.metadata_server.full_disks import small_disk
-from tests.metadata_server.http_calls import eventually, running
+from tests.metadata_server.http_calls import eventually, running_on_disk
 from tests.metadata_server.protocol.peer import keys_of
 
 SLOTS = 10_000
 both = pytest.mark.parametrize("durability", [StoreDurability.PROCESS, StoreDurability.MACHINE])
-
-
-@asynccontextmanager
-async def on_disk(directory, durability=StoreDurability.PROCESS):
-    store = open_store(f"sqlite:///{directory}/m.db", durability)
-    async with running(store, restored_service(store, ServerSettings(), time.time())) as caller:
-        yield caller
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +63,7 @@ async def test_a_store_without_room(tmp_path, logs, durability):
     """Changes are refused as long as `/readyz`, log and metrics say so, and no longer; lookups go
     on."""
     with small_disk(tmp_path) as disk:
-        async with on_disk(disk.path, durability) as caller:
+        async with running_on_disk(disk.path, durability) as caller:
             await caller.initialize("0:kv", slots=SLOTS)
             assert (await caller.store("0:kv", keys_of(100))).status == 200
             await becomes(caller, 200)
@@ -95,7 +83,7 @@ async def test_a_store_without_room(tmp_path, logs, durability):
             assert told(logs) == ["store_serving"]
             assert not await is_failing(caller)
             assert (await caller.store("0:kv", keys_of(10, "new"))).status == 200
-        async with on_disk(disk.path, durability) as caller:
+        async with running_on_disk(disk.path, durability) as caller:
             everything = keys_of(100) + keys_of(10, "new")
             assert await caller.live("0:kv", everything) == everything
             assert (await caller.post("/v2/fsck", {})).json["problems"] == []
@@ -106,7 +94,7 @@ async def test_a_disk_that_is_full_during_a_compaction(tmp_path, logs, durabilit
     """The log still has room, the database has not: changes are refused, and what was acknowledged
     is there afterwards."""
     with small_disk(tmp_path) as disk:
-        async with on_disk(disk.path, durability) as caller:
+        async with running_on_disk(disk.path, durability) as caller:
             await caller.initialize("0:kv", slots=SLOTS)
             assert (await caller.store("0:kv", keys_of(2000))).status == 200
             disk.fill(leave=8192)
@@ -120,21 +108,21 @@ async def test_a_disk_that_is_full_during_a_compaction(tmp_path, logs, durabilit
             disk.empty()
             await becomes(caller, 200)
             assert (await caller.store("0:kv", keys_of(10, "new"))).status == 200
-        async with on_disk(disk.path, durability) as caller:
+        async with running_on_disk(disk.path, durability) as caller:
             everything = keys_of(2000) + keys_of(10, "new")
             assert await caller.live("0:kv", everything) == everything
 
 
 async def test_a_server_ends_in_good_order_on_a_full_disk(tmp_path, logs):
     with small_disk(tmp_path) as disk:
-        async with on_disk(disk.path) as caller:
+        async with running_on_disk(disk.path) as caller:
             await caller.initialize("0:kv", slots=SLOTS)
             assert (await caller.store("0:kv", keys_of(100))).status == 200
             disk.fill()
             assert await is_refused(caller, "a")
         assert told(logs) == ["store_failing", "unwritten", "stopped"]
         disk.empty()
-        async with on_disk(disk.path) as caller:
+        async with running_on_disk(disk.path) as caller:
             assert await caller.live("0:kv", keys_of(100)) == keys_of(100)
 
 
@@ -146,7 +134,7 @@ async def test_a_start_on_a_full_disk_serves_what_is_there(tmp_path):
         store.write(service.take_changes())
         services.killed(store)
         disk.fill()
-        async with on_disk(disk.path) as caller:
+        async with running_on_disk(disk.path) as caller:
             assert await caller.live("0:kv", keys_of(2000)) == keys_of(2000)
             assert await is_refused(caller, "a")
             assert f"free space in {disk.path}" in await becomes(caller, 503)
@@ -158,7 +146,7 @@ async def test_a_start_on_a_full_disk_serves_what_is_there(tmp_path):
 async def test_no_block_is_compacted_with_changes_that_the_log_lacks(tmp_path, monkeypatch):
     """Its leases would be in a store whose counters do not know of them."""
     monkeypatch.setattr(sqlite, "MAX_LOG_BYTES", 1)
-    async with on_disk(tmp_path) as caller:
+    async with running_on_disk(tmp_path) as caller:
         await caller.initialize("0:kv", slots=SLOTS)
         assert (await caller.reserve("0:kv", keys_of(100))).status == 200
         store, compacted = caller.app.store, []
@@ -186,7 +174,7 @@ async def test_changes_are_written_and_checkpoints_are_made_without_a_new_thread
         return caller.app.store.sizes()["database"] != before
 
     monkeypatch.setattr(sqlite, "CHECKPOINT_BYTES", 1000)
-    async with on_disk(tmp_path, durability) as caller:
+    async with running_on_disk(tmp_path, durability) as caller:
         before = caller.app.store.sizes()["database"]
         with monkeypatch.context() as limit:
             limit.setattr(threading.Thread, "start", refuse)
