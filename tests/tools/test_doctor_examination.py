@@ -229,6 +229,8 @@ def test_the_command_on_a_broken_plugin(site):
     assert done.returncode == 1
     answer = json.loads(done.stdout)
     assert (answer["schema"], answer["ok"]) == (1, False)
+    statuses = {finding["check"]: finding["status"] for finding in answer["findings"]}
+    assert [statuses[name] for name in ("file", "hf3fs", "mooncake")] == ["ok"] * 3
     (finding,) = [finding for finding in answer["findings"] if finding["status"] == "fail"]
     assert finding["check"] == "plugins"
     assert "acme:acme is broken" in finding["detail"]
