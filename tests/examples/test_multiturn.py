@@ -89,7 +89,6 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
             example.serve(server, [[*prompt, *output, 7]], [[8]])
 
 
-@pytest.mark.merge
 def test_the_command_writes_what_it_found(tmp_path):
     """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024,
     checkpoints every 256."""

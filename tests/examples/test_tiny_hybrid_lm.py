@@ -182,12 +182,7 @@ def test_a_second_process_goes_on_where_the_first_stopped():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("driver", "kind"),
-    [
-        ("hf3fs", "mamba"),
-        pytest.param("mooncake", "mamba", marks=pytest.mark.long),
-        pytest.param("mooncake", "dsa", marks=pytest.mark.long),
-    ],
+    ("driver", "kind"), [("hf3fs", "mamba"), ("mooncake", "mamba"), ("mooncake", "dsa")]
 )
 def test_servers_keep_the_pages_for_a_second_process(driver, kind):
     """With `--start-server`, hf3fs has its metadata server, and Mooncake a master and a store."""
