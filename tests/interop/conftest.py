@@ -16,18 +16,10 @@ from tests.interop.missing_engine import NeedsEngine
 if TYPE_CHECKING:
     from tests.interop.engine import Rank
 
-MISSING = """SGLang is not installed here, and these tests are about nothing else.
-Build an environment that has it and run them there:
-
-    scripts/make_sglang_env.sh .venv-sglang
-    .venv-sglang/bin/python -m pytest -m interop tests/interop
-
-or leave them out with -m "not interop"."""
-
 
 def pytest_pycollect_makemodule(module_path, parent):
     if importlib.util.find_spec("sglang") is None:
-        return NeedsEngine.from_parent(parent, path=module_path, marker="interop", missing=MISSING)
+        return NeedsEngine.from_parent(parent, path=module_path, engine="SGLang", marker="interop")
     with warnings.catch_warnings():
         # Importing SGLang on a machine without a GPU warns of everything it misses there.
         warnings.simplefilter("ignore")

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import pytest
 
+MISSING = """{engine} is not installed here, and these tests are about nothing else.
+Build an environment that has it and run them there:
+
+    scripts/make_{name}_env.sh .venv-{name}
+    .venv-{name}/bin/python -m pytest -m {marker} {folder}
+
+or leave them out with -m "not {marker}"."""
+
 
 class NeedsEngine(pytest.Module):
     """A test module that cannot be imported without its engine: one test, which fails.
 
     Args:
+        engine: its name.
         marker: of the tests of that engine.
-        missing: how to get an environment that has it.
     """
 
-    def __init__(self, *, marker: str = "", missing: str = "", **options: object) -> None:
+    def __init__(self, *, engine: str = "", marker: str = "", **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]  # what pytest passes on
-        self.marker, self.missing = marker, missing
+        self.marker = marker
+        folder = f"tests/{self.path.parent.name}"
+        self.missing = MISSING.format(
+            engine=engine, name=engine.lower(), marker=marker, folder=folder
+        )
 
     def collect(self):
         yield _MissingEngine.from_parent(self, name=f"needs_{self.marker}")

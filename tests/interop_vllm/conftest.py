@@ -11,18 +11,10 @@ import pytest
 
 from tests.interop.missing_engine import NeedsEngine
 
-MISSING = """vLLM is not installed here, and these tests are about nothing else.
-Build an environment that has it and run them there:
-
-    scripts/make_vllm_env.sh .venv-vllm
-    .venv-vllm/bin/python -m pytest -m vllm tests/interop_vllm
-
-or leave them out with -m "not vllm"."""
-
 
 def pytest_pycollect_makemodule(module_path, parent):
     if importlib.util.find_spec("vllm") is None:
-        return NeedsEngine.from_parent(parent, path=module_path, marker="vllm", missing=MISSING)
+        return NeedsEngine.from_parent(parent, path=module_path, engine="vLLM", marker="vllm")
     # Others have them imported by processes of their own, and a minute of it is saved here.
     if module_path.name in ("test_tier.py", "test_lmcache_adapter.py"):
         with warnings.catch_warnings():
@@ -33,6 +25,7 @@ def pytest_pycollect_makemodule(module_path, parent):
             importlib.import_module("lmcache.v1.distributed.config")
             importlib.import_module("lmcache.v1.distributed.storage_controllers")
             importlib.import_module("lmcache.v1.multiprocess.config")
+            importlib.import_module("hicache_conformance.interfaces.lmcache_l2.storage")
             importlib.import_module("hicache_conformance.interfaces.vllm_tier.storage")
     return None
 
