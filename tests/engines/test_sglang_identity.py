@@ -13,7 +13,6 @@ from hicache_storage.engines.sglang.identity import (
     ENGINE_KEYS,
     bridge_config,
     check_engine,
-    is_logical,
     logical_dtype,
     model_variant,
     rank_labels,
@@ -56,8 +55,6 @@ class Anchor:
     start_layer: int = 0
     end_layer: int = 31
     layer_num: int = 32
-    kv_buffer: object = "memory"
-    size_per_token: int = 4096
 
 
 OPTIONS = {"interface_v1": 1, "driver": "file"}
@@ -258,13 +255,6 @@ class TestDtype:
 
 
 class TestPools:
-    def test_an_anchor_without_bytes(self):
-        assert is_logical(Anchor(kv_buffer=None, size_per_token=0, layer_num=0))
-
-    @pytest.mark.parametrize("anchor", [Anchor(), Anchor(kv_buffer=None), SimpleNamespace()])
-    def test_other_anchors(self, anchor):
-        assert not is_logical(anchor)
-
     @pytest.mark.parametrize(
         ("pool", "name", "engine", "served"),
         [
