@@ -45,11 +45,6 @@ def prompt(number: int) -> list[int]:
     return tiny_model.prompt(number, REUSED)
 
 
-def vllm_fs(place: Path) -> dict[str, object]:
-    """Return an entry of `secondary_tiers` for vLLM's own file tier."""
-    return {"type": "fs", "root_dir": str(place)}
-
-
 class EngineServer(ServerProcess):
     """The server over a model, until the block ends; then all its processes are killed.
 
@@ -79,13 +74,8 @@ class EngineServer(ServerProcess):
             *("--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-            *(
-                "--block-size",
-                str(BLOCK),
-                "--max-model-len",
-                "1024",
-                "--enable-prompt-tokens-details",
-            ),
+            *("--block-size", str(BLOCK), "--max-model-len", "1024"),
+            "--enable-prompt-tokens-details",
             *("--prefix-caching-hash-algo", "sha256_cbor", "--tensor-parallel-size", str(ranks)),
             *arguments,
         ]
