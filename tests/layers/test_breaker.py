@@ -361,28 +361,6 @@ def test_faults_beside_pages_that_are_served_count_and_end_a_row_of_failed_calls
         assert (layer.fault_count(), layer.breakers["read"].state) == (count, state)
 
 
-def test_a_refusal_is_no_fault(kit, caplog):
-    """A tenant beyond its rate: its pages are missed and refused, its engine's breaker stays
-    closed, no alert of faults."""
-    storage, pool = kit.memory_storage()
-    storage.open()
-    storage.before = failing(StorageRefusedError("429 too_many"))
-    layer = CircuitBreakerLayer(storage, 1, 10.0)
-    layer.register_mem_host_pool_v2(pool, "kv")
-    for _ in range(3):
-        assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
-        assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-        assert layer.batch_get_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-    stats = layer.get_stats()
-    assert (stats.faults, stats.breaker_state) == (0, "closed")
-    assert (stats.pools["kv"].pages_refused, stats.pools["kv"].pages_missed) == (3, 3)
-    assert caplog.text.count("answering misses: 429 too_many") == 1
-    assert caplog.text.count("sets are refused: 429 too_many") == 1
-    with pytest.raises(StorageRefusedError):
-        layer.clear()
-    assert layer.fault_count() == 0
-
-
 def test_refusals_of_some_pages_are_no_fault_and_faults_beside_them_are(kit):
     storage, _pool = kit.memory_storage()
     refused, fault = StorageRefusedError("quota"), OSError("down")

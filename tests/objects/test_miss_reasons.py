@@ -59,6 +59,8 @@ def test_what_the_store_has_answered(kit, before, reason):
     storage.before = before
     ask(storage, pool, ["a", "b"])
     assert reasons(storage) == ({reason: 4}, {reason: 2})
+    # A tenant beyond its rate has no alert of faults, and opens no breaker.
+    assert storage.fault_count() == (3 if reason == "fault" else 0)
 
 
 def test_a_fault_of_some_pages_is_the_reason_of_the_call(kit):
