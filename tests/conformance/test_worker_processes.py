@@ -35,17 +35,17 @@ def start(site, tmp_path, monkeypatch):
     registry.cache_clear()
     started = []
 
-    def open_peer(driver="file", config=None, *, fresh=False, pools=None):
+    def open_peer(driver="file", config=None):
         options = {"path": str(tmp_path / "store")} if config is None else config
         setup = WorkerStorage(
             name=f"p{len(started)}",
             driver=driver,
             config=options,
             identity=IDENTITY,
-            pools=pools or {"kv": PoolShape()},
+            pools={"kv": PoolShape()},
             seed="1",
         )
-        worker = WorkerProcess(setup, fresh=fresh)
+        worker = WorkerProcess(setup)
         started.append(worker)
         return worker
 
@@ -62,20 +62,6 @@ def workload(mix, *, calls=20, clients=1, first=1, keys=KEYS):
 
 def is_gone(worker):
     return not Path(f"/proc/{worker.pid}").exists()
-
-
-def test_what_one_process_sets_another_reads(start):
-    one, two = start(), start(fresh=True)
-    assert one.set(KEYS, 5) == [True] * 8
-    assert two.get(KEYS) == [5] * 8
-    assert two.exists([*KEYS, "another"]) == 8
-    assert two.delete(KEYS[:1]) == [True]
-    assert one.get(KEYS[:2]) == [None, 5]
-    assert one.stats().pages_read == 1
-    two.clear()
-    assert one.exists(KEYS) == 0
-    assert [event.call for event in two.events] == [Call.GET, Call.EXISTS, Call.DELETE, Call.CLEAR]
-    assert all(event.began_at <= event.ended_at for event in two.events)
 
 
 def test_it_has_a_session_of_its_own_and_ends_when_closed(start):
@@ -97,7 +83,7 @@ def test_a_workload_tells_both_ends_of_every_call(start):
             f"{worker.name}.0",
             f"{worker.name}.1",
         }
-        assert all(event.ended for event in worker.events)
+        assert all(event.began_at <= event.ended_at for event in worker.events)
     sets = [
         event.begun.value
         for worker in (one, two)
@@ -117,6 +103,7 @@ def test_one_workload_makes_the_same_calls_again(start):
         for worker in (one, two)
     ]
     assert calls[0] == calls[1]
+    assert two.stats().pages_read > 0
 
 
 def test_a_struck_peer_is_dead_and_what_it_said_is_known(start):
