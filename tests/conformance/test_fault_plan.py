@@ -8,7 +8,6 @@ What the injectors `disk`, `network` and `services` do to a plain program is in
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -169,19 +168,6 @@ def test_a_delay_takes_time(stage):
     began = time.monotonic()
     assert read(storage, pool, KEYS[:3]) == [True] * 3
     assert time.monotonic() - began >= 0.05
-
-
-def test_a_hang_ends_when_it_is_healed(stage):
-    injector, storage, pool = stage
-    inject(injector, FaultKind.HANG)
-    found = []
-    call = threading.Thread(target=lambda: found.extend(read(storage, pool)))
-    call.start()
-    call.join(0.05)
-    assert call.is_alive()
-    injector.heal()
-    call.join()
-    assert found == [True, True, True, False]
 
 
 @pytest.mark.parametrize("place", [0.1, 0.4, 0.9])
