@@ -100,9 +100,9 @@ class FaultCases:
         with records_above_debug() as records, under_fault(injector, plan, sut):
             if outage:
                 set_deadline(sut, RETRYING_SECONDS)
-                _ask_once(injector, sut, keys, plan)
+                _ask_once(sut, keys, plan)
                 set_deadline(sut, deadline_on(injector))
-            stored, missed, calls = _use(context, injector, sut, keys, plan)
+            stored, missed, calls = _use(context, sut, keys, plan)
         if injector.injected_count() and not _silent(plan):
             _check_counted(sut, "calls were", before, plan, missed=missed)
         check(
@@ -135,7 +135,7 @@ class FaultCases:
         with under_fault(injector, plan, sut):
             with contextlib.suppress(HiCacheError):
                 call_bounded(injector, plan, "open", sut.storage.open)
-            _use(context, injector, sut, keys, plan)
+            _use(context, sut, keys, plan)
         wait_until_serving(context, sut, plan)
 
     @covers("FT-4", levels=Level.FAULTS)
@@ -147,7 +147,7 @@ class FaultCases:
         # the first time.
         for _ in range(2):
             with under_fault(injector, plan, sut):
-                _use(context, injector, sut, keys, plan)
+                _use(context, sut, keys, plan)
             wait_until_serving(context, sut, plan)
             state = sut.call("get_stats", sut.storage.get_stats).breaker_state
             check(
@@ -167,21 +167,20 @@ class FaultCases:
         plan = FaultPlan("process", (fault,))
         # Used once before descriptors run out, so that what a driver opens on first use is open
         # already.
-        _use(context, here, sut, keys, plan)
-        set_deadline(sut, deadline_on(here))
-        with limit():
-            stored, _, _ = _use(context, here, sut, keys, plan)
+        _use(context, sut, keys, plan)
+        with under_fault(here, plan, sut), limit():
+            stored, _, _ = _use(context, sut, keys, plan)
         before = OpenResources.now()
         with limit():
             for _ in range(ROUNDS):
                 late = context.unopened(sut.identity, options=NO_LAYERS)
+                late.bound = partial(call_bounded, here, plan)
                 with contextlib.suppress(HiCacheError):
                     call_bounded(here, plan, "open", late.storage.open)
-                _use(context, here, late, keys, plan, rounds=1)
+                _use(context, late, keys, plan, rounds=1)
                 call_bounded(here, plan, "close", late.storage.close)
         left = OpenResources.now().beyond(before)
         check(not left, "FT-6", f"storages that were opened and closed ({plan}) left {left}")
-        set_deadline(sut, None)
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
 
@@ -322,11 +321,9 @@ class FaultCases:
 
 def _use(
     context: CaseContext,
-    injector: FaultInjector,
     sut: StorageUnderTest,
     keys: Sequence[str],
     plan: FaultPlan,
-    *,
     rounds: int = ROUNDS,
 ) -> tuple[list[str], bool, int]:
     """Ask, read and write under a fault.
@@ -337,30 +334,24 @@ def _use(
     """
     stored, missed = list[str](), False
     for _ in range(rounds):
-        call_bounded(injector, plan, "batch_exists_v2", partial(sut.exists, keys))
-        call_bounded(injector, plan, "batch_present", partial(sut.present, keys))
-        found = call_bounded(injector, plan, "batch_get_v2", partial(sut.get, keys))
-        check_hits(sut, keys, found, plan)
+        sut.exists(keys)
+        sut.present(keys)
+        check_hits(sut, keys, found := sut.get(keys), plan)
         new = context.keys(8)
-        answers = call_bounded(injector, plan, "batch_set_v2", partial(sut.set, new))
-        check_hits(
-            sut, new, call_bounded(injector, plan, "batch_get_v2", partial(sut.get, new)), plan
-        )
+        answers = sut.set(new)
+        check_hits(sut, new, sut.get(new), plan)
         missed |= None in found or not all(answers)
         stored += [key for key, ok in zip(new, answers, strict=True) if ok]
     return stored, missed, rounds * 5
 
 
-def _ask_once(
-    injector: FaultInjector, sut: StorageUnderTest, keys: Sequence[str], plan: FaultPlan
-) -> None:
+def _ask_once(sut: StorageUnderTest, keys: Sequence[str], plan: FaultPlan) -> None:
     """Make sure that a lookup and a read of stored pages that miss under a fault count one each."""
     before = count_faults(sut)
-    hit = call_bounded(injector, plan, "batch_exists_v2", partial(sut.exists, keys)).kv_hit_pages
+    hit = sut.exists(keys).kv_hit_pages
     _check_counted(sut, "an exists of stored pages was", before, plan, missed=hit < len(keys))
     before = count_faults(sut)
-    found = call_bounded(injector, plan, "batch_get_v2", partial(sut.get, keys))
-    check_hits(sut, keys, found, plan)
+    check_hits(sut, keys, found := sut.get(keys), plan)
     _check_counted(sut, "a get of stored pages was", before, plan, missed=None in found)
 
 

@@ -16,7 +16,6 @@ from hicache_conformance.fixtures.fault_calls import (
     HURRIED_SECONDS,
     PATIENCE_SECONDS,
     UNGUARDED,
-    call_bounded,
     check_hits,
     serving_storage,
     under_fault,
@@ -77,7 +76,7 @@ class AppliedCases:
                 written = {
                     key: plan
                     for pages in (3, 1 + step % 2, 2)
-                    for key in _set(context, injector, writer, pages, plan)
+                    for key in _set(context, writer, pages)
                 }
                 reached = injector.injected_count()
             stored |= written
@@ -133,17 +132,10 @@ def _applied(injector: FaultInjector, error: str, step: int) -> FaultPlan:
     return FaultPlan(injector.name, (fault,) if injector.name in MUTATING else ())
 
 
-def _set(
-    context: CaseContext,
-    injector: FaultInjector,
-    writer: StorageUnderTest,
-    pages: int,
-    plan: FaultPlan,
-) -> list[str]:
+def _set(context: CaseContext, writer: StorageUnderTest, pages: int) -> list[str]:
     """Set fresh pages; those that were acknowledged."""
     keys = context.keys(pages)
-    answers = call_bounded(injector, plan, "batch_set_v2", partial(writer.set, keys))
-    return [key for key, ok in zip(keys, answers, strict=True) if ok]
+    return [key for key, ok in zip(keys, writer.set(keys), strict=True) if ok]
 
 
 def _check_there(sut: StorageUnderTest, stored: Mapping[str, object]) -> None:

@@ -16,7 +16,6 @@ from msgspec import structs
 
 from hicache_conformance.fixtures.fault_calls import (
     DEADLINE_SECONDS,
-    call_bounded,
     check_hits,
     check_kept,
     under_fault,
@@ -384,14 +383,12 @@ class _Search:
     def _call(
         self, sut: StorageUnderTest, what: str, chain: list[str], plan: FaultPlan, stored: set[str]
     ) -> None:
-        bounded = partial(call_bounded, self._injector, plan)
         match what:
             case "set":
-                answers: list[bool] = bounded("batch_set_v2", partial(sut.set, chain))
-                stored.update(key for key, ok in zip(chain, answers, strict=True) if ok)
+                stored.update(key for key, ok in zip(chain, sut.set(chain), strict=True) if ok)
             case "get":
-                check_hits(sut, chain, bounded("batch_get_v2", partial(sut.get, chain)), plan)
+                check_hits(sut, chain, sut.get(chain), plan)
             case "exists":
-                bounded("batch_exists_v2", partial(sut.exists, chain))
+                sut.exists(chain)
             case _:
                 pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hicache_conformance.harness.pools import (
     Page,
@@ -83,6 +83,8 @@ class StorageUnderTest:
         """Puts the host pages of a pool in an order, from which calls take theirs."""
         self.view: Callable[[torch.Tensor], torch.Tensor] = lambda slots: slots
         """Makes the indices of a transfer of its slots; a part of another tensor, for instance."""
+        self.bound: Callable[[str, Callable[[], Any]], Any] | None = None
+        """Makes each call, by its name, in a way that comes back from one that hangs."""
 
     @property
     def identity(self) -> StorageIdentity:
@@ -451,8 +453,9 @@ class StorageUnderTest:
         Raises:
             Violation: it raised, or tried to end the process (LC-3).
         """
+        ask: Callable[[], AnswerT] = partial(self.bound, name, question) if self.bound else question
         try:
-            return question()
+            return ask()
         except SystemExit as error:
             raise Violation("LC-3", f"{name} tried to end the process: {error!r}") from error
         except Violation:
