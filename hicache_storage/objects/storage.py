@@ -789,9 +789,7 @@ def _deliver(request: PoolRequest, batches: Sequence[ReadBatch], delivered: Sequ
             for slot, read, ok in zip(request.slots, batch.reads, delivered, strict=True)
             if ok
         ]
-        part.access.deliver(
-            [slot for slot, _ in whole], [buffers for _, buffers in whole], [True] * len(whole)
-        )
+        part.access.deliver([slot for slot, _ in whole], [buffers for _, buffers in whole])
     return True
 
 

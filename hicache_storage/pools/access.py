@@ -42,12 +42,13 @@ class PageAccess(ABC):
         return self.sources(first_slots)
 
     def deliver(  # noqa: B027 - pools that lend their own memory have nothing left to do
-        self,
-        first_slots: Sequence[int],
-        targets: Sequence[list[memoryview]],
-        delivered: Sequence[bool],
+        self, first_slots: Sequence[int], targets: Sequence[list[memoryview]]
     ) -> None:
-        """Bring verified pages from `targets` into the pool. Only of a pool that `stages`."""
+        """Bring verified pages from `targets` into the pool. Only of a pool that `stages`.
+
+        The buffers are used again: those of a page that was not read whole are not passed, since a
+        hung read may still write into them.
+        """
 
 
 class StagedAccess(PageAccess):
@@ -68,19 +69,10 @@ class StagedAccess(PageAccess):
     def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return [self._buffers() for _ in first_slots]
 
-    def deliver(
-        self,
-        first_slots: Sequence[int],
-        targets: Sequence[list[memoryview]],
-        delivered: Sequence[bool],
-    ) -> None:
-        # The buffers of a page that was not delivered are not reused: a hung read may still write
-        # into them.
-        complete = [page for page, is_there in zip(targets, delivered, strict=True) if is_there]
-        slots = [slot for slot, is_there in zip(first_slots, delivered, strict=True) if is_there]
-        if slots:
-            self._copy_in(slots, complete)
-            self._spare.extend(complete)
+    def deliver(self, first_slots: Sequence[int], targets: Sequence[list[memoryview]]) -> None:
+        if first_slots:
+            self._copy_in(first_slots, targets)
+            self._spare.extend(targets)
 
     def _buffers(self) -> list[memoryview]:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,7 +89,7 @@ def write(
             end = len(buffer) if complete else len(buffer) // 2
             buffer[:end] = page[start : start + end]
             start += len(buffer)
-    access.deliver(slots, targets, delivered)
+    access.deliver(list(compress(slots, delivered)), list(compress(targets, delivered)))
 
 
 def read(access: PageAccess, slots: Sequence[int]) -> list[bytes]:

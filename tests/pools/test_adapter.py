@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from itertools import compress
 from types import SimpleNamespace
 
 import pytest
@@ -302,7 +303,7 @@ def test_buffers_are_used_again_once_they_are_safe(monkeypatch):
         for number, (buffer,) in enumerate(targets):
             buffer[:] = bytes([number]) * len(buffer)
         assert [buffer[0] for (buffer,) in targets] == [0, 1, 2], "each has its own"
-        access.deliver(slots, targets, delivered)
+        access.deliver(list(compress(slots, delivered)), list(compress(targets, delivered)))
         for (buffer,) in access.targets(slots):
             buffer[:] = b"\x05" * len(buffer)
         assert [buffer[0] == 5 for (buffer,) in targets] == reused

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -112,7 +113,8 @@ class Plain(HiCacheStorage):
             self.take(request.pool, key, page)
             for key, page in zip(request.keys, targets, strict=True)
         ]
-        request.pool.access.deliver(request.slots, targets, done)
+        whole = list(compress(request.slots, done)), list(compress(targets, done))
+        request.pool.access.deliver(*whole)
         return done
 
     def writes(self, name):

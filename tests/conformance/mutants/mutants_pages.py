@@ -50,7 +50,7 @@ def without_holes(right, store, request):
     targets = request.pool.access.targets(request.slots)
     for key, page in zip(stored, targets, strict=False):
         store.take(request.pool, key, page)
-    request.pool.access.deliver(request.slots, targets, [True] * len(targets))
+    request.pool.access.deliver(request.slots, targets)
     return done
 
 
