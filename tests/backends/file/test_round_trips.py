@@ -12,7 +12,7 @@ import pytest
 from hicache_backends.file import store as store_module
 from hicache_backends.file import writer as writer_module
 from hicache_storage.objects import Call
-from hicache_storage.spec import CancellationToken, RemovalReason
+from hicache_storage.spec import CancellationToken
 from tests.backends.file.harness import chain, failing, identity
 
 
@@ -59,25 +59,6 @@ def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, mo
     times = [os.stat(path).st_mtime_ns for path in in_chain]
     assert times == sorted(set(times), reverse=True)
     assert rig().holds(keys)
-
-
-def test_copies_of_two_writers_that_did_not_know_of_each_other(rig):
-    """A delete removes both; where one is removed, the other takes its place."""
-    a, b, keys = rig(), rig(), chain("a", 4)
-    a.put(keys)
-    b.put_again(keys, 1)
-    assert len(a.bundles()) == 2
-    c = rig()
-    assert c.versions(keys, (0, 1)) == [1] * 4
-    assert c.storage.delete(keys[:2]) == [True, True]
-    for side in (a, b, c, rig()):
-        assert side.present(keys) == [False, False, True, True]
-    for left in (1, 0):
-        bundle = c.page_index.pages[keys[3]][0]
-        c.store.publisher.remove(c.bundle_set, [bundle], RemovalReason.EVICTED)
-        assert len(c.bundles()) == left
-        for side in (a, b, c):
-            assert side.versions(keys[2:], (0, 1)) == [0 if left else None] * 2
 
 
 def test_a_clear_stops_once_the_call_is_cancelled(rig, monkeypatch):
