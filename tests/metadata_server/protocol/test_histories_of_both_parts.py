@@ -1,7 +1,8 @@
 """Clients of both parts on one scope, in random order: no slot belongs to two keys, and none is lost
-(MD-SLOT-1, MD-SLOT-2). Reservations end by themselves (MD-RES-3, MD-RES-6). A confirm of a slot that
-is not reserved for its key, or not any more, changes nothing (MD-CONF-2), nor does a release of a live
-slot or a second one (MD-CONF-4). What is deleted or cleared is gone (MD-DEL-1, MD-DEL-2).
+(MD-SLOT-1, MD-SLOT-2). A key has one reservation and is not there before it is confirmed (MD-RES-4,
+MD-RES-5); reservations end by themselves (MD-RES-3, MD-RES-6). A confirm of a slot that is not reserved
+for its key, or not any more, changes nothing (MD-CONF-2), nor does a release of a live slot or a second
+one (MD-CONF-4). What is deleted or cleared is gone (MD-DEL-1, MD-DEL-2).
 
 `test_histories.py` has the scope alone, and restarts it.
 """
@@ -33,7 +34,7 @@ class Clients:
         steps += ("end", "late", "wrong", "release", "delete", "wait")
         match chance.choice(steps):
             case "reserve":
-                await self.reserve(chance.sample(self.keys, chance.randint(1, 5)))
+                await self.reserve(chance.choices(self.keys, k=chance.randint(1, 5)))
             case "confirm" if self.held:
                 slot, (key, end, lease) = self.taken()
                 if await self.confirmed(key, slot, lease, end > now):
@@ -103,6 +104,7 @@ class Clients:
             if slot >= 0:
                 assert slot < self.slots
                 assert slot not in self.held, "a slot is given to two"
+                assert key not in {key for key, _, _ in self.held.values()}, "a key has two slots"
                 self.held[slot] = key, now + LEASE, lease
 
     async def confirmed(self, key, slot, lease, expected):
@@ -117,6 +119,7 @@ class Clients:
     async def check(self):
         """Each key is where it was written, or was evicted; no slot is announced twice."""
         found = await self.peer.indices(self.keys)
+        assert await self.peer.exists(self.keys) == [slot is not None for slot in found]
         there = [slot for slot in found if slot is not None]
         held = {slot for slot, (_, end, _) in self.held.items() if end > self.peer.clock.now}
         assert len(set(there)) == len(there), "a slot belongs to two keys"

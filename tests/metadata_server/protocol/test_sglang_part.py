@@ -146,19 +146,6 @@ async def test_slots_of_old_keys_and_of_new_ones(peer):
     assert await peer.indices(more) == [given.get(key) for key in more]
 
 
-async def test_a_key_has_one_reservation(peer):
-    """MD-RES-4 and MD-RES-5: nor is it there before it is confirmed."""
-    await peer.make(8)
-    (_, slot), (_, other), again = await peer.reserve(["a", "b", "a"])
-    assert slot >= 0
-    assert again == (False, -1)
-    assert await peer.reserve(["a"]) == [(False, -1)]
-    assert await unmapped(peer, ["a", "b"])
-    await peer.confirm(["a"], [slot], released=[other])
-    assert await unmapped(peer, ["b"])
-    assert await peer.reserve(["a"]) == [(True, slot)]
-
-
 # Confirms and releases.
 
 
