@@ -78,8 +78,8 @@ def injector(services):
         yield found
 
 
-def told(services, line, name="memory"):
-    return asked(services.ports[name], line)
+def told(services, line):
+    return asked(services.ports["memory"], line)
 
 
 def asked(port, line):
@@ -191,7 +191,7 @@ def test_servers_go_with_a_suite_that_is_killed(command):
     eventually(lambda: not accepts(port))
 
 
-# Several stores, of which one is killed or stopped: the others answer
+# Several stores
 # ------------------------------------------------------------------------------------------------
 
 STORES = ("a", "b")
@@ -203,17 +203,6 @@ BESIDE = ["serve --port {port:store}", "serve --port {port:store2} --first 127.0
 def members(command):
     with contextlib.closing(MemberInjector([*map(command, STORES)], STORES)) as injector:
         yield injector
-
-
-def test_a_killed_store_is_back_on_its_port_and_the_other_has_run_on(members):
-    assert told(members, b"1", "a") == told(members, b"1", "b") == b"1"
-    find_fault(members, FaultKind.KILL, member="a")
-    with pytest.raises(ConnectionRefusedError):
-        told(members, b"2", "a")
-    assert told(members, b"2", "b") == b"12"
-    members.heal()
-    assert told(members, b"2", "a") == b"12"
-    assert members.injected_count() == 1
 
 
 def test_stores_are_gone_when_closed(members):
