@@ -64,16 +64,6 @@ def test_open_files_are_bounded_and_closed_once_idle(rig, monkeypatch):
     eventually(idle)
 
 
-def test_an_evicted_bundle_frees_its_room_at_once(rig):
-    a, b = rig(), rig()
-    a.put(chain("a", 8))
-    assert a.holds(chain("a", 8))
-    assert b.holds(chain("a", 8))
-    a.storage.clear()
-    b.hit(["x"])
-    assert not any("deleted" in name for _, name in open_files(a.path))
-
-
 def test_checksums_can_be_turned_off_and_that_shows(rig, monkeypatch):
     a, keys = rig(verify_checksums=False, components=(600_000,)), chain("a", 2)
     a.put(keys)
