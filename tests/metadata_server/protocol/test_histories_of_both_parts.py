@@ -1,8 +1,9 @@
 """Clients of both parts on one scope, in random order: no slot belongs to two keys, and none is lost
-(MD-SLOT-1, MD-SLOT-2). A key has one reservation and is not there before it is confirmed (MD-RES-4,
-MD-RES-5); reservations end by themselves (MD-RES-3, MD-RES-6). A confirm of a slot that is not reserved
-for its key, or not any more, changes nothing (MD-CONF-2), nor does a release of a live slot or a second
-one (MD-CONF-4). What is deleted or cleared is gone (MD-DEL-1, MD-DEL-2).
+(MD-SLOT-1, MD-SLOT-2); both parts see one state (MD-API-4). A key has one reservation and is not there
+before it is confirmed (MD-RES-4, MD-RES-5). Reservations end by themselves (MD-RES-3, MD-RES-6), and a
+lease that has ended is stale (MD-LEASE-2). A confirm of a slot that is not reserved for its key, or not
+any more, changes nothing (MD-CONF-2), nor does a release of a live slot or a second one (MD-CONF-4). What
+is deleted or cleared is gone (MD-DEL-1, MD-DEL-2).
 
 `test_histories.py` has the scope alone, and restarts it.
 """
@@ -23,6 +24,8 @@ class Clients:
         self.peer, self.slots, self.keys, self.chance = peer, slots, keys_of(keys), chance
         self.stored = {}
         """Slots of keys that were written and not deleted; the server may have evicted them."""
+        self.lengths = {}
+        """Of the page that a key had last: the old part stores none."""
         self.held = {}
         """By slot the key for which it is reserved, the end, and the lease (0 of the old part)."""
         self.ended = []
@@ -31,7 +34,7 @@ class Clients:
     async def step(self):
         chance, now = self.chance, self.peer.clock.now
         steps = ("reserve",) * 4 + ("confirm",) * 3
-        steps += ("end", "late", "wrong", "release", "delete", "wait")
+        steps += ("renew", "end", "late", "wrong", "release", "delete", "wait")
         match chance.choice(steps):
             case "reserve":
                 await self.reserve(chance.choices(self.keys, k=chance.randint(1, 5)))
@@ -39,6 +42,14 @@ class Clients:
                 slot, (key, end, lease) = self.taken()
                 if await self.confirmed(key, slot, lease, end > now):
                     self.stored[key] = slot
+                    self.lengths[key] = int(lease > 0)
+            case "renew" if self.held:
+                slot, (key, end, lease) = self.taken()
+                renews = lease > 0
+                if renews:
+                    assert await self.peer.renew([lease], LEASE) == [end > now]
+                if end > now:
+                    self.held[slot] = key, now + LEASE if renews else end, lease
             case "end" if self.held:
                 slot, (key, end, lease) = self.taken()
                 self.ended.append((key, slot, lease))
@@ -53,6 +64,10 @@ class Clients:
                     await self.confirmed(
                         key, slot, lease, not lease and self.stored.get(key) == slot
                     )
+                if lease:
+                    for stale in (lease, lease + 10**9):
+                        assert await self.peer.renew([stale], LEASE) == [False]
+                        assert await self.peer.abort([stale]) == [False]
             case "wrong":
                 key, slot = chance.choice(self.keys), chance.choice(self.some_slots())
                 if self.held.get(slot, ("",))[0] != key and self.stored.get(key) != slot:
@@ -93,7 +108,10 @@ class Clients:
             key, _, lease = self.held.pop(slot)
             self.ended.append((key, slot, lease))
         if self.chance.random() < 0.5:
-            given = [(-1 if there else slot, 0) for there, slot in await self.peer.reserve(keys)]
+            answer = await self.peer.reserve(keys)
+            there = {key: slot for key, (there, slot) in zip(keys, answer, strict=True) if there}
+            assert there.items() <= self.stored.items()
+            given = [(-1 if there else slot, 0) for there, slot in answer]
         else:
             leased = await self.peer.lease(keys)
             given = [
@@ -120,6 +138,13 @@ class Clients:
         """Each key is where it was written, or was evicted; no slot is announced twice."""
         found = await self.peer.indices(self.keys)
         assert await self.peer.exists(self.keys) == [slot is not None for slot in found]
+        pages = await self.peer.lookup(self.keys)
+        assert pages.slots == [-1 if slot is None else slot for slot in found]
+        lengths = [
+            0 if slot is None else self.lengths[key]
+            for key, slot in zip(self.keys, found, strict=True)
+        ]
+        assert pages.lengths == lengths
         there = [slot for slot in found if slot is not None]
         held = {slot for slot, (_, end, _) in self.held.items() if end > self.peer.clock.now}
         assert len(set(there)) == len(there), "a slot belongs to two keys"

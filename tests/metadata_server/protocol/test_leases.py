@@ -6,7 +6,7 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.protocol import Reserved
-from tests.metadata_server.protocol.peer import LEASE, keys_of
+from tests.metadata_server.protocol.peer import keys_of
 
 
 def states(leased):
@@ -33,24 +33,6 @@ async def test_what_reserve_says_of_each_key(timed):
         answer.states, answer.slots, answer.generations, strict=True
     ):
         assert (slot >= 0) == (generation > 0) == (state in (Reserved.LEASED, Reserved.EXISTS))
-
-
-async def test_stale_leases(timed):
-    """MD-LEASE-2: a held one among them is committed."""
-    await timed.initialize(32)
-    keys = keys_of(4)
-    aborted, held, deleted, cleared = (await timed.lease(keys)).leases
-    assert await timed.abort([aborted]) == [True]
-    await timed.commit([deleted])
-    await timed.delete([keys[2]])
-    stale = [aborted, held + 10**9, deleted]
-    assert await timed.commit([stale[0], held, *stale[1:]]) == [False, True, False, False]
-    assert await timed.live(keys) == [False, True, False, False]
-    await timed.clear()
-    assert await timed.commit([cleared, held]) == [False, False]
-    assert await timed.renew([cleared, *stale], LEASE) == [False] * 4
-    assert await timed.abort([cleared, *stale]) == [False] * 4
-    assert not any(await timed.live(keys))
 
 
 async def test_a_lease_is_as_long_as_the_limits_allow(timed):

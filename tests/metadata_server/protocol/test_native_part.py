@@ -98,25 +98,6 @@ async def test_another_geometry_is_refused(peer):
     assert (await peer.lookup(["a"])).slots == [page.slot]
 
 
-async def test_both_parts_see_one_state(peer):
-    """MD-API-4."""
-    await peer.initialize(16)
-    await peer.make(16)
-    keys = keys_of(6)
-    slots = [page.slot for page in await peer.store(keys[:3])] + await peer.put(keys[3:])
-    assert await peer.indices(keys) == slots
-    found = await peer.lookup(keys)
-    assert found.slots == slots
-    assert found.lengths[3:] == [0, 0, 0]
-    assert 0 not in found.generations
-    await peer.reserved(["x"])
-    assert (await peer.lease(["x"])).states == [p.Reserved.BUSY]
-    await peer.lease(["y"])
-    assert await peer.reserve(["y"]) == [(False, -1)]
-    await peer.sglang("delete_keys", 204, keys=keys[:1])
-    assert await peer.live(keys[:2]) == [False, True]
-
-
 async def test_lookups_give_back_what_was_committed(peer):
     """MD-LOOK-1: in any order and twice."""
     await peer.initialize(16)
