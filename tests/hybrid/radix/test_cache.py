@@ -126,20 +126,6 @@ def test_a_state_is_loaded_into_a_slot_that_there_is(world, slot):
     assert world.cache.match(LONG).host_length == 16
 
 
-def test_a_prefix_that_is_being_loaded_for_another_request_is_waited_for(make_world):
-    world = make_world(grid=None)
-    served(world, LONG)
-    world.cache.evict(100)
-    world.controller.stack.simulator.is_held = True
-    world.load_and_leave(LONG)
-    match = world.cache.match(LONG)
-    assert not match.needs_load
-    counter = world.cache.start_loading()
-    assert not counter.done()
-    world.controller.wait_for_loads(counter)
-    world.check_rows(LONG[:16], match.device_indices)
-
-
 @pytest.mark.parametrize(
     ("policy", "after_first", "after_hit", "after_eviction"),
     [
