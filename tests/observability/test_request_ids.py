@@ -198,8 +198,7 @@ def test_the_calls_id_is_that_of_its_requests_and_of_the_audit_log(tmp_path):
         with closing(rig.storage), RequestScope("chat-7"):
             rig.put(chain("c", 3))
             rig.storage.clear()
-        with closing(HttpClient(place.url)) as client:
-            body = client.get("/v2/history").body
+        body = HttpClient(place.url).get("/v2/history").body
         lines = [json.loads(line) for line in stopped(place).splitlines()]
     of_calls = {call["route"]: call["request_id"] for call in json.loads(body)["slowest"]}
     assert of_calls["/v2/reserve"] == of_calls["/v2/commit"] == "chat-7"
