@@ -2,8 +2,9 @@
 
     python scripts/flows.py [CHECKOUT]
 
-A file is entered when one of its functions is called. A hop is a call from one of the project's
-files into another one; other libraries in between are passed through.
+A file is entered when one of its functions is called; what runs while a module is imported does not
+count. A hop is a call from one of the project's files into another one; other libraries in between
+are passed through.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ FOLDERS = tuple(
 )
 FUNCTION = 1  # CO_OPTIMIZED: neither a module nor the body of a class
 files, hops, recording = set(), [0], [False]
+importing = threading.local()
 
 
 def profile(frame, event, argument):
-    if not recording[0] or event != "call":
-        return
     code = frame.f_code
-    if not code.co_flags & FUNCTION or not code.co_filename.startswith(FOLDERS):
+    if not recording[0] or event not in ("call", "return"):
+        return
+    if not code.co_filename.startswith(FOLDERS):
+        return
+    if code.co_name == "<module>":
+        change = 1 if event == "call" else -1
+        importing.depth = getattr(importing, "depth", 0) + change
+    if event == "return" or not code.co_flags & FUNCTION or getattr(importing, "depth", 0):
         return
     files.add(code.co_filename)
     caller = frame.f_back

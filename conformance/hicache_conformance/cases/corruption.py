@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hicache_conformance.injectors.injector import FaultInjector
 
 ALL_DAMAGES = pytest.mark.parametrize(
-    "damage", list(ObjectCorruption), ids=lambda damage: damage.replace(" ", "-")
+    "damage", list(ObjectCorruption), ids=[each.replace(" ", "-") for each in ObjectCorruption]
 )
 BY_CHECKSUM = (ObjectCorruption.FLIPPED_BIT, *WRONG_LENGTHS)
 """Damages that only the checksum tells for certain: a store of fixed places keeps a wrong length as
@@ -221,7 +221,7 @@ class BitRotCases:
         needs=["the injector disk or services"],
     )
     @pytest.mark.parametrize(
-        "decay", list(FileCorruption), ids=lambda decay: decay.replace(" ", "-")
+        "decay", list(FileCorruption), ids=[each.replace(" ", "-") for each in FileCorruption]
     )
     def test_stored_bytes_rot(
         self, context: CaseContext, injector: FaultInjector, decay: FileCorruption
