@@ -40,7 +40,7 @@ PREFACE: Final = (
     "`scripts/make_sglang_env.sh` builds, with `vllm-tier` and `lmcache-l2` that of "
     "`scripts/make_vllm_env.sh`."
 )
-_CASE: Final = re.compile(r"--case '([^']*)'")
+_CASE: Final = re.compile(r"--case '?([^' ]+)'?")
 _PAGE: Final = re.compile(r"\bpage (?:\d+ )?key '[^']*'(?: of pool '\w+')?")
 """A page, as findings name it; `results.json` has which."""
 
