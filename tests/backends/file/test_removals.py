@@ -182,7 +182,7 @@ def test_a_history_is_bounded_and_survives_torn_lines(rig, monkeypatch):
     assert found[-1] == (every[0], DELETED)
     assert set(every[-16:]) <= {key for key, _ in found}
     os.utime(last, (1, 1))
-    a.store.feed.history.collect(a.namespace, a.store.clock)
+    a.store._collect_logs()
     assert not last.exists()
 
 
