@@ -23,7 +23,7 @@ others=(nixl==1.5.1 nixl-cu12==1.5.1 peercache==0.8.4 sglang-kvblockd==0.1.0 kvb
 # of it meets; triton is torch's choice, where torch has one.
 needed=(
   aiohttp==3.14.5 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill==0.4.1 einops==0.8.2 fastapi==0.165.0 gguf==0.19.0
-  ipython==9.18.1 jsonschema==4.26.0 msgspec==0.22.0 numpy==2.4.6 openai==2.8.0 orjson==3.13.0 partial-json-parser==0.2.1.1.post7
+  ipython==9.18.1 jsonschema==4.26.0 msgspec==0.23.0 numpy==2.4.6 openai==2.8.0 orjson==3.13.0 partial-json-parser==0.2.1.1.post7
   pillow==13.0.0 psutil==7.2.2 pybase64==1.5.1 python-multipart==0.0.34 pyzmq==27.3.0 requests==2.34.2 sentencepiece==0.2.3
   setproctitle==1.3.8 soundfile==0.14.0 tqdm==4.70.1 transformers==5.19.0 uvicorn==0.54.0 uvloop==0.23.0 xgrammar==0.2.7 triton
 )
