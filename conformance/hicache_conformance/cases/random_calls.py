@@ -247,6 +247,8 @@ def _policy(pool: str, window: int) -> PoolTransfer:
     return block_groups(pool, 2, 1) if window == 4 else trailing(pool, window)
 
 
+SEARCH_SECONDS: Final = 150.0
+"""Longest search for faults and calls that break a rule: fewer are tried on a busy machine."""
 SHRINK_SECONDS: Final = 60.0
 """Longest search for fewer faults and calls. A case that took as long as the driver may hang would
 be blamed on the driver."""
@@ -334,21 +336,23 @@ class _Search:
         self._injector = injector
         self._found: dict[tuple[FaultPlan, tuple[Step, ...]], Violation | None] = {}
         """By example."""
-        self._until: float | None = None
-        """End of the search for shorter examples, once there is one."""
+        self._has_failed = False
+        self._until = time.monotonic() + SEARCH_SECONDS
+        """End of the search, and once there is an example, of that for shorter ones."""
 
     def check(self, plan: FaultPlan, steps: Sequence[Step]) -> None:
         """Make the calls under the faults."""
         example = plan, tuple(steps)
         if example not in self._found:
-            if self._until is not None and time.monotonic() > self._until:
+            if time.monotonic() > self._until:
                 return
             recorded = list(self._injector.plans)
             violation = self._found[example] = self._violation(plan, steps)
-            if self._until is not None:
+            if self._has_failed:
                 # What is tried in order to shorten the first is of no interest.
                 self._injector.plans[:] = recorded
             elif violation is not None:
+                self._has_failed = True
                 self._until = time.monotonic() + SHRINK_SECONDS
         found = self._found[example]
         if found is not None:
