@@ -3,6 +3,7 @@ it comes."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from contextvars import copy_context
@@ -43,6 +44,8 @@ def is_interrupted(call, point):
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
+    # A finalizer of what an earlier test has left would get the interrupt, and nobody else.
+    gc.disable()
     sys.setprofile(profile)
     try:
         copy_context().run(call)
@@ -50,6 +53,7 @@ def is_interrupted(call, point):
         return True
     finally:
         sys.setprofile(None)
+        gc.enable()
     return False
 
 
