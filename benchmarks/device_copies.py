@@ -6,9 +6,10 @@ model's matrix products, taking turns in one run.
 Layouts and page lengths of an MHA pool, both directions, pages that are scattered over both pools:
 every second one, in an order of its own. A side is what the engine chooses, what it can be forced
 to, and SGLang's own kernels where a tree of them is given. For each: its share of the speed of one
-pinned copy; what enqueueing costs the calling thread; how much longer matrix products take beside
-it; and how long a load takes whose layers are each followed by the products of that layer, against
-the larger of the two.
+pinned copy, for a caller that waits, and on a device that was busy while it was enqueued; what
+enqueueing costs the calling thread; how much longer matrix products take beside it; and how long a
+load takes whose layers are each followed by the products of that layer, against the larger of the
+two.
 
 Each of our copies is checked once before it is measured. Writes results.md and results.json. `--device
 cpu` runs the same on the simulator, to see that it runs: figures without a GPU mean nothing.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -67,6 +69,7 @@ GOALS = {OUT: (0.97, 1.05), IN: (0.92, 1.05)}
 SHORT_GOAL = 0.92
 OVERLAP_GOAL = 1.1
 ENQUEUEING = "enqueueing, us"
+ON_DEVICE = "seconds on the device"
 PRODUCTS = "products beside it, as many times as long"
 OVERLAP = "load and compute, of the larger"
 WARNING = "**No GPU: these copies ran on the simulator, and the figures mean nothing.**\n\n"
@@ -79,6 +82,8 @@ class Copy:
     enqueue: Callable[[], object]
     wait: Callable[[], object]
     """Blocks until everything enqueued is over."""
+    follow: Callable[[Stream], object]
+    """Lets a stream wait until everything enqueued is over."""
     wait_layer: Callable[[int, Stream], object] | None = None
     """Lets a stream wait for a layer of a load."""
 
@@ -116,6 +121,19 @@ class Products:
         events[1].record(native)
         torch.cuda.synchronize()
         return float(events[0].elapsed_time(events[1]) / 1e3 / (count * self.seconds))
+
+    def on_device(self, copy: Copy, enqueueing: float) -> float:
+        """Seconds of a copy behind products that last longer than enqueueing it takes."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        native = self._compute.native  # type: ignore[attr-defined]
+        torch.cuda.synchronize()
+        self.enqueue(round(2 * enqueueing / self.seconds) + 10)
+        events[0].record(native)
+        copy.enqueue()
+        copy.follow(self._compute)
+        events[1].record(native)
+        torch.cuda.synchronize()
+        return float(events[0].elapsed_time(events[1]) / 1e3)
 
     def behind_layers(self, copy: Copy, alone: float, layers: int) -> float:
         """Seconds of a load and the products of its layers, over the larger of the two."""
@@ -173,13 +191,14 @@ class Case:
             last[:] = [copy(self.indices)]
 
         copies = {
-            OUT: Copy(lambda: enqueue(OUT), lambda: last[0].synchronize()),
-            IN: Copy(
-                lambda: enqueue(IN),
+            direction: Copy(
+                partial(enqueue, direction),
                 lambda: last[0].synchronize(),
-                lambda layer, stream: last[0].wait(layer, stream),
-            ),
+                lambda stream: stream.wait_event(last[0].events[-1]),
+            )
+            for direction in (OUT, IN)
         }
+        copies[IN].wait_layer = lambda layer, stream: last[0].wait(layer, stream)
         return engine, copies
 
     def _check(self, engine: PageTransfers) -> None:
@@ -205,15 +224,22 @@ class Case:
         addresses = torch.tensor([host.data_ptr(), device.data_ptr()])
 
         def enqueue(to: torch.Tensor, origin: torch.Tensor, *memory: torch.Tensor) -> None:
+            stream.wait_event(self.compute.record())
             stream.copy_pieces(to.data_ptr(), origin.data_ptr(), 1, self.bytes, PINNED)
+
+        def follow(other: Stream) -> None:
+            other.wait_event(stream.record())
 
         out = partial(enqueue, addresses[:1], addresses[1:], host, device)
         into = partial(enqueue, addresses[1:], addresses[:1], host, device)
-        return {OUT: Copy(out, stream.synchronize), IN: Copy(into, stream.synchronize)}
+        return {
+            direction: Copy(enqueue, stream.synchronize, follow)
+            for direction, enqueue in ((OUT, out), (IN, into))
+        }
 
     def sglang(self, kernels: Any) -> dict[str, Copy]:
         """SGLang's own kernels, as its controller calls them for this layout."""
-        native = torch.cuda.Stream()
+        native, compute = torch.cuda.Stream(), self.compute.native  # type: ignore[attr-defined]
         slots, host_slots = self.device_slots.cuda(), self.host_slots.cuda()
         keys, values = self.device_pool.parts
         pointers = [
@@ -225,6 +251,7 @@ class Case:
         events = [torch.cuda.Event() for _ in range(self.layers)]
 
         def write_back() -> None:
+            native.wait_stream(compute)
             with torch.cuda.stream(native):
                 kernels.transfer_hicache_all_layer_staged_lf_pf(
                     k_ptr_src=pointers[0],
@@ -239,6 +266,7 @@ class Case:
                 )
 
         def load() -> None:
+            native.wait_stream(compute)
             with torch.cuda.stream(native):
                 for layer, event in enumerate(events):
                     kernels.transfer_hicache_one_layer(
@@ -256,9 +284,12 @@ class Case:
         def wait_layer(layer: int, stream: Any) -> None:
             stream.native.wait_event(events[layer])
 
+        def follow(stream: Any) -> None:
+            stream.native.wait_stream(native)
+
         return {
-            OUT: Copy(write_back, native.synchronize),
-            IN: Copy(load, native.synchronize, wait_layer),
+            OUT: Copy(write_back, native.synchronize, follow),
+            IN: Copy(load, native.synchronize, follow, wait_layer),
         }
 
     def measured(self, run: Run, side: str, direction: str) -> Measurement:
@@ -280,7 +311,18 @@ class Case:
             goals += f", products {products_goal}"
         if direction == IN:
             goals += f", together {OVERLAP_GOAL}"
-        names = [self.figure(name, side, direction) for name in (PRODUCTS, OVERLAP)]
+
+        def figure(name: str, of: str = side) -> float:
+            """NaN where it was not measured."""
+            noted = self.figure(name, of, direction)
+            return run.figure(noted) if noted in run.report.figures else math.nan
+
+        figures = [
+            figure(ON_DEVICE, PINNED) / figure(ON_DEVICE),
+            figure(PRODUCTS),
+            figure(OVERLAP),
+        ]
+        shown = ["-" if math.isnan(each) else f"{each:.2f}" for each in figures]
         return [
             self.layout,
             f"{self.page_size} tokens, {self.page_bytes >> 10} KiB",
@@ -288,8 +330,9 @@ class Case:
             side,
             f"{one.rates()[0]:.1f} GB/s",
             f"{one.pages_per_second / pinned.pages_per_second:.2f}",
-            f"{run.figure(self.figure(ENQUEUEING, side, direction)):.0f} us",
-            *(f"{run.figure(name):.2f}" if name in run.report.figures else "-" for name in names),
+            shown[0],
+            f"{figure(ENQUEUEING):.0f} us",
+            *shown[1:],
             goals if side == CHOSEN else "",
         ]
 
@@ -336,6 +379,8 @@ def measure(
         copy, alone = sides[side][direction], case.measured(run, side, direction).seconds
         for _ in range(max(1, rounds // 2)):
             run.note(case.figure(PRODUCTS, side, direction), products.beside(copy, alone))
+            enqueueing = 1e-6 * run.figure(case.figure(ENQUEUEING, side, direction))
+            run.note(case.figure(ON_DEVICE, side, direction), products.on_device(copy, enqueueing))
             if copy.wait_layer is not None:
                 overlap = products.behind_layers(copy, alone, case.layers)
                 run.note(case.figure(OVERLAP, side, direction), overlap)
@@ -398,8 +443,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found = measure(run, case, sides, products, options.rounds)
             plans.append([layout, str(page_size), plan])
             rows += found
-    header = ["layout", "page", "direction", "side", "speed", "share", "enqueueing"]
-    header += ["products beside", "load and compute / larger", "goal"]
+    header = ["layout", "page", "direction", "side", "speed", "share", "on the device"]
+    header += ["enqueueing", "products beside", "load and compute / larger", "goal"]
     text = f"{table(header, rows)}\n{table(['layout', 'tokens a page', 'chosen'], plans)}"
     text += "".join(f"\n{note}\n" for note in notes)
     if options.device == "cpu":

@@ -80,12 +80,14 @@ class Lane:
         how = group.out if outwards else group.into
         self._is_staged = how is How.STAGED
         self._rows = self._row_copy(group.device, RowSide(group.host, HOST))
-        whole = range(group.layer_num)
-        runs = [whole] if outwards and how is not How.DIRECT else [range(n, n + 1) for n in whole]
-        if self._is_staged and not outwards:
-            # A write-back passes whole pages, as it is acknowledged as a whole. A load passes few
-            # layers at first, for which kernels wait (rule ST-2).
-            runs = growing(len(whole))
+        whole, together = range(group.layer_num), 1
+        if outwards and how is not How.DIRECT:
+            # A write-back is acknowledged as a whole.
+            together = len(whole)
+        elif self._is_staged:
+            # Kernels wait for a load's layers (rule ST-2).
+            together = group.group_layers
+        runs = [whole[start : start + together] for start in whole[::together]]
         self._max_pages = 0 if how is How.KERNEL else MAX_PIECES // (group.parts * len(runs))
         self.memory: list[torch.Tensor] = []
         """The staging buffers; kept here, as copies know addresses only."""
@@ -207,15 +209,6 @@ class Lane:
             buffers.append((rows, firsts + torch.arange(0, room * block, block).unsqueeze(1)))
         what = f"{self._direction} of {named}"
         return Run(what, layers, parts, starts, block, room, buffers)
-
-
-def growing(layers: int) -> list[range]:
-    """Runs of 1, 1, 2, 4, ... layers: the first comes early, and later pieces are long."""
-    runs, start = list[range](), 0
-    while start < layers:
-        runs.append(range(start, min(max(1, 2 * start), layers)))
-        start = runs[-1].stop
-    return runs
 
 
 def _like(

@@ -217,8 +217,8 @@ class PageTransfers:
         compute: the stream whose kernels read and write the device pages.
         pools: by name.
         way: None lets lengths decide. `kernel`: a kernel reads and writes the host memory. `dma`:
-            DMA wherever pieces are contiguous, for loads in growing groups of layers. For
-            benchmarks, and machines that differ from those that were measured.
+            DMA wherever pieces are contiguous. For benchmarks, and machines that differ from those
+            that were measured.
 
     Raises:
         InvalidPoolError: the pools of a pair do not fit each other, and the message names the

@@ -19,6 +19,8 @@ Way = Literal["kernel", "dma"]
 WAYS: Final = ("kernel", "dma")
 MIN_DMA_BYTES: Final = 512 << 10
 """Pieces from this length on cross the bus by DMA at its full speed."""
+LOAD_GROUPS: Final = 8
+"""Groups of layers of a load by DMA, at least: kernels of a layer wait for the whole group."""
 MAX_PART_WORDS: Final = 1 << 32
 _MAX_AXES: Final = 2
 
@@ -101,6 +103,11 @@ class PartGroup:
     def layer_num(self) -> int:
         return len(self.host) // self.parts
 
+    @property
+    def group_layers(self) -> int:
+        """Layers that a load by DMA copies together."""
+        return min(_layers_of_a_piece(self.layer_bytes), _largest_group(self.layer_num))
+
     def __str__(self) -> str:
         return (
             f"{self.parts} part(s) of {self.layer_num} layers: write-back {self.out}, load "
@@ -160,8 +167,21 @@ def _choose(shape: Geometry, steps: Sequence[int], way: Way | None) -> tuple[How
     end = max(steps) + sum((count - 1) * step for count, step, _ in (shape.outer, shape.inner))
     is_block = shape.pitches[0] == page_bytes and min(steps) == 0
     is_block = is_block and end + shape.width <= page_bytes
-    if way is None:
-        return How.STAGED if is_block and page_bytes >= MIN_DMA_BYTES else How.KERNEL, How.KERNEL
-    alone = How.DIRECT if is_piece else How.KERNEL
-    has_runs = is_piece and list(steps) == [layer * shape.bytes for layer in range(len(steps))]
-    return How.STAGED if is_block else alone, How.STAGED if is_block and has_runs else alone
+    # Adjacent layers of a page are one piece of host memory, too.
+    has_runs = is_block and is_piece
+    has_runs = has_runs and list(steps) == [layer * shape.bytes for layer in range(len(steps))]
+    if way == "dma":
+        alone = How.DIRECT if is_piece else How.KERNEL
+        return How.STAGED if is_block else alone, How.STAGED if has_runs else alone
+    is_block = is_block and page_bytes >= MIN_DMA_BYTES
+    has_runs = has_runs and _layers_of_a_piece(shape.bytes) <= _largest_group(len(steps))
+    return How.STAGED if is_block else How.KERNEL, How.STAGED if has_runs else How.KERNEL
+
+
+def _layers_of_a_piece(layer_bytes: int) -> int:
+    """Adjacent layers of a page that make a piece that is long enough for DMA."""
+    return -(-MIN_DMA_BYTES // layer_bytes)
+
+
+def _largest_group(layer_num: int) -> int:
+    return -(-layer_num // LOAD_GROUPS)

@@ -10,6 +10,7 @@ import ctypes
 import os
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -201,7 +202,7 @@ def test_streams_have_priorities():
 def test_the_current_stream_of_a_model_is_taken(cuda):
     device, host = pools_of("mha", "page_first", "cuda")
     compute = CudaStream(torch.cuda.current_stream())
-    with one_pool(cuda.device, compute, device, host) as engine:
+    with closing(one_pool(cuda.device, compute, device, host)) as engine:
         device.layer(0)[0].fill_(3)
         engine.write_back(moved(torch.arange(2), torch.arange(2))).synchronize()
         assert host.layer(0)[0][0].eq(3).all()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hicache_storage.spec import ConfigError, InvalidTransferError
-from hicache_storage.transfer import CudaStream, StreamFailedError, copies, host_slots
+from hicache_storage.transfer import CudaStream, StreamFailedError, copies, host_slots, plan
 from hicache_storage.transfer.cuda import device as cuda_module
 from hicache_storage.transfer.cuda import driver as driver_module
 from hicache_storage.transfer.cuda import kernel as kernel_module
@@ -55,10 +55,14 @@ def parts(pool):
 
 @pytest.mark.parametrize(("kind", "layout"), ONE_POOL)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("max_pieces", [copies.MAX_PIECES, 2 * LAYERS])
-def test_every_address_is_right(monkeypatch, kind, layout, way, max_pieces):
+@pytest.mark.parametrize(
+    ("max_pieces", "load_groups"),
+    [(copies.MAX_PIECES, LAYERS), (2 * LAYERS, LAYERS), (copies.MAX_PIECES, 2)],
+)
+def test_every_address_is_right(monkeypatch, kind, layout, way, max_pieces, load_groups):
     """Pages go out and come back elsewhere, moved by the CPU at the addresses that CUDA is given."""
     monkeypatch.setattr(copies, "MAX_PIECES", max_pieces)
+    monkeypatch.setattr(plan, "LOAD_GROUPS", load_groups)
     size, generator = FIELDS[kind]["page_size"], torch.Generator().manual_seed(1)
     out, host, back = [5, 0, 3, 1], [1, 2, 5, 4], [0, 2, 3, 4]
     with stubbed(launch) as calls:

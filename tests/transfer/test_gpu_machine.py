@@ -79,6 +79,6 @@ def test_the_cost_of_enqueueing_is_measured_without_a_gpu(cost, monkeypatch, tmp
         "calls: page_first, 64, chosen, 16, write-back": [3],
         "calls: page_first, 64, chosen, 16, load": [33],
         "calls: page_first_direct, 64, dma, 16, write-back": [3],
-        "calls: page_first_direct, 64, dma, 16, load": [13],
+        "calls: page_first_direct, 64, dma, 16, load": [17],
     }
     assert "least" in capsys.readouterr().out

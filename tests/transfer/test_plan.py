@@ -15,7 +15,6 @@ from hicache_storage.pools import (
     PagedHostPool,
     host_tensor,
 )
-from hicache_storage.transfer.copies import growing
 from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, make_plan
 from tests.transfer.rig import LAYERS, pools_of
 
@@ -44,7 +43,9 @@ def mha(layout, page_size, head_dim=128, **fields):
     [
         # Half a page of 64 tokens is 4 MiB; a layer of it is 128 KiB.
         ("page_first", 64, None, STAGED, KERNEL),
-        ("page_first_direct", 64, None, STAGED, KERNEL),
+        ("page_first_direct", 64, None, STAGED, STAGED),
+        # An eighth of the layers is 128 KiB.
+        ("page_first_direct", 16, None, STAGED, KERNEL),
         ("page_head", 64, None, STAGED, KERNEL),
         ("layer_first", 64, None, KERNEL, KERNEL),
         # 64 KiB, as SGLang has by default, and just the shortest pieces that DMA is fast for.
@@ -96,10 +97,16 @@ def test_the_log_says_what_and_why():
     )
 
 
-def test_groups_of_layers_grow():
-    assert [len(run) for run in growing(32)] == [1, 1, 2, 4, 8, 16]
-    assert [len(run) for run in growing(5)] == [1, 1, 2, 1]
-    assert [layer for run in growing(61) for layer in run] == list(range(61))
+@pytest.mark.parametrize(
+    ("layers", "page_size", "way", "group"),
+    [(32, 64, None, 4), (32, 128, None, 2), (32, 1, "dma", 4), (61, 64, None, 4), (3, 1, "dma", 1)],
+)
+def test_a_load_comes_in_groups_of_layers(layers, page_size, way, group):
+    shape = AttentionGeometry(layers=range(layers), head_num=8, head_dim=128, dtype=BF16)
+    (found,) = planned(
+        PagedHostPool(shape, size=page_size, page_size=page_size, layout="page_first_direct"), way
+    )
+    assert (found.into, found.group_layers) == (STAGED, group)
 
 
 def test_layers_may_lie_anywhere():

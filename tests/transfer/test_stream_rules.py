@@ -43,7 +43,7 @@ def overwrite_behind_write_back(rig):
 
 def begun_write_back(rig, content, host):
     """Page 2, which kernels wrote long ago."""
-    rig.run_kernel(2, content)
+    rig.run_kernel(2, content, at_once=True)
     rig.compute.synchronize()
     rig.place.delay(rig.engine.streams[OUT])
     return rig.write_back(rig.slots(2), host)
@@ -111,7 +111,7 @@ def write_back_over(rig):
     """A host page is written back to while it is being loaded elsewhere."""
     old, new = rig.content(0), rig.content(1)
     host = rig.filled_host(old)
-    rig.run_kernel(2, new)
+    rig.run_kernel(2, new, at_once=True)
     rig.compute.synchronize()
     rig.place.delay(rig.engine.streams[IN])
     counter = rig.load(host, rig.slots(4))
