@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from hicache_storage.transfer.plan import How
+from hicache_storage.transfer.plan import How, load_group
 from hicache_storage.transfer.streams import RowSide
 
 if TYPE_CHECKING:
@@ -80,13 +80,12 @@ class Lane:
         how = group.out if outwards else group.into
         self._is_staged = how is How.STAGED
         self._rows = self._row_copy(group.device, RowSide(group.host, HOST))
+        # A write-back is acknowledged as a whole; kernels wait for a load's layers (rule ST-2).
         whole, together = range(group.layer_num), 1
         if outwards and how is not How.DIRECT:
-            # A write-back is acknowledged as a whole.
             together = len(whole)
         elif self._is_staged:
-            # Kernels wait for a load's layers (rule ST-2).
-            together = group.group_layers
+            together = load_group(group.layer_bytes, group.layer_num)
         runs = [whole[start : start + together] for start in whole[::together]]
         self._max_pages = 0 if how is How.KERNEL else MAX_PIECES // (group.parts * len(runs))
         self.memory: list[torch.Tensor] = []
@@ -94,7 +93,7 @@ class Lane:
         if self._is_staged:
             # A stream of its own fills one buffer while the direction's drains the other one.
             self.filler = device.stream(f"staging of a {direction}", PRIORITIES[direction])
-            page_bytes = group.parts * group.layer_bytes * max(map(len, runs))
+            page_bytes = group.parts * group.layer_bytes * together
             pages = min(self._max_pages, group.host[0].shape[0])
             size = max(1, min(STAGING_BYTES // page_bytes, pages)) * page_bytes
             self.memory = [device.scratch(size, (self.filler, stream)) for _ in range(2)]

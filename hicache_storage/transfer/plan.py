@@ -103,11 +103,6 @@ class PartGroup:
     def layer_num(self) -> int:
         return len(self.host) // self.parts
 
-    @property
-    def group_layers(self) -> int:
-        """Layers that a load by DMA copies together."""
-        return min(_layers_of_a_piece(self.layer_bytes), _largest_group(self.layer_num))
-
     def __str__(self) -> str:
         return (
             f"{self.parts} part(s) of {self.layer_num} layers: write-back {self.out}, load "
@@ -174,14 +169,10 @@ def _choose(shape: Geometry, steps: Sequence[int], way: Way | None) -> tuple[How
         alone = How.DIRECT if is_piece else How.KERNEL
         return How.STAGED if is_block else alone, How.STAGED if has_runs else alone
     is_block = is_block and page_bytes >= MIN_DMA_BYTES
-    has_runs = has_runs and _layers_of_a_piece(shape.bytes) <= _largest_group(len(steps))
+    has_runs = has_runs and shape.bytes * load_group(shape.bytes, len(steps)) >= MIN_DMA_BYTES
     return How.STAGED if is_block else How.KERNEL, How.STAGED if has_runs else How.KERNEL
 
 
-def _layers_of_a_piece(layer_bytes: int) -> int:
-    """Adjacent layers of a page that make a piece that is long enough for DMA."""
-    return -(-MIN_DMA_BYTES // layer_bytes)
-
-
-def _largest_group(layer_num: int) -> int:
-    return -(-layer_num // LOAD_GROUPS)
+def load_group(layer_bytes: int, layer_num: int) -> int:
+    """Layers that a load by DMA copies together: as many as make a long piece, or an eighth."""
+    return min(-(-MIN_DMA_BYTES // layer_bytes), -(-layer_num // LOAD_GROUPS))

@@ -27,8 +27,6 @@ class StreamFailedError(HiCacheError):
     `__cause__` has the reason.
     """
 
-    code = "stream-failed"
-
 
 class RowSide(NamedTuple):
     """Where a kernel reads or writes pages: memory of several parts, all of one geometry."""

@@ -15,7 +15,7 @@ from hicache_storage.pools import (
     PagedHostPool,
     host_tensor,
 )
-from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, make_plan
+from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, load_group, make_plan
 from tests.transfer.rig import LAYERS, pools_of
 
 KERNEL, STAGED, DIRECT = How.KERNEL, How.STAGED, How.DIRECT
@@ -106,7 +106,7 @@ def test_a_load_comes_in_groups_of_layers(layers, page_size, way, group):
     (found,) = planned(
         PagedHostPool(shape, size=page_size, page_size=page_size, layout="page_first_direct"), way
     )
-    assert (found.into, found.group_layers) == (STAGED, group)
+    assert (found.into, load_group(found.layer_bytes, layers)) == (STAGED, group)
 
 
 def test_layers_may_lie_anywhere():
