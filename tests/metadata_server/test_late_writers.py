@@ -146,12 +146,6 @@ def test_a_closed_scope_stays_closed_over_a_restart(one):
     assert one.free("a")
 
 
-def test_the_column_is_as_long_as_that_of_the_scopes(one):
-    with pytest.raises(RequestError) as caught:
-        one.initialize(1.0, 1.0)
-    assert (caught.value.status, caught.value.problem.field) == (422, "earlier_lease_seconds")
-
-
 def test_a_scope_that_is_dropped_and_made_anew_goes_on_with_the_numbers(one):
     one.now += 100
     one.initialize()

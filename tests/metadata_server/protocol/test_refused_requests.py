@@ -88,7 +88,10 @@ NATIVE = [
         {"scopes": [{"scope": S, "keys": ["a"], "generations": [1, 2]}]},
         "scopes[0].generations",
     ),
+    ("delete", {"scopes": [], "owner": "x" * 1025}, "owner"),
     ("clear", {"scopes": S}, "scopes"),
+    ("clear", {"scopes": [], "owner": "x" * 1025}, "owner"),
+    ("removals", {"scopes": [{"scope": S, "cursor": "9" * 129}]}, "scopes[0].cursor"),
     *[
         ("initialize", {"scopes": [{"scope": "0:a", "slots": 8} | wrong]}, f"scopes[0].{field}")
         for wrong, field in (
@@ -98,6 +101,11 @@ NATIVE = [
             ({"identity": "x" * 5000}, "identity"),
         )
     ],
+    (
+        "initialize",
+        {"scopes": [{"scope": "0:a", "slots": 8}], "earlier_lease_seconds": [1.0, 1.0]},
+        "earlier_lease_seconds",
+    ),
     # Text that a terminal obeys, hides or turns around, too.
     *[
         ("describe", {"scope": S, "model": model}, "model")

@@ -98,11 +98,6 @@ async def test_removals_name_the_owner_in_their_request(timed):
     await timed.call("/v2/clear", p.Clear(scopes=[timed.scope], owner="clearer"))
     found = await collect(timed, found.cursor)
     assert (found.keys, found.by) == (["a", "b"], ["deleter", "clearer"])
-    for path, request in (
-        ("/v2/delete", p.Delete(scopes=[], owner="x" * 1025)),
-        ("/v2/clear", p.Clear(scopes=[], owner="x" * 1025)),
-    ):
-        assert await timed.refused(path, request, 422, "owner") == "invalid"
 
 
 async def test_many_come_in_several_answers(tmp_path):
@@ -226,8 +221,6 @@ async def test_an_unknown_cursor_is_lost(peer, cursor):
     for unknown in (cursor, mine[:-1] + cursor if cursor else mine[:-1], f"{mine}0"):
         found = await collect(peer, unknown)
         assert (found.lost, found.keys) == (True, ["a"]), unknown
-    long = p.CollectRemovals(scopes=[p.RemovalCursor(scope=peer.scope, cursor="9" * 129)])
-    assert await peer.refused("/v2/removals", long, 422, "scopes[0].cursor") == "invalid"
 
 
 async def test_more_than_is_kept_is_lost(peer, monkeypatch):
