@@ -377,24 +377,10 @@ def refusal(status, code, message):
 
 GATEWAY = (502, "<html>Bad Gateway</html>")
 ELSE = "something else may stand between this page and the server"
-PROBLEMS = [
-    (
-        "/v2/scopes",
-        refusal(503, "unavailable", "the store does not answer"),
-        "The server cannot answer now: the store does not answer.",
-    ),
-    (
-        "/v2/scopes",
-        refusal(429, "too_many", "100 requests a second"),
-        "asked too often: 100 requests a second.",
-    ),
-    (
-        "/v2/scopes",
-        refusal(500, "internal", "this server is at fault"),
-        "The server answered 500 internal: this server is at fault.",
-    ),
-    ("/v2", GATEWAY, ELSE),
-    ("/readyz", GATEWAY, ELSE),
+REFUSED = [
+    (503, "unavailable", "The server cannot answer now: the reason."),
+    (429, "too_many", "asked too often: the reason."),
+    (500, "internal", "The server answered 500 internal: the reason."),
 ]
 
 
@@ -426,9 +412,12 @@ def test_an_empty_server_and_problems_in_words(page):
         page.until(lambda: page.table(TABLE) == [shown])
         assert page.all(f"{TABLE} td.shared")[0].is_displayed()
         page.shows("p", "This server keeps no history.")
-        for path, answer, words in PROBLEMS:
-            now(**{path[1:]: answer})
+        for status, code, words in REFUSED:
+            now(v2_scopes=refusal(status, code, "the reason"))
             page.shows("#banner", words)
+        for name in ("v2", "readyz"):
+            now(**{name: GATEWAY})
+            page.shows("#banner", ELSE)
         now()
         page.until(lambda: not page.all("#banner")[0].is_displayed())
         now(readyz=refusal(503, "unavailable", "changes could not be written: disk full"))
