@@ -135,21 +135,13 @@ def test_a_log_without_its_database_does_no_harm(tmp_path):
     store.close()
 
 
-def test_other_databases_are_left_alone(tmp_path):
-    with database(tmp_path) as one:
-        one.execute("CREATE TABLE bookmarks (url TEXT)")
-    with pytest.raises(StoreError, match="database of something else"):
-        opened(tmp_path)
-    with database(tmp_path) as one:
-        assert one.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
-
-
 DAMAGED = [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])]
 
 
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
+        ("PRAGMA application_id = 7", "database of something else"),
         ("PRAGMA user_version = 99", "later version"),
         (
             "PRAGMA user_version = 6",
