@@ -129,17 +129,12 @@ class RedisServer(ServerProcess):
         online = {"port": self.port, "state": "online"}.items()
         return any(isinstance(one, dict) and online <= one.items() for one in told)
 
-    def lead(self) -> None:
-        """Be no replica any more."""
-        with self.client() as client:
-            client.execute_command("REPLICAOF", "NO", "ONE")
-
     def cut_off(self, primary: RedisServer) -> None:
-        """The same, with all that its primary has by now."""
+        """Be no replica any more, with all that its primary has by now."""
         with self.client() as client, primary.client() as other:
             goal = other.info("replication")["master_repl_offset"]
             eventually(lambda: client.info("replication")["slave_repl_offset"] >= goal)
-        self.lead()
+            client.execute_command("REPLICAOF", "NO", "ONE")
 
     def _serves(self) -> bool:
         with self.client() as client, suppress(RedisError):
