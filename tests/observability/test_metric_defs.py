@@ -67,10 +67,27 @@ def test_a_storage_exports_what_is_defined(kit):
     driver, pool = kit.memory_storage()
     storage = wrap(driver, StorageOptions())
     storage.register_mem_host_pool_v2(pool, "kv")
-    storage.batch_set_v2([pool.transfer("kv", ["a"], [0])])
-    assert exported(
-        exposition(StorageCollector(storage, {"tp_rank": "0"})), ["tp_rank"]
-    ) == expected("storage")
+    storage.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1])])
+    storage.batch_get_v2([pool.transfer("kv", ["a", "x"], [2, 3])])
+    storage.batch_exists_v2(["a", "x", "y"])
+    registry = CollectorRegistry()
+    registry.register(StorageCollector(storage, {"tp_rank": "3"}))
+    assert exported(generate_latest(registry).decode(), ["tp_rank"]) == expected("storage")
+    of_pool = {"pool": "kv"}
+    absent = {**of_pool, "reason": "absent"}
+    for name, labels, value in (
+        ("written_pages_total", of_pool, 2),
+        ("written_bytes_total", of_pool, 2 * pool.geometry.page_bytes),
+        ("missed_pages_total", absent, 1),
+        ("hit_pages_total", of_pool, 1),
+        ("absent_pages_total", absent, 2),
+        ("call_seconds_bucket", {**of_pool, "operation": "get", "le": "+Inf"}, 1),
+        ("faults_total", {}, 0),
+        ("failovers_total", {}, 0),
+        *(("breaker_open", {"operation": kind}, 0) for kind in ("read", "write", "delete")),
+    ):
+        labels = {"driver": "memory", "tp_rank": "3", **labels}
+        assert registry.get_sample_value(f"hicache_storage_{name}", labels) == value, name
 
 
 def test_a_controller_exports_what_is_defined():
