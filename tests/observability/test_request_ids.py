@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import signal
 import sys
 import threading
 from contextlib import closing, contextmanager
 from io import StringIO
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache_metadata_server.http.handlers import Handlers
+from hicache_metadata_server.logs import configure_logs
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability.logs import log_like
 from hicache_storage.observability.request_ids import (
@@ -184,13 +182,6 @@ async def test_the_server_answers_with_the_id_and_never_with_more():
         assert len({await answered("/v2/initialize") for _ in range(3)}) == 3
 
 
-def stopped(place):
-    """Stop a server as operators do, and tell what it has printed."""
-    os.killpg(place.process.pid, signal.SIGTERM)
-    place.process.wait(60)
-    return place.log()
-
-
 def test_the_calls_id_is_that_of_its_requests_and_of_the_audit_log(tmp_path):
     """Two processes: the engine's call, and the server that it asks."""
     with Served(command=SERVE) as place:
@@ -199,30 +190,28 @@ def test_the_calls_id_is_that_of_its_requests_and_of_the_audit_log(tmp_path):
             rig.put(chain("c", 3))
             rig.storage.clear()
         body = HttpClient(place.url).get("/v2/history").body
-        lines = [json.loads(line) for line in stopped(place).splitlines()]
+        place.process.terminate()
+        place.process.wait(60)
+        lines = [json.loads(line) for line in place.log().splitlines()]
     of_calls = {call["route"]: call["request_id"] for call in json.loads(body)["slowest"]}
     assert of_calls["/v2/reserve"] == of_calls["/v2/commit"] == "chat-7"
     [audited] = [line for line in lines if line["logger"] == "hicache.audit"]
     assert (audited["route"], audited["request_id"]) == ("/v2/clear", "chat-7")
 
 
-def test_a_fault_of_the_server_is_logged_with_the_id():
+async def test_a_fault_of_the_server_is_logged_with_the_id(monkeypatch, capsys):
     """Also in lines that know nothing of requests."""
-    command = f"""{sys.executable} -c "
-import hicache_metadata_server.http.handlers as handlers, logging
-def broken(self, request):
-    logging.getLogger('elsewhere').warning('deep')
-    raise RuntimeError('bug')
-handlers.Handlers.start = broken
-from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}"""
-    with Served(command=command) as place:
-        headers = {"Content-Type": "application/json", "X-Request-Id": "chat-7"}
-        body = json.dumps(SCOPE).encode()
-        with pytest.raises(HTTPError) as failed:
-            urlopen(Request(f"{place.url}/v2/initialize", body, headers), timeout=20)
-        failed.value.close()
-        lines = [json.loads(line) for line in stopped(place).splitlines()]
-    assert (failed.value.code, failed.value.headers["x-request-id"]) == (500, "chat-7")
+
+    def broken(handlers, request):
+        logging.getLogger("elsewhere").warning("deep")
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(Handlers, "start", broken)
+    configure_logs("info", "json")
+    async with running() as caller:
+        reply = await caller.post("/v2/initialize", SCOPE, headers={"X-Request-Id": "chat-7"})
+    assert (reply.status, reply.request_id) == (500, "chat-7")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     [deep] = [line for line in lines if line["event"] == "deep"]
     [fault] = [line for line in lines if line["event"] == "request_failed"]
     assert deep["request_id"] == fault["request_id"] == "chat-7"
