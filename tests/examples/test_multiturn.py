@@ -16,21 +16,9 @@ from tests.support.commands import run_program
 pytestmark = pytest.mark.merge
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RATES = [
-    0,
-    0.583333,
-    0.750000,
-    0.821429,
-    0.861111,
-    0.886364,
-    0.903846,
-    0.916667,
-    0.926471,
-    0.934211,
-    0.940476,
-    0.945652,
-]
-"""By round, for requests and outputs of four checkpoints each."""
+RATES = [0, *(round((8 * number - 1) / (8 * number + 4), 6) for number in range(1, 12))]
+"""By round, for requests and outputs of four checkpoints each: of those before a request, all but
+the last are found."""
 OVERALL = Fraction(517, 576)
 SMALL = {"request": 64, "output": 64, "page": 4, "state_chunk": 4, "interval": 16}
 """A sixteenth of every length: as many pages and checkpoints, the same rates."""
