@@ -8,7 +8,7 @@ import pytest
 from hicache_metadata_server.settings import ServerSettings, misspelt
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
-from tests.support.commands import run_hicache, run_metadata, run_python
+from tests.support.commands import run_hicache, run_metadata
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +169,3 @@ def test_variables_that_are_no_settings_are_noticed():
     found = misspelt([*(f"HICACHE_METADATA_{name}" for name in names), "HOME"])
     right = "HICACHE_METADATA_QUARANTINE_SECONDS"
     assert list(found) == [(right[:-1], right), ("HICACHE_METADATA_X9", "")]
-
-
-def test_the_state_machine_needs_no_server():
-    """The driver's local client uses it in processes that have neither Starlette nor SQLite open."""
-    run_python(
-        "import sys, hicache_metadata_server.core.service, hicache_metadata_server.core.sglang, "
-        "hicache_metadata_server.cli.main\n"
-        "heavy = {'starlette', 'uvicorn', 'pydantic', 'prometheus_client', 'structlog', 'sqlite3', "
-        "'torch'} & set(sys.modules)\n"
-        "sys.exit(str(heavy) if heavy else 0)"
-    )

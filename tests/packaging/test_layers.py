@@ -24,26 +24,31 @@ def test_every_folder_is_a_package():
             assert (folder / "__init__.py").is_file(), folder
 
 
-def test_the_3fs_driver_does_without_the_server():
-    code = (
-        "import sys, hicache_backends.hf3fs.driver, hicache_metadata_server.client.http_client\n"
-        "names = [name for name in sys.modules if name.startswith('hicache_metadata_server.')]\n"
-        "print(*{name.split('.')[1] for name in names})"
-    )
-    found = run_python(code)
-    assert set(found.stdout.split()) == {"client", "protocol"}
+SERVER = "hicache_metadata_server"
+PARTS_OF_SERVER = {f"{SERVER}.{path.stem}" for path in PACKAGES[-1].iterdir()}
+HEAVY = {"torch", "numpy", "pytest", "hypothesis", "starlette"}
 
 
-def test_the_command_line_starts_without_heavy_libraries():
-    # Every command builds all others; torch alone takes longer to import than most of them run.
-    code = (
-        "import sys\n"
-        "from hicache_storage.cli.main import app\n"
-        "app()\n"
-        "print(*sorted({'torch', 'numpy', 'pytest', 'hypothesis', 'starlette'} & set(sys.modules)))"
-    )
-    found = run_python(code)
-    assert found.stdout.split() == []
+@pytest.mark.parametrize(
+    ("imported", "unwanted"),
+    [
+        (
+            f"hicache_backends.hf3fs.driver, {SERVER}.client.http_client",
+            PARTS_OF_SERVER - {f"{SERVER}.client", f"{SERVER}.protocol"},
+        ),
+        # The driver's local client uses them in processes that have neither Starlette nor SQLite open.
+        (
+            f"{SERVER}.core.service, {SERVER}.core.sglang, {SERVER}.cli.main",
+            HEAVY | {"uvicorn", "pydantic", "prometheus_client", "structlog", "sqlite3"},
+        ),
+        # Every command builds all others; torch alone takes longer to import than most of them run.
+        ("hicache_storage.cli.main; hicache_storage.cli.main.app()", HEAVY),
+    ],
+    ids=["driver of 3FS", "state machine", "command line"],
+)
+def test_what_is_not_needed_is_not_imported(imported, unwanted):
+    found = run_python(f"import sys, {imported}\nprint(*sys.modules)")
+    assert unwanted.isdisjoint(found.stdout.split())
 
 
 @pytest.mark.parametrize(
