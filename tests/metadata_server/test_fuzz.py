@@ -214,32 +214,24 @@ async def fuzz(app, seed, requests, *, tokens):
     return statuses, sizes
 
 
-async def check(store, path, seed, requests, *, tokens):
-    """The fuzzer reaches everything, also sends what is right, and no memory is lost.
+@pytest.mark.parametrize(
+    ("seed", "requests"),
+    [(1, 2000), *(pytest.param(100 + n, 5000, marks=pytest.mark.fuzz) for n in range(4))],
+)
+@pytest.mark.parametrize("tokens", [False, True], ids=["anybody", "tenants"])
+@pytest.mark.parametrize("store", ["sqlite", pytest.param("redis", marks=pytest.mark.long)])
+async def test_random_requests(tmp_path, store, seed, requests, tokens):
+    """MD-HTTP-1 and MD-REQ-5. The fuzzer reaches everything, also sends what is right, and no
+    memory is lost.
 
     The first pieces fill caches, and history takes a sample a second. A leak makes each piece
     greater; one step is none: the interpreter makes its table of interned strings anew now and
     then, which is 3.8 MB once torch is imported.
     """
-    with opened(store, path, tokens=tokens) as app:
+    with opened(store, tmp_path, tokens=tokens) as app:
         statuses, sizes = await fuzz(app, seed, requests, tokens=tokens)
     reached = {401, 403, 404, 409, 422} if tokens else {400, 404, 409, 415, 422}
     assert set(statuses) >= {200, *reached}
     assert statuses[200] > (0.04 if tokens else 0.1) * requests, statuses
     steps = [after - before for before, after in pairwise(sizes[2:])]
     assert statistics.median(steps) < 100 * requests / PIECES, sizes
-
-
-@pytest.mark.parametrize("tokens", [False, True], ids=["anybody", "tenants"])
-@pytest.mark.parametrize("store", ["sqlite", pytest.param("redis", marks=pytest.mark.long)])
-async def test_random_requests(tmp_path, store, tokens):
-    """MD-HTTP-1 and MD-REQ-5."""
-    await check(store, tmp_path, 1 + tokens, 2000, tokens=tokens)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("tokens", [False, True], ids=["anybody", "tenants"])
-@pytest.mark.parametrize("store", ["sqlite", "redis"])
-async def test_many_random_requests(tmp_path, store, tokens, seed):
-    await check(store, tmp_path, 100 + seed, 5000, tokens=tokens)
