@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -147,15 +146,6 @@ class Given:
         found = [line for line in self.place.log().splitlines() if '"hicache.audit"' in line]
         return list(map(msgspec.json.decode, found))
 
-    def until_reloaded(self, change, result):
-        def seen():
-            audited = [line.get("result") for line in self.audited() if line["event"] == "reload"]
-            return audited.count(result)
-
-        before = seen()
-        change()
-        eventually(lambda: seen() > before)
-
     def asked_by(self, token):
         """Replies to all routes, and to requests with the token in the wrong place."""
         trusting = client_context(ca=str(self.directory / "authority.pem"))
@@ -175,10 +165,13 @@ class Given:
 
     def spoil(self):
         """Files that are bad, with tokens in them where none belong, then a good one."""
-        good, never = self.tokens.read_bytes(), self.by_name["never"]
-        for bad in (f"write {never}\n", f'{{"version": 1, "tokens": ["{never}"]}}'):
-            self.until_reloaded(partial(self.tokens.write_text, bad), "failed")
-        self.until_reloaded(partial(self.tokens.write_bytes, good), "done")
+        good, never = self.tokens.read_text(), self.by_name["never"]
+        bad = (f"write {never}\n", f'{{"version": 1, "tokens": ["{never}"]}}')
+        for count, text in enumerate(bad, 1):
+            self.tokens.write_text(text)
+            eventually(lambda count=count: self.place.log().count("reload_failed") == count)
+        self.tokens.write_text(good)
+        eventually(lambda: '"reloaded"' in self.place.log())
         # What other servers take for a request to read their files again does no harm.
         os.kill(self.place.process.pid, signal.SIGHUP)
         with edit_token_file(self.tokens) as records:
