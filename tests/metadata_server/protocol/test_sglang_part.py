@@ -72,14 +72,6 @@ async def test_scopes_do_not_show_in_each_other(peer):
         assert await peer.indices(keys) == slots, other
 
 
-async def test_the_namespace_is_kv_where_none_is_named(peer):
-    """MD-SCOPE-1."""
-    assert (await peer.caller.post("/3/initialize", {"num_pages": 8})).status == 204
-    slots = await peer.of("3:kv").put(["a", "b"])
-    reply = await peer.caller.post("/3/get_page_indices", {"keys": ["a", "b"]})
-    assert reply.json == {"indices": slots}
-
-
 async def test_an_unknown_scope_is_not_found_nor_made(peer):
     """MD-SCOPE-2; MD-INIT-3: nor by a bad size."""
     for size in (-1, 0, "16", 1.5, None, [16], True):
@@ -92,16 +84,18 @@ async def test_an_unknown_scope_is_not_found_nor_made(peer):
 
 
 async def test_answers_are_aligned_with_keys(peer):
-    """MD-FIND-1: through holes and duplicates, in any order."""
-    await peer.make(32)
-    stored, missing, chance = keys_of(8), keys_of(6, "m"), random.Random(1)
+    """MD-FIND-1: through holes and duplicates, in any order; MD-BIG-1: large batches are whole or
+    refused."""
+    await peer.make(160)
+    stored, missing, chance = keys_of(128), keys_of(4000, "m"), random.Random(1)
     where = dict(zip(stored, await peer.put(stored), strict=True))
-    for count in (30, 17, 2, 1):
-        asked = chance.choices([*stored, *missing], k=count)
+    for count in (4096, 128, 30, 17, 2, 1):
+        asked = chance.choices([*stored, *missing[:count]], k=count)
         assert await peer.exists(asked) == [key in where for key in asked]
         assert await peer.indices(asked) == [where.get(key) for key in asked]
     assert [await peer.exists([]), await peer.indices([]), await peer.reserve([])] == [[], [], []]
     await peer.confirm()
+    assert (await peer.sglang("exists", 413, keys=keys_of(20_000)))["field"] == "keys"
 
 
 async def test_keys_are_opaque(peer):
@@ -112,19 +106,6 @@ async def test_keys_are_opaque(peer):
     assert await peer.indices(OPAQUE) == slots
     await peer.sglang("delete_keys", 204, keys=OPAQUE[::3])
     assert await peer.exists(OPAQUE) == [bool(i % 3) for i in range(len(OPAQUE))]
-
-
-async def test_large_batches_are_whole_or_refused(peer):
-    """MD-BIG-1."""
-    await peer.make(160)
-    stored = keys_of(128)
-    where = dict(zip(stored, await peer.put(stored), strict=True))
-    for size in (128, 4096):
-        asked = [*stored, *keys_of(size - 128, "m")]
-        random.Random(size).shuffle(asked)
-        assert await peer.exists(asked) == [key in where for key in asked]
-        assert await peer.indices(asked) == [where.get(key) for key in asked]
-    assert (await peer.sglang("exists", 413, keys=keys_of(20_000)))["field"] == "keys"
 
 
 # Reservations.
