@@ -1,4 +1,4 @@
-"""The code blocks of a page of documentation, in their order.
+"""The pages of the documentation, and the code blocks of each, in their order.
 
 A comment directly above a block exempts it: `<!-- not run: REASON -->`. A comment `<!-- run python
 ... -->` or `<!-- run console ... -->` is a block that runs and is not shown: what a page's other
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT: Final = Path(__file__).parents[2]
 RUN: Final = frozenset({"python", "console", "bash"})
 PARSED: Final = frozenset({"yaml", "json", "toml", "ini"})
 SHOWN: Final = frozenset({"text", "diff", "http", "promql"})
@@ -52,6 +51,19 @@ class Step:
     command: str
     quoted: list[str] = field(default_factory=list)
     status: int = 0
+
+
+def pages() -> list[Path]:
+    """README and all of docs/; those that take longest first, so that workers end together."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return sorted(
+        found,
+        key=lambda page: (
+            -sum(
+                block.language in ("console", "bash") and not block.reason for block in blocks(page)
+            )
+        ),
+    )
 
 
 def blocks(page: Path) -> list[Block]:

@@ -18,7 +18,7 @@ from hicache_storage.engines.vllm.identity import TierConfig
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import config_model, registry
 from hicache_storage.spec import HiCacheStorage
-from tests.docs.pages import ROOT, pages
+from tests.docs.blocks import ROOT, pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.docs.blocks import PARSED, RUN, blocks
-from tests.docs.pages import ROOT, pages
+from tests.docs.blocks import PARSED, ROOT, RUN, blocks, pages
 from tests.docs.reader import WHEELS, Reader
 
 if TYPE_CHECKING:

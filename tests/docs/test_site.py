@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.blocks import ROOT
 from tests.metadata_server.browser import browser
 
 if TYPE_CHECKING:
