@@ -1,4 +1,4 @@
-"""What every command meets: its locale and its temporary directory."""
+"""The demonstration, and what every command meets: its locale and its temporary directory."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ def test_without_a_temporary_directory_the_cause_is_told(tmp_path, command, stat
     assert f"No such file or directory: '{missing}/hicache-" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
     assert ("fix: set TMPDIR" in ran.stdout) == (command == ["doctor"])
+
+
+@pytest.mark.merge
+def test_the_demo_restores_what_a_killed_writer_acknowledged(tmp_path):
+    done = run_hicache("demo", "--gib", "0.5", "--path", tmp_path / "store")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed with SIGKILL while it stored the second conversation" in done.stdout
+    assert "every acknowledged page came back, every byte verified" in done.stdout
