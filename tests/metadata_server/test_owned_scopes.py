@@ -51,11 +51,7 @@ async def test_a_request_is_sent_to_the_owner(redis):
             answer = await other.post(path, body)
             assert (answer.status, answer.headers["location"]) == (307, f"http://one{path}")
             assert answer.json["code"] == "moved"
-
-
-async def test_an_unknown_scope_is_one_at_every_server(redis):
-    async with two(redis) as (one, other):
-        await one.initialize("0:kv")
+        # An unknown scope is one at every server.
         for caller in (one, other):
             body = {"scopes": [{"scope": name, "keys": ["a"]} for name in ("0:kv", "9:kv")]}
             answer = await caller.post("/v2/lookup", body)
@@ -72,6 +68,10 @@ async def test_new_scopes_go_to_the_server_with_fewer(redis):
         answer = await other.initialize("0:kv", "0:mamba")
         assert answer.headers["location"] == "http://one/v2/initialize"
         assert (await one.initialize("0:kv", "0:mamba")).json == {"created": [False, True]}
+        # Its limit counts the scopes of all servers.
+        other.service.max_scopes = 3
+        answer = await other.initialize("2:kv")
+        assert (answer.status, answer.json["code"]) == (413, "too_large")
 
 
 async def test_scopes_of_two_owners_in_one_request(redis):
@@ -187,11 +187,3 @@ async def test_every_server_lists_all_scopes(redis):
         assert 'scope_log_bytes{scope="0:kv"}' in text
         assert "hicache_metadata_unowned_scopes 0.0" in text
         assert "1:kv" not in text, "its owner has it"
-
-
-async def test_quotas_count_the_scopes_of_all_servers(redis):
-    async with two(redis) as (one, other):
-        await one.initialize("0:kv")
-        other.service.max_scopes = 1
-        answer = await other.initialize("1:kv")
-        assert (answer.status, answer.json["code"]) == (413, "too_large")
