@@ -1,4 +1,5 @@
-"""Exported and defined metrics are the same, for every component in real use."""
+"""Exported and defined metrics are the same, for every component in real use; sums over several
+storages."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_metadata_server import protocol as p
@@ -24,8 +25,10 @@ from hicache_storage.observability.metric_defs import CONTROLLER, MAX_SCOPE_SERI
 from hicache_storage.observability.prometheus import (
     CacheCollector,
     ControllerCollector,
+    ProcessCollector,
     StorageCollector,
 )
+from hicache_storage.spec import StorageStats
 from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
@@ -206,3 +209,35 @@ def test_the_bounds_of_a_histogram_ascend():
     for metrics in COMPONENTS.values():
         for metric in metrics.values():
             assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
+
+
+def test_sources_of_a_process_are_summed_in_its_default_registry(kit):
+    published = ProcessCollector()
+    storages = []
+    for keys in (["a", "b"], ["c"]):
+        storage, pool = kit.memory_storage()
+        storage.batch_set_v2([pool.transfer("kv", keys, list(range(len(keys))))])
+        storages.append(storage)
+        published.add(storage)
+    labels = '{driver="memory",pool="kv"}'
+    try:
+        text = generate_latest(REGISTRY).decode()
+        assert f"hicache_storage_written_pages_total{labels} 3.0" in text
+        sets = 'hicache_storage_call_seconds_count{driver="memory",operation="set",pool="kv"} 2.0'
+        assert sets in text
+        assert text.count("# TYPE hicache_storage_written_pages_total counter") == 1
+        published.remove(storages[0])
+        assert (
+            f"hicache_storage_written_pages_total{labels} 1.0" in generate_latest(REGISTRY).decode()
+        )
+    finally:
+        for storage in storages:
+            published.remove(storage)
+    assert "hicache_storage" not in generate_latest(REGISTRY).decode()
+    published.remove(storages[0])
+
+
+def test_a_total_has_the_name_of_the_driver_that_counted(kit):
+    storage, _ = kit.memory_storage()
+    assert StorageStats.total("wrapper", [storage.get_stats()]).driver == "memory"
+    assert StorageStats.total("wrapper", []).driver == "wrapper"
