@@ -304,34 +304,27 @@ def test_a_scope_whose_log_lost_writes_gives_no_slot_for_the_longest_lease(world
     assert leased.states == [p.Reserved.LEASED]
 
 
-def test_a_scope_that_was_never_acknowledged_is_forgotten(world, two, client):
+@pytest.mark.parametrize("lost", ["", "log", "rest"], ids=["never acknowledged", "log", "rest"])
+def test_a_scope_without_its_record_is_forgotten_and_can_be_made_again(
+    world, two, client, lost, monkeypatch
+):
+    """Its server has ended before it was acknowledged, or Redis has lost it."""
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = two
-    world.do(one.owner.create([p.ScopeGeometry(scope="0:kv", slots=10)], ""))
-    one.paused = True
+    if not lost:
+        world.do(one.owner.create([p.ScopeGeometry(scope="0:kv", slots=10)], ""))
+        one.paused = True
+    else:
+        one.make("0:kv")
+        while lost == "rest" and one.store.wants_compaction(idle=True):
+            batch = one.store.collect(one.service.scope_of)
+            world.do(one.store.replace_blocks(batch, one.wall()))
+        client.delete(f"hm:{{0:kv}}:{lost}")
+        assert one.change("0:kv", "a")
+        one.give_back()
     pass_time(world, two, LEASE + 1.0)
     assert serving(two, "0:kv") == []
     assert not client.exists("hm:{0:kv}:head")
-    assert "0:kv" not in other.owner.entries
-    other.make("0:kv")
-    assert serving(two, "0:kv") == [1]
-
-
-@pytest.mark.parametrize("lost", ["log", "rest"])
-def test_a_scope_whose_record_redis_has_lost_can_be_made_again(
-    world, two, client, lost, monkeypatch
-):
-    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
-    one, other = two
-    one.make("0:kv")
-    if lost == "rest":
-        while one.store.wants_compaction(idle=True):
-            batch = one.store.collect(one.service.scope_of)
-            world.do(one.store.replace_blocks(batch, one.wall()))
-    client.delete(f"hm:{{0:kv}}:{lost}")
-    assert one.change("0:kv", "a")
-    one.give_back()
-    pass_time(world, two, 1.0)
-    assert serving(two, "0:kv") == []
     assert "0:kv" not in other.owner.entries
     other.make("0:kv")
     assert serving(two, "0:kv") == [1]
