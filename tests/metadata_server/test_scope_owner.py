@@ -364,19 +364,6 @@ def test_a_scope_that_redis_has_lost_is_dropped(world, two, client):
     assert one.owner.serves(["0:mamba"])
 
 
-def test_a_server_takes_what_another_one_does_not(world, two):
-    """That one was started later, and has seen the killed one more lately."""
-    one, other = two
-    one.make("0:kv")
-    one.paused = True
-    pass_time(world, two, LEASE - 1.0)
-    late = Server(world, 2)
-    other.make("1:kv")
-    pass_time(world, [other, late], 2.5)
-    assert other.owner.serves(["0:kv"])
-    late.close()
-
-
 def owned(servers):
     return [sorted(server.service.scopes) for server in servers]
 
