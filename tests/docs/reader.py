@@ -34,13 +34,7 @@ WHEELS: Final = os.environ.get("HICACHE_DOCS_WHEELS", "")
 SECONDS: Final = 1200 if WHEELS else 120
 PORTS: Final = re.compile(r"(?<![\w.])(18\d{3}|6379|700\d|50051)(?!\w)")
 """Ports that pages name. Each stands for a free one, the same for the same number."""
-PLACES: Final = (
-    "/var/lib/hicache-metadata",
-    "/var/backups/hicache",
-    "/etc/hicache",
-    "/data/hicache",
-    "/3fs/hicache",
-)
+PLACES: Final = ("/var/lib/hicache-metadata", "/etc/hicache", "/data/hicache", "/3fs/hicache")
 """Directories that pages name. Each stands for one of the reader's."""
 FOLDERS: Final = ("examples", "benchmarks", "deploy", "scripts")
 """What a page may name as in a checkout."""
