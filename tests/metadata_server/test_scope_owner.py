@@ -344,15 +344,6 @@ def test_two_that_create_one_scope(world, two):
     assert "0:kv" not in other.service.scopes
 
 
-async def meanwhile(act, asked):
-    """The answer to what is asked, while something else is done again and again."""
-    asking = asyncio.create_task(asked)
-    while not asking.done():
-        await asyncio.sleep(0.001)
-        await act()
-    return await asking
-
-
 def test_a_scope_that_redis_has_lost_is_dropped(world, two, client):
     one, _ = two
     one.make("0:kv", "0:mamba")
@@ -420,11 +411,15 @@ def test_a_request_waits_for_no_owner_for_ever(world, two):
     one.beat()
     assert one.owner.entries["0:kv"].owner == ""
 
-    async def time_goes_on():
-        world.time += 0.1
+    async def admitted():
+        asking = asyncio.create_task(one.owner.admit(["0:kv"]))
+        while not asking.done():
+            await asyncio.sleep(0.001)
+            world.time += 0.1
+        return await asking
 
     with pytest.raises(RequestError) as refused:
-        world.do(meanwhile(time_goes_on, one.owner.admit(["0:kv"])))
+        world.do(admitted())
     assert (refused.value.status, refused.value.problem.code) == (503, "moving")
 
 

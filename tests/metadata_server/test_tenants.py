@@ -88,20 +88,10 @@ def test_what_is_given_is_what_fits(sizes, quota):
     assert TenantUsage.of(service.held_by("acme")) == held
 
 
-@pytest.fixture
-def limited(tmp_path):
-    """Makes a server with quotas for its tenants."""
-
-    def make(*tenants, **limits):
-        options = guarded(tmp_path, *tenants)
-        options["service"].quotas = Quotas(default=Quota(**limits))
-        return running(**options)
-
-    return make
-
-
-async def test_the_compatible_part_has_the_same_quota(limited):
-    async with limited("acme", "", scopes=1, slots=10) as caller:
+async def test_the_compatible_part_has_the_same_quota(tmp_path):
+    options = guarded(tmp_path, "acme", "")
+    options["service"].quotas = Quotas(default=Quota(scopes=1, slots=10))
+    async with running(**options) as caller:
         for token, rank, pages, status in (
             ("write-acme", 0, 11, 403),
             ("write-acme", 0, 10, 204),

@@ -4,13 +4,7 @@ are repeated, and what operators ask."""
 from __future__ import annotations
 
 from hicache_metadata_server import protocol as p
-from tests.metadata_server.protocol.peer import Peer, keys_of
-
-
-def in_msgpack(peer):
-    packed = Peer(peer.caller, peer.clock, peer.scope)
-    packed.content_type = p.MSGPACK
-    return packed
+from tests.metadata_server.protocol.peer import keys_of
 
 
 async def test_the_server_introduces_itself(peer):
@@ -27,7 +21,8 @@ async def test_the_server_introduces_itself(peer):
 
 async def test_msgpack_says_the_same(peer):
     """MD-API-1: 64-bit checksums included, and refusals too."""
-    packed = in_msgpack(peer)
+    packed = peer.of(peer.scope)
+    packed.content_type = p.MSGPACK
     assert await peer.initialize(16)
     assert not await packed.initialize(16)
     keys = keys_of(8)
