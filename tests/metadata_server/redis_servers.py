@@ -97,10 +97,10 @@ class RedisServer(ServerProcess):
             return f"rediss://{login}127.0.0.1:{self.port}/0{self.tls.query}"
         return f"redis://{login}127.0.0.1:{self.port}/0"
 
-    def client(self, **options: Any) -> redis.Redis:
+    def client(self) -> redis.Redis:
         secure = self.tls.options if self.tls is not None else {}
         login = {"password": self.password} if self.password else {}
-        return redis.Redis(port=self.port, socket_timeout=PATIENCE, **(login | secure | options))
+        return redis.Redis(port=self.port, socket_timeout=PATIENCE, **(login | secure))
 
     def start(self) -> None:
         """Start it, and wait until it serves."""
@@ -147,12 +147,10 @@ class Sentinel(RedisServer):
 
     mode = ("--sentinel",)
 
-    def sees(self, replicas: int, sentinels: int) -> bool:
+    def sees(self, replicas: int) -> bool:
         with self.client() as client:
             state = client.sentinel_master("cache")
-        return bool(
-            (state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1)
-        )
+        return bool((state["num-slaves"], state["num-other-sentinels"]) == (replicas, 2))
 
 
 class RedisCluster:
@@ -253,20 +251,19 @@ def sentinels(
     primary: RedisServer,
     *,
     replicas: int,
-    number: int = 3,
     down_milliseconds: int = 400,
 ) -> Iterator[str]:
-    """Sentinels that know of all replicas and of each other; the address of what they watch."""
+    """Three Sentinels that know of all replicas and of each other; the address of what they watch."""
     options = [
-        f"monitor cache 127.0.0.1 {primary.port} {number // 2 + 1}",
+        f"monitor cache 127.0.0.1 {primary.port} 2",
         f"down-after-milliseconds cache {down_milliseconds}",
         "failover-timeout cache 4000",
     ]
     with ExitStack() as stack:
-        started = [Sentinel(directory / f"sentinel-{i}", sentinel=options) for i in range(number)]
+        started = [Sentinel(directory / f"sentinel-{i}", sentinel=options) for i in range(3)]
         for one in started:
             stack.enter_context(one)
-        eventually(lambda: all(one.sees(replicas, number) for one in started))
+        eventually(lambda: all(one.sees(replicas) for one in started))
         hosts = ",".join(f"127.0.0.1:{one.port}" for one in started)
         yield f"redis+sentinel://{hosts}/cache/0"
 

@@ -81,8 +81,8 @@ def drop(service, scope="0:kv", now=NOW):
     service.drop(p.Drop(scopes=[scope]), now)
 
 
-def slot_status(service, slot, scope="0:kv", now=NOW):
-    return service.inspect(p.Inspect(scope=scope, slots=[slot]), now).slots[0]
+def slot_status(service, slot, now=NOW):
+    return service.inspect(p.Inspect(scope="0:kv", slots=[slot]), now).slots[0]
 
 
 def random_changes(chance, service, scope, now, *, size, batch):

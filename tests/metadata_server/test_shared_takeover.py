@@ -30,8 +30,8 @@ LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
 
 
 @asynccontextmanager
-async def server_on(url, *, replicas=0, slots=4000, **options):
-    async with running_shared(url, LIMITS, replicas=replicas, **options) as caller:
+async def server_on(url, *, replicas=0, slots=4000):
+    async with running_shared(url, LIMITS, replicas=replicas) as caller:
         await served(lambda: caller.initialize("0:kv", slots=slots))
         yield caller
 

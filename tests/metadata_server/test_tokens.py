@@ -41,9 +41,9 @@ def made(file, *options):
     return done.stdout.strip()
 
 
-def status(tokens, token, needed=Token.READ):
+def status(tokens, token):
     try:
-        tokens.check(f"Bearer {token}".encode(), needed)
+        tokens.check(f"Bearer {token}".encode(), Token.READ)
     except RequestError as refused:
         return refused.status
     return 200

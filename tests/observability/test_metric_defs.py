@@ -6,7 +6,6 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,8 +34,6 @@ from tests.hybrid.stack import Stack, tokens
 from tests.metadata_server.http_calls import SlowStore, running
 from tests.metadata_server.services import NOW, commit, initialize, reserve
 from tests.observability.components import COMPONENTS, series
-
-ROOT = Path(__file__).parents[2]
 
 
 def exported(text, constant=()):

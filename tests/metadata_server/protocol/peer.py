@@ -122,9 +122,9 @@ class Peer:
         """Which keys are live; does not count as use."""
         return [slot >= 0 for slot in (await self.lookup(keys, touch=False)).slots]
 
-    async def lease(self, keys, prefixes=(), *, once="", **options):
+    async def lease(self, keys, prefixes=(), *, once=""):
         part = p.ReserveScope(scope=self.scope, keys=list(keys), prefixes=list(prefixes))
-        request = p.Reserve(scopes=[part], owner="test", **options)
+        request = p.Reserve(scopes=[part], owner="test")
         [leased] = (await self.call("/v2/reserve", request, once=once)).scopes
         columns = (leased.states, leased.slots, leased.generations, leased.leases)
         assert {len(column) for column in columns} == {len(keys)}
