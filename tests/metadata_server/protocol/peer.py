@@ -77,10 +77,10 @@ class Peer:
 
     # The native part.
 
-    async def send(self, path, request=None, *, once="", headers=()):
+    async def send(self, path, request=None, *, once=""):
         route = p.ROUTES[path]
         body = b"" if request is None else p.encode(request, self.content_type)
-        headers = {**dict(headers), **({p.IDEMPOTENCY_HEADER: once} if once else {})}
+        headers = {p.IDEMPOTENCY_HEADER: once} if once else {}
         return await self.caller.send(
             route.method, path, body, content_type=self.content_type, headers=headers
         )
@@ -149,9 +149,9 @@ class Peer:
         request = p.Renew(scopes=[part], lease_seconds=seconds)
         return await self._settled("/v2/renew", request, len(leases))
 
-    async def delete(self, keys, generations=(), *, once=""):
+    async def delete(self, keys, generations=()):
         part = p.DeleteScope(scope=self.scope, keys=list(keys), generations=list(generations))
-        [flags] = (await self.call("/v2/delete", p.Delete(scopes=[part]), once=once)).scopes
+        [flags] = (await self.call("/v2/delete", p.Delete(scopes=[part]))).scopes
         assert len(flags.done) == len(keys)
         return flags.done
 

@@ -114,16 +114,6 @@ async def test_lookups_give_back_what_was_committed(peer):
 # Answers that are repeated.
 
 
-async def test_a_delete_sent_again_spares_what_was_stored_in_between(peer):
-    """MD-IDEM-1."""
-    await peer.initialize(8)
-    await peer.store(["a"])
-    first = await peer.delete(["a", "b"], once="a")
-    await peer.store(["a", "b"])
-    assert await peer.delete(["a", "b"], once="a") == first == [True, False]
-    assert await peer.live(["a", "b"]) == [True, True]
-
-
 async def test_an_idempotency_key_with_another_request(peer):
     """MD-IDEM-1: another body, or another route."""
     await peer.initialize(8)
