@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 import threading
 from contextlib import closing, contextmanager
 from io import StringIO
@@ -29,12 +28,12 @@ from hicache_storage.observability.request_ids import (
 from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import running
+from tests.metadata_server.servers import SERVE
 from tests.support.failing import failing
 from tests.support.forking import in_child
 from tests.support.metadata import HttpClient, Served
 
 LEGAL = re.compile(r"[A-Za-z0-9._:@/+=-]{0,64}")
-SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
 SCOPE = {"scopes": [{"scope": "0:kv", "slots": 8}]}
 
 
@@ -184,7 +183,7 @@ async def test_the_server_answers_with_the_id_and_never_with_more():
 
 def test_the_calls_id_is_that_of_its_requests_and_of_the_audit_log(tmp_path):
     """Two processes: the engine's call, and the server that it asks."""
-    with Served(command=SERVE) as place:
+    with Served(command=f"{SERVE} --log-format json") as place:
         rig = Rig(tmp_path / "store", metadata_url=place.url)
         with closing(rig.storage), RequestScope("chat-7"):
             rig.put(chain("c", 3))
