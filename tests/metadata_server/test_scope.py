@@ -114,21 +114,6 @@ def test_clearing_a_million_is_done_bit_by_bit(quarantine):
     assert len(scope.free) == pages
 
 
-def test_a_slot_that_a_clear_left_is_not_free_before_it_was_taken_apart():
-    pages = 4 * STEP
-    scope = scope_of(pages, 1.0)
-    # The ends of their old leases come up while the clear is still being taken apart.
-    store(scope, [f"k{i}" for i in range(pages)], now=90.5)
-    scope.clear(100.0)
-    states, given, _ = scope.reserve([f"n{i}" for i in range(20)], (), "", 10**6, 100.6, 110.0)
-    assert given == [-1] * 20, "their quarantine lasts until 101"
-    for _ in range(20):
-        scope.settle(101.1)
-    states, given, _ = scope.reserve([f"n{i}" for i in range(20)], (), "", 10**6, 101.1, 110.0)
-    assert set(states) == {Reserved.LEASED}
-    assert problems_of(scope) == []
-
-
 def test_a_commit_can_be_repeated_however_long_ago_it_was():
     """MD-LEASE-2: with the same length and checksum, while the page is live."""
     scope = scope_of(40_000)
