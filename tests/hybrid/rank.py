@@ -50,42 +50,6 @@ class Counted:
         return self.rank_group.all_reduce_min(values)
 
 
-class Weather:
-    """What the calls of one rank's storage meet: nothing, or now and then a failure, a loss, or a
-    call that hangs."""
-
-    def __init__(self, seed, objects):
-        self.random, self.objects = random.Random(seed), objects
-        self._changed = threading.Condition()
-        self.bad, self.hanging = False, 0
-
-    def turn(self, *, bad):
-        with self._changed:
-            self.bad = bad
-            self._changed.notify_all()
-
-    def lose(self, share):
-        for name in sorted(self.objects):
-            if self.random.random() < share:
-                self.objects.pop(name, None)
-
-    def __call__(self, operation):
-        with self._changed:
-            chance = (
-                self.random.random()
-                if self.bad and operation in ("exist", "read", "write")
-                else 1.0
-            )
-            if chance < 0.1:
-                raise OSError("the storage is down")
-            if chance < 0.2:
-                self.lose(0.05)
-            if chance > 0.95 and self.bad:
-                self.hanging += 1
-                assert self._changed.wait_for(lambda: not self.bad, 60)
-                self.hanging -= 1
-
-
 class Rank:
     """Requests of three conversations; every rank holds bytes of its own for their tokens."""
 
@@ -104,7 +68,9 @@ class Rank:
         """Make a cache over a stack."""
         self.stack = Stack(states=states, parallel=self.parallel, rank_group=self.rank_group)
         self.controller = self.stack.controller
-        self.world = World(WorldController(self.stack), PAGE, grid, label=self.label)
+        # The faults of a rank's storage are its own.
+        self.storage = WorldController(self.stack, self.label)
+        self.world = World(self.storage, PAGE, grid, label=self.label)
         self.cache = self.world.cache
 
     def tell(self, *what):
@@ -125,19 +91,17 @@ class Rank:
     def serving(self):
         """Attention KV and states, which every rank has a share of, and a store of its own."""
         self.begin(GRID, states=4)
-        self.weather = Weather(self.label, self.world.controller.objects)
-        self.world.controller.before = self.weather
-        self.world.controller.attach()
+        self.storage.attach()
         with (
             mock.patch.object(
-                Job, "overdue", lambda job, seconds: not job.query() and self.weather.hanging > 0
+                Job, "overdue", lambda job, seconds: not job.query() and self.storage.hanging > 0
             ),
             mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.01),
         ):
             common = random.Random(self.settings["seed"])
             for number in range(self.settings["steps"]):
                 self._step(common, number)
-            self.weather.turn(bad=False)
+            self.storage.be("well")
             self._end()
 
     def sparse(self):
@@ -238,11 +202,11 @@ class Rank:
             self._serve(chain, end)
             self.world.settle()
         self._forget()
-        self.weather.lose(0.02)
-        # The weather's random calls would meet this question, too.
-        ends = [] if self.weather.bad else self.world.fetchable(tokens(pages, chain))
-        self.own[len(self.told)] = ends
-        self.tell("fetched", self.weather.bad, len(self.told), self._fetch(chain, pages))
+        self.storage.lose(0.02, while_read=False)
+        # The random faults would meet this question, too.
+        bad = self.storage.mood != "well"
+        self.own[len(self.told)] = [] if bad else self.world.fetchable(tokens(pages, chain))
+        self.tell("fetched", bad, len(self.told), self._fetch(chain, pages))
         self._serve(chain, pages)
 
     def _stop_early(self, chain, pages, common):
@@ -262,16 +226,16 @@ class Rank:
         self.world.take_host(self.random.randrange(12), self.random.randrange(4))
 
     def _lose(self, chain, pages, common):
-        self.weather.lose(0.02)
+        self.storage.lose(0.02, while_read=False)
 
     def _turn(self, chain, pages, common):
-        self.weather.turn(bad=common.random() < 0.6)
+        self.storage.be("unsteady" if common.random() < 0.6 else "well")
 
     def _attach_again(self, chain, pages, common):
         self.cache.end_prefetches()
-        self.weather.turn(bad=False)
+        self.storage.be("well")
         self.controller.detach()
-        self.world.controller.attach()
+        self.storage.attach()
         self.cache.storage_changed()
 
     # Parts of steps

@@ -6,7 +6,6 @@ Every page is filled with bytes drawn from what it is for, so that a page in the
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import torch
@@ -24,6 +23,7 @@ from hicache_storage.hybrid import (
 from hicache_storage.spec import PoolName, StorageIdentity
 from hicache_storage.transfer import StreamSimulator
 from tests.support.pools import page_layer
+from tests.support.waiting import eventually
 
 PAGE = 4
 GRID = 8
@@ -256,10 +256,7 @@ class Session:
     def fetch(self):
         """Wait for what the storage has of it."""
         if self.cache.prefetch_from_storage("session", self.tokens):
-            end = time.monotonic() + 60
-            while not self.cache.check_prefetch("session"):
-                assert time.monotonic() < end
-                self.cache.poll()
+            eventually(lambda: self.cache.poll() or self.cache.check_prefetch("session"))
 
     def comes_back(self):
         """All of it does from the storage, after the cache has forgotten it."""

@@ -4,7 +4,6 @@ change."""
 from __future__ import annotations
 
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -25,24 +24,19 @@ from hicache_storage.spec import (
 )
 from tests.interop.drivers import raise_os_error
 from tests.interop.engine import PAGE_SIZE, mha_pools, tokens, with_mamba
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 pytestmark = pytest.mark.interop
 
 
-PATIENCE_SECONDS = 60.0
-
-
 def threads():
-    return {thread for thread in threading.enumerate() if thread.is_alive()}
+    return set(threading.enumerate())
 
 
 def until_only(before):
     """Wait until there are no other threads; one that has been told to end may need a moment for
     it."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not threads() <= before:
-        assert time.monotonic() < until, threads() - before
-        time.sleep(0.01)
+    eventually(lambda: threads() <= before, "there are more threads than before")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlo
 
 from tests.interop.stores import SERVE, live
 from tests.support.metadata import Served
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow(seconds=15)]
 
-PATIENCE_SECONDS = 60.0
 RANKS, PAGES = range(4), 100
 # redis-py is an extra of the server, which an environment of SGLang need not have.
 PYTHON = (
@@ -64,13 +63,12 @@ def test_each_server_sends_it_to_the_owner_and_a_killed_one_is_replaced(servers)
 
     assert found(clients[0]) == found(clients[1]) == pages
     one.kill()
-    until = time.monotonic() + PATIENCE_SECONDS
-    while True:
+
+    def other_has_them():
         with contextlib.suppress(requests.RequestException):
-            assert found(clients[1]) == pages
-            break
-        assert time.monotonic() < until, "the other server does not take the scopes"
-        time.sleep(0.1)
+            return found(clients[1])
+
+    assert eventually(other_has_them, "the other server does not take the scopes") == pages
     client = clients[1]
     assert client.exists(0, [*keys_of(0), "never"], "kv") == [True] * PAGES + [False]
     client.delete_keys(0, keys_of(0)[:10], "kv")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,9 +91,8 @@ class Server:
         return self._bits(self.adapter.query_load_result, task)
 
     def _bits(self, query, task: int) -> list[bool]:
-        deadline = time.monotonic() + 30
-        while (bitmap := query(task)) is None:
-            assert time.monotonic() < deadline
+        # It is reported as an object, and a bitmap of no bits is false.
+        [bitmap] = eventually(lambda: [found for found in [query(task)] if found is not None])
         assert query(task) is None
         return [bitmap.test(index) for index in range(len(bitmap))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +16,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from hicache_conformance.interfaces.vllm_tier.storage import Rows, TierSpec, offloading_config
 from hicache_storage.engines.vllm import HiCacheTier
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,11 +67,7 @@ class Engine:
 
     def result(self, job: int):
         """The only job that ends; waits for it."""
-        deadline = time.monotonic() + 30
-        while not (results := list(self.tier.get_finished_jobs())):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        [result] = results
+        [result] = eventually(lambda: list(self.tier.get_finished_jobs()))
         assert result.job_id == job
         assert list(self.tier.get_finished_jobs()) == []
         return result
@@ -85,14 +81,13 @@ class Engine:
     def found(self, keys, request: ReqContext | None = None) -> list[bool]:
         """Look keys up, step by step as vLLM's scheduler does."""
         request = request or self.request()
-        deadline = time.monotonic() + 30
-        while True:
+
+        def answered():
             answers = [self.tier.lookup(key, request) for key in keys]
-            if LookupResult.RETRY not in answers:
-                return [answer is LookupResult.HIT for answer in answers]
-            assert time.monotonic() < deadline
             self.tier.on_schedule_end(ScheduleEndContext([], []))
-            time.sleep(0.001)
+            return answers if LookupResult.RETRY not in answers else None
+
+        return [answer is LookupResult.HIT for answer in eventually(answered)]
 
     def close(self) -> None:
         """End the tier, twice, and let go of the memory as vLLM does.

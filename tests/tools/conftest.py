@@ -84,7 +84,6 @@ class Site:
         *,
         capabilities="deletes=True, may_hang=False",
         spec="",
-        requires="hicache-storage",
     ):
         """Install a driver: a dictionary of its process, with what `body` changes."""
         module, plugin = f"driver_{name}", f"plugin_{name}"
@@ -93,16 +92,13 @@ class Site:
         (self.directory / f"{module}.py").write_text(
             DRIVER.format(**words, body=textwrap.indent(textwrap.dedent(body), "    "))
         )
-        self.add_metadata(name, plugin, requires)
+        self.add_metadata(name, plugin)
 
-    def add_metadata(self, name, plugin, requires="hicache-storage"):
+    def add_metadata(self, name, plugin):
         """Install nothing but an entry point."""
         info = self.directory / f"{name}-1.0.dist-info"
         info.mkdir()
-        needs = f"Requires-Dist: {requires}\n" if requires else ""
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}"
-        )
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[hicache_storage.drivers]\n{name} = {plugin}\n")
 
 

@@ -79,6 +79,8 @@ class WorldController:
         )
         self.objects, self._loses, self._arriving = {}, 0.0, set()
         self.mood, self._mood_changed = "well", threading.Condition()
+        self.hanging = 0
+        """Calls of the storage that hang now."""
 
     @classmethod
     def of(cls, sizes, page_size, *, states, seed=0, threshold=0, **options):
@@ -116,7 +118,8 @@ class WorldController:
         self.controller.attach(self.storage)
 
     def be(self, mood):
-        """Let the storage be well, full, fail, or hang until its mood changes."""
+        """Let the storage be well, full, fail, hang until its mood changes, or be unsteady: fail,
+        lose pages or hang now and then."""
         with self._mood_changed:
             self.mood = mood
             self._mood_changed.notify_all()
@@ -125,7 +128,17 @@ class WorldController:
         with self._mood_changed:
             if self.mood == "fails" or (self.mood == "is full" and operation == "write"):
                 raise OSError("no space left on device")
-            assert self._mood_changed.wait_for(lambda: self.mood != "hangs", 60)
+            unsteady = self.mood == "unsteady" and operation in ("exist", "read", "write")
+            chance = self.random.random() if unsteady else 0.5
+            if chance < 0.1:
+                raise OSError("the storage is down")
+            if chance < 0.2:
+                self.lose(0.05, while_read=False)
+            if self.mood == "hangs" or chance > 0.95:
+                mood = self.mood
+                self.hanging += 1
+                assert self._mood_changed.wait_for(lambda: self.mood != mood, 60)
+                self.hanging -= 1
         if operation == "read" and self._loses:
             share, self._loses = self._loses, 0.0
             self.lose(share, while_read=False)
