@@ -193,37 +193,24 @@ def test_a_clear_counts_for_deletes_alone_and_raises_while_they_are_refused(brok
     assert layer.batch_set_v2(pages) == {"kv": [True]}
 
 
-@pytest.fixture
-def hung(kit):
-    """A storage whose operations hang, behind a short deadline and a breaker of one fault."""
-    release = threading.Event()
-    layers = []
-
-    def make(*operations):
-        storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
-        storage.open()
-        storage.before = lambda asked: asked not in operations or release.wait(PATIENCE_SECONDS)
-        layers.append(CircuitBreakerLayer(DeadlineLayer(storage, 0.05), 1, 10.0))
-        layers[-1].register_mem_host_pool_v2(pool, "kv")
-        return layers[-1], storage, pool
-
-    yield make
-    release.set()
-    for layer in layers:
-        layer.close()
-
-
-def test_a_missed_deadline_is_a_fault_of_its_kind(hung):
-    layer, storage, pool = hung("write")
-    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-    states = layer.get_stats().breaker_states
-    assert states == {"read": "closed", "write": "open", "delete": "closed"}
+@pytest.mark.parametrize(("hangs", "kind"), [("write", "write"), ("exist", "read")])
+def test_a_missed_deadline_is_a_fault_of_its_kind(kit, hangs, kind):
+    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
+    storage.open()
+    layer, release = CircuitBreakerLayer(DeadlineLayer(storage, 0.05), 1, 10.0), threading.Event()
+    layer.register_mem_host_pool_v2(pool, "kv")
+    storage.before = lambda operation: operation != hangs or release.wait(PATIENCE_SECONDS)
+    if kind == "write":
+        assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+    else:
+        assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
+    others = dict.fromkeys(("read", "write", "delete"), "closed")
+    assert layer.get_stats().breaker_states == {**others, kind: "open"}
     asked = len(storage.operations)
     layer.batch_exists_v2(["a"])
-    assert len(storage.operations) == asked + 1
-    layer, _storage, _pool = hung("exist")
-    layer.batch_exists_v2(["a"])
-    assert layer.breakers["read"].state is BreakerState.OPEN
+    assert len(storage.operations) == asked + (kind == "write")
+    release.set()
+    layer.close()
 
 
 @pytest.mark.parametrize("may_hang", [False, True])
