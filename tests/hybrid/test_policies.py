@@ -25,36 +25,6 @@ def test_the_timeout_grows_to_its_maximum(tokens, seconds):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "page_size", "threshold", "worth"),
-    [
-        (255, 64, 256, False),
-        (256, 64, 256, True),
-        (63, 64, 0, False),
-        (64, 64, 0, True),
-        (0, 1, 0, False),
-        (1, 1, 0, True),
-    ],
-)
-def test_what_is_worth_fetching(tokens, page_size, threshold, worth):
-    assert PrefetchRules(threshold_tokens=threshold).is_worth(tokens, page_size) is worth
-
-
-@pytest.mark.parametrize(
-    ("occupied", "size", "occupancy", "admitted"),
-    [
-        (0, 100, 0.5, True),
-        (49, 100, 0.5, True),
-        (50, 100, 0.5, False),
-        (99, 100, 1.0, True),
-        (100, 100, 1.0, False),
-        (0, 0, 0.5, False),
-    ],
-)
-def test_how_much_is_fetched_at_a_time(occupied, size, occupancy, admitted):
-    assert PrefetchRules(occupancy=occupancy).admits(occupied, size) is admitted
-
-
-@pytest.mark.parametrize(
     ("make", "name"),
     [
         (lambda: PrefetchRules(threshold_tokens=-1), "threshold_tokens"),

@@ -7,17 +7,6 @@ import threading
 from hicache_storage.spec import CancellationToken
 
 
-def test_a_shield_is_active_until_the_call_is_cancelled():
-    token = CancellationToken()
-    with token.shield() as active:
-        assert active
-    assert not token.cancelled
-    token.cancel()
-    assert token.cancelled
-    with token.shield() as active:
-        assert not active
-
-
 def test_cancel_waits_for_a_shielded_block():
     token, written, cancelled = CancellationToken(), threading.Event(), threading.Event()
 
