@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules
+from hicache_storage.hybrid import PrefetchRules
 from hicache_storage.spec import ConfigError
-
-BEST, COMPLETE, TIMEOUT = (
-    PrefetchPolicy.BEST_EFFORT,
-    PrefetchPolicy.WAIT_COMPLETE,
-    PrefetchPolicy.TIMEOUT,
-)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +13,7 @@ BEST, COMPLETE, TIMEOUT = (
     [(0, 1.0), (1024, 1.25), (512, 1.125), (4096, 2.0), (2**20, 3.0), (10_240, 3.0), (8192, 3.0)],
 )
 def test_the_timeout_grows_to_its_maximum(tokens, seconds):
-    rules = PrefetchRules(policy=TIMEOUT, maximum_seconds=3.0)
+    rules = PrefetchRules(policy="timeout", maximum_seconds=3.0)
     assert rules.stops_waiting(seconds, tokens)
     assert not rules.stops_waiting(seconds - 1e-6, tokens)
 

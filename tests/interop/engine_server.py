@@ -92,15 +92,8 @@ def write_configuration(place: Path, *, ranks: int) -> dict[str, object]:
     Returns:
         What the file then holds; rank `r` has its metrics at port `metrics_port + r`.
     """
-    commands = [
-        step.command
-        for block in blocks(QUICK_START)
-        if block.language == "console"
-        for step in steps(block.text)
-    ]
     for start in ("mkdir -p cache", "cat > hicache.json"):
-        [command] = [each for each in commands if each.startswith(start)]
-        subprocess.run(["bash", "-ec", command], cwd=place, check=True)
+        subprocess.run(["bash", "-ec", quick_start_step(start)], cwd=place, check=True)
     file = place / "hicache.json"
     configuration = json.loads(file.read_text()) | {
         "metrics_port": free_ports(ranks)[0],
@@ -110,18 +103,20 @@ def write_configuration(place: Path, *, ranks: int) -> dict[str, object]:
     return configuration
 
 
+def quick_start_step(start: str) -> str:
+    """The quick start's only command that begins so."""
+    consoles = [block for block in blocks(QUICK_START) if block.language == "console"]
+    commands = [step.command for block in consoles for step in steps(block.text)]
+    [command] = [each for each in commands if each.startswith(start)]
+    return command
+
+
 def quick_start_command(
     model: Path, *, layout: str = "page_first", io_backend: str = "kernel"
 ) -> list[str]:
     """The quick start's command that starts SGLang, for this model; its host pools may have another
     layout than there."""
-    texts = [block.text for block in blocks(QUICK_START) if block.language == "console"]
-    [command] = [
-        step.command
-        for text in texts
-        for step in steps(text)
-        if step.command.startswith("sglang serve ")
-    ]
+    command = quick_start_step("sglang serve ")
     words = {"MODEL": str(model), "page_first": layout}
     return [words.get(word, word) for word in shlex.split(command.replace("\\\n", " "))] + [
         "--hicache-io-backend",

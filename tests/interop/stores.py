@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +15,7 @@ from hicache_metadata_server.cli.options import AdminClient
 from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
 from hicache_storage import create_storage
 from hicache_storage.engines.engine_pool import EnginePool
-from hicache_storage.spec import StorageIdentity
+from hicache_storage.objects import Namespace
 from tests.metadata_server import servers
 from tests.support.metadata import Served
 
@@ -71,21 +70,11 @@ class FileStore:
 
     def reopened(self) -> HiCacheStorage:
         """Open the only namespace of the directory, by its description."""
-        [description] = self.place.rglob("namespace.json")
-        told = json.loads(description.read_text())
-        identity = StorageIdentity(
-            **{
-                name.removeprefix("identity."): value
-                for name, value in told.items()
-                if name.startswith("identity.")
-            }
-        )
-        size = told["page_bytes"]
-        pool = EnginePool(
-            memoryview(bytearray(size)), stride=size, page_bytes=size, layout=told["layout"]
-        )
-        storage = create_storage(self.driver, identity, self.options)
-        storage.register_mem_host_pool_v2(pool, told["pool"])
+        [found] = Namespace.read_all(map(str, self.place.rglob("namespace.json")))
+        memory, layout = memoryview(bytearray(found.page_bytes)), found.geometry.layout
+        pool = EnginePool(memory, stride=len(memory), page_bytes=len(memory), layout=layout)
+        storage = create_storage(self.driver, found.identity, self.options)
+        storage.register_mem_host_pool_v2(pool, found.pool)
         return storage
 
     def damage(self) -> None:

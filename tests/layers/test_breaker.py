@@ -43,58 +43,31 @@ class Clock:
 # The state machine
 # ------------------------------------------------------------------------------------------------
 
-FAILED, SUCCEEDED, UNDECIDED = "failed", "succeeded", "undecided"
+# What happens one after the other: a number is the time, yes or no what `admits` answers.
+STEPS = {
+    "opens after two faults in a row": "failed yes failed no",
+    "a success begins the row again": "failed succeeded failed yes",
+    "a trial that succeeds closes it": "failed failed 4.9 no 5.0 yes no succeeded yes yes",
+    "a trial that fails opens it again": "failed failed 5.0 yes failed 9.9 no 10.0 yes",
+    # A get that is waited for may never come back, and kept all others out for as long.
+    "a trial that hangs lets another try": (
+        "failed failed 5.0 yes no 9.9 no 10.0 yes no succeeded succeeded yes"
+    ),
+    "calls that began before it opened do not keep it open": "failed failed 4.0 failed 5.0 yes",
+    "the next call is the trial": "failed failed 5.0 yes undecided yes no",
+    "what is undecided ends no row": "failed undecided failed no",
+}
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param([FAILED, True, FAILED, False], id="opens after two faults in a row"),
-        pytest.param([FAILED, SUCCEEDED, FAILED, True], id="a success begins the row again"),
-        pytest.param(
-            [FAILED, FAILED, 4.9, False, 5.0, True, False, SUCCEEDED, True, True],
-            id="a trial that succeeds closes it",
-        ),
-        pytest.param(
-            [FAILED, FAILED, 5.0, True, FAILED, 9.9, False, 10.0, True],
-            id="a trial that fails opens it again",
-        ),
-        # A get that is waited for may never come back, and kept all others out for as long.
-        pytest.param(
-            [
-                *[FAILED] * 2,
-                5.0,
-                True,
-                False,
-                9.9,
-                False,
-                10.0,
-                True,
-                False,
-                *[SUCCEEDED] * 2,
-                True,
-            ],
-            id="a trial that hangs lets another try",
-        ),
-        pytest.param(
-            [FAILED, FAILED, 4.0, FAILED, 5.0, True],
-            id="calls that began before it opened do not keep it open",
-        ),
-        pytest.param(
-            [FAILED, FAILED, 5.0, True, UNDECIDED, True, False], id="the next call is the trial"
-        ),
-        pytest.param([FAILED, UNDECIDED, FAILED, False], id="what is undecided ends no row"),
-    ],
-)
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 def test_the_state_machine(steps):
-    """A number is the time, a bool what `admits` answers."""
     clock = Clock()
     breaker = CircuitBreaker(2, 5.0, clock)
-    for number, step in enumerate(steps):
-        if isinstance(step, bool):
-            assert breaker.admits() is step, number
-        elif isinstance(step, float):
-            clock.now = step
+    for number, step in enumerate(steps.split()):
+        if step in ("yes", "no"):
+            assert breaker.admits() is (step == "yes"), number
+        elif step[0].isdigit():
+            clock.now = float(step)
         else:
             getattr(breaker, step)()
 
