@@ -1,4 +1,4 @@
-"""Slots: whole pages, first in first out, never twice."""
+"""Slots: whole pages, first in first out, never twice; and the numbers of their pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_storage.pools import SlotAllocator
-from hicache_storage.spec import InvalidPoolError, SlotError
+from hicache_storage.pools.pages import check_pages, page_numbers
+from hicache_storage.spec import InvalidPoolError, InvalidTransferError, SlotError
 
 
 def slots(*numbers: int) -> torch.Tensor:
@@ -158,3 +159,29 @@ class TestSlotAllocator:
             thread.join()
         assert clashes == []
         assert allocator.available_size() == 64
+
+
+def test_pages_are_whole_and_in_order() -> None:
+    two = torch.tensor([8, 9, 10, 11, 0, 1, 2, 3]), torch.arange(8).view(2, 4)
+    assert page_numbers(two, 4).tolist() == [[2, 0], [0, 1]]
+    assert page_numbers([torch.tensor([[4, 5], [2, 3]])], 2).tolist() == [[2, 1]]
+    assert page_numbers([torch.tensor([7, 3, 7])], 1).tolist() == [[7, 3, 7]]
+    # Not next to each other in memory; and pages of another number than a power of two.
+    assert page_numbers([torch.tensor([6, 0, 7, 0, 8, 0])[::2]], 3).tolist() == [[2]]
+    assert page_numbers([torch.arange(6, 15)], 3).tolist() == [[2, 3, 4]]
+    many = torch.randperm(5000).unsqueeze(1) * 16 + torch.arange(16)
+    assert page_numbers([many.view(-1)] * 2, 16)[1].tolist() == (many[:, 0] // 16).tolist()
+    wrong = many.clone()
+    wrong[4321, 7] += 1
+    with pytest.raises(InvalidTransferError, match="whole pages of 16"):
+        check_pages(wrong.view(-1), 16)
+
+
+@pytest.mark.parametrize(
+    "wrong", [[0, 1, 2], [1, 2, 3, 4], [0, 1, 3, 2], [0, 1, 2, 4], [0, 1, 2, 3, 8, 9, 10, 10]]
+)
+def test_what_is_no_page_is_refused(wrong: list[int]) -> None:
+    with pytest.raises(InvalidTransferError, match=r"whole pages of 4 consecutive slots, not"):
+        page_numbers([torch.tensor(wrong)], 4)
+    with pytest.raises(InvalidTransferError, match=r"int64, got torch\.int32"):
+        page_numbers([torch.tensor([0], dtype=torch.int32)], 1)

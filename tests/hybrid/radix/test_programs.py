@@ -3,23 +3,29 @@ byte is where it belongs."""
 
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import CacheInUseError, StalePrefixError
 from hicache_storage.hybrid.storage_io.workers import Job
-from tests.hybrid.programs import PICKS, machine
 from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.world import SIZES, World
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=25)
 
+FACTOR = int(os.environ.get("HICACHE_PROGRAMS", "1"))
+"""How many times as many programs are run as in the unit suite, and longer ones: by `make fuzz`."""
 PAGE = 2
+PICKS = st.integers(0, 63)
+"""Which one, of however many there are. How many depends on how far other threads are, and what is
+drawn must not."""
 CHAINS = [
     ((1, 2), (1, 3), (4, 4), (5, 1), (2, 2), (6, 1), (1, 1), (3, 3), (7, 7), (8, 1)),
     ((1, 2), (1, 3), (4, 4), (5, 1), (9, 9), (6, 2), (1, 4), (3, 5)),
@@ -327,6 +333,19 @@ class StatelessPrograms(Programs):
     """The same for a model that can go on after every page."""
 
     grid = None
+
+
+def machine(kind, examples):
+    """The test case of a state machine, to be run with so many programs in the unit suite."""
+    case = kind.TestCase
+    case.settings = settings(
+        max_examples=examples * FACTOR,
+        stateful_step_count=30 if FACTOR == 1 else 60,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    return pytest.mark.timeout(300 * FACTOR)(case)
 
 
 TestFetches = machine(Fetches, 15)
