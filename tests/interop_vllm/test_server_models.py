@@ -6,8 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.interop.stores import FileStore, tier
+from tests.interop.tiny_model import VOCABULARY
 from tests.interop_vllm.engine_server import (
     BLOCK,
     BLOCKS,
@@ -18,7 +21,6 @@ from tests.interop_vllm.engine_server import (
     prompt,
     write,
 )
-from tests.interop_vllm.other_models import latent_attention, write_random
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,13 +62,53 @@ def test_two_groups_with_sliding_windows(tmp_path: Path):
         assert all(pages(again, "read", "kv", "group_1").values())
 
 
+def write_latent_attention(place: Path) -> Path:
+    """Write DeepSeek V2 without experts, with random weights; return its directory.
+
+    Transformers makes it, so that names and shapes of the weights are those of published
+    checkpoints.
+    """
+    config = AutoConfig.for_model(
+        "deepseek_v2",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        dtype="float32",
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=4,
+        tie_word_embeddings=False,
+    )
+    generator = torch.Generator().manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                # Large enough that an answer depends on each token of its prompt.
+                columns = weight.shape[1:].numel()
+                scale = 4 if "embed_tokens" in name else 2 / columns**0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    model.save_pretrained(place)
+    return place
+
+
 def test_latent_attention(tmp_path: Path):
     """What is restored from the store gives the answers of vLLM's own CPU tier.
 
     They are not those that it computes: on CPUs vLLM switches prefix caching off for such models,
     and what its kernels make of a prompt's last tokens differs where the others are there already.
     """
-    model, store = write_random(tmp_path / "model", latent_attention()), FileStore(tmp_path / "s")
+    model, store = write_latent_attention(tmp_path / "model"), FileStore(tmp_path / "s")
     arguments = ("--block-size", "16")
     with EngineServer(tmp_path, model, tier(store), arguments=arguments) as server:
         server.wait_until_up()
