@@ -17,22 +17,17 @@ from tests.hybrid.stack import PAGE, hashes, identity
 from tests.hybrid.storages import Faulty, fetched, is_closed
 from tests.support.waiting import eventually
 
-EARLIER = set[threading.Thread]()
 
-
-@pytest.fixture(autouse=True)
-def earlier():
-    """Threads that are none of this test's, of other files in the same process."""
-    EARLIER.clear()
-    EARLIER.update(threading.enumerate())
-
-
+@pytest.fixture
 def threads():
-    return sorted(
-        thread.name
-        for thread in set(threading.enumerate()) - EARLIER
-        if thread.name.startswith("hicache-")
-    )
+    """Names the threads that call a storage; none of other files in the same process."""
+    before = set(threading.enumerate())
+
+    def names():
+        new = [thread.name for thread in set(threading.enumerate()) - before]
+        return sorted(name for name in new if name.startswith("hicache-"))
+
+    return names
 
 
 @pytest.mark.parametrize(
@@ -45,7 +40,7 @@ def threads():
         ("on_host_pools_registered", RuntimeError("bug"), RuntimeError),
     ],
 )
-def test_an_attach_that_fails_leaves_nothing(stack, store, call, error, raised):
+def test_an_attach_that_fails_leaves_nothing(threads, stack, store, call, error, raised):
     store.fill(4, ends=(4,))
     inner = store.open()
     with pytest.raises(raised):
@@ -58,7 +53,7 @@ def test_an_attach_that_fails_leaves_nothing(stack, store, call, error, raised):
     assert fetched(stack, 4).tokens == 4 * PAGE
 
 
-def test_an_attach_that_hangs_is_left_behind(make_stack, store, gate):
+def test_an_attach_that_hangs_is_left_behind(threads, make_stack, store, gate):
     storage, hang = store.open(), gate("connect")
     storage.before = hang
     stack = make_stack(attach_seconds=0.05, stop_seconds=0.05)
@@ -87,7 +82,7 @@ def test_a_storage_of_another_rank_is_refused(stack, store, field, value):
     assert not stack.controller.attached
 
 
-def test_detach_leaves_nothing_and_may_be_repeated(stack, store):
+def test_detach_leaves_nothing_and_may_be_repeated(threads, stack, store):
     storage = store.open()
     stack.controller.attach(storage)
     store.fill(4, ends=(4,))
@@ -100,7 +95,7 @@ def test_detach_leaves_nothing_and_may_be_repeated(stack, store):
     assert is_closed(storage)
 
 
-def test_a_close_that_raises_or_hangs_stops_nobody(make_stack, store, gate):
+def test_a_close_that_raises_or_hangs_stops_nobody(threads, make_stack, store, gate):
     stack = make_stack()
     stack.controller.attach(Faulty(store.open(), "close", RuntimeError("bug")))
     stack.controller.detach()

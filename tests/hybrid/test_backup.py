@@ -3,6 +3,8 @@ they are used."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -169,15 +171,9 @@ def test_ending_tells_or_forgets_what_is_on_its_way(make_stack, store, gate, end
 )
 def test_a_replicated_pool_has_one_writer(make_stack, kit, replicated, tp_rank, pools):
     """States are sharded over TP also where KV is not (rule ID-3)."""
-
-    class Two:
-        size = 2
-
-        def all_reduce_min(self, values):
-            return list(values)
-
     parallel = ParallelConfig(tp_rank=tp_rank, tp_size=2)
-    stack = make_stack(parallel=parallel, rank_group=Two())
+    agreeing = SimpleNamespace(size=2, all_reduce_min=list)
+    stack = make_stack(parallel=parallel, rank_group=agreeing)
     inner = kit.storage(identity(parallel, kv_replicated=replicated))
     kit.opened.append(inner)
     storage = Faulty(inner, "batch_set_v2", of(lambda answer: answer))

@@ -159,17 +159,12 @@ def test_a_storage_is_closed_where_no_thread_can_be_started(hanging, no_more_thr
     if idle:
         layer.batch_exists_v2(["a"])
     closed_in = []
-    disconnect, storage.disconnect = (
-        storage.disconnect,
-        lambda: (
-            closed_in.append(threading.current_thread()),
-            disconnect(),
-        ),
-    )
+    storage.before = lambda asked: closed_in.append((asked, threading.current_thread()))
     no_more_threads()
     layer.close()
-    assert "disconnect" in storage.operations
-    assert (closed_in == [threading.current_thread()]) is not idle
+    [(asked, thread)] = closed_in
+    assert asked == "disconnect"
+    assert (thread is threading.current_thread()) is not idle
 
 
 def test_a_hung_storage_that_no_thread_can_close_is_told(hanging, no_more_threads, caplog):
