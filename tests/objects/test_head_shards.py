@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hicache_storage.pools import AttentionGeometry, MLAGeometry, PagedHostPool
+from hicache_storage.pools import AttentionGeometry, PagedHostPool
 from hicache_storage.spec import (
     Capabilities,
     InvalidPoolError,
@@ -14,9 +14,11 @@ from hicache_storage.spec import (
     from_memory,
 )
 from hicache_storage.testing import BytePool, MemoryObjects, MemoryStorage
+from tests.support.pools import make_pool
 
 PAGES, PAGE_SIZE, LAYERS, HEADS, DIM = 4, 2, 3, 8, 6
 KEYS = ["a", "b", "c"]
+LATENT = {"layers": range(1), "kv_lora_rank": 4, "dtype": torch.int16, "size": 8, "page_size": 2}
 AXES = {
     "layer_first": (2, 1, 0, 3),
     "page_first": (2, 0, 1, 3),
@@ -34,19 +36,9 @@ class Rank:
         self.identity = kit.identity(
             **{"store_tp_size": 8, "layout": layout, **changes}, tp_size=size, tp_rank=rank
         )
-        self.pool = PagedHostPool(
-            AttentionGeometry(
-                layers=range(LAYERS),
-                head_num=heads,
-                head_dim=DIM,
-                v_head_dim=v_dim,
-                dtype=torch.int16,
-            ),
-            size=PAGES * PAGE_SIZE,
-            page_size=PAGE_SIZE,
-            layout=layout,
-            pin_memory=False,
-        )
+        shape = {"layers": range(LAYERS), "head_num": heads, "head_dim": DIM, "v_head_dim": v_dim}
+        size = {"size": PAGES * PAGE_SIZE, "page_size": PAGE_SIZE, "dtype": torch.int16}
+        self.pool = make_pool(PagedHostPool, "mha", layout=layout, **size, **shape)
         self.storage = MemoryStorage(self.identity, objects)
         self.storage.register_mem_host_pool_v2(self.pool, "kv")
         kit.opened.append(self.storage)
@@ -151,15 +143,7 @@ def test_every_driver_over_objects_declares_it(kit):
     ("make", "message"),
     [
         (lambda: BytePool(), "has no KV heads"),
-        (
-            lambda: PagedHostPool(
-                MLAGeometry(layers=range(1), kv_lora_rank=4, dtype=torch.int16),
-                size=8,
-                page_size=2,
-                pin_memory=False,
-            ),
-            "has no KV heads",
-        ),
+        (lambda: make_pool(PagedHostPool, "mla", **LATENT), "has no KV heads"),
         (lambda: heads_pool(4, (1, 1)), "which 8 shards cannot share"),
         (lambda: heads_pool(8, (1,)), "contradicts itself"),
         (lambda: heads_pool(8, (1, 7)), "contradicts itself"),

@@ -5,23 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hicache_storage.pools import AttentionGeometry, PagedHostPool
+from hicache_storage.pools import PagedHostPool
 from hicache_storage.spec import InvalidPoolError
 from hicache_storage.testing import BytePool
 from tests.pools.foreign import AddressPool, P
+from tests.support.pools import make_pool
 
 FITTING = {"page_size": P, "layout": "page_first", "kv_dtype": "bfloat16"}
 WRONG = {"page_size": 2 * P, "layout": "page_frist", "kv_dtype": "bananas"}
 
 
 def own_pool(dtype=torch.bfloat16, layout="page_first"):
-    return PagedHostPool(
-        AttentionGeometry(layers=range(1), head_num=2, head_dim=4, dtype=dtype),
-        size=4 * P,
-        page_size=P,
-        layout=layout,
-        pin_memory=False,
-    )
+    shape = {"layers": range(1), "head_num": 2, "head_dim": 4, "dtype": dtype}
+    return make_pool(PagedHostPool, "mha", size=4 * P, page_size=P, layout=layout, **shape)
 
 
 @pytest.mark.parametrize("make", [own_pool, AddressPool])
