@@ -19,7 +19,7 @@ from tests.interop.engine_server import (
     quick_start_command,
     write_configuration,
 )
-from tests.interop.tiny_hybrid_model import write_hybrid_model
+from tests.interop.tiny_model import HYBRID, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -84,7 +84,7 @@ def files_of(namespace: Path, tokens: list[int]) -> list[Path]:
 def past(request, tmp_path_factory: pytest.TempPathFactory) -> Generator[Past]:
     """A server whose storage was filled, or one that was started again over it."""
     place = tmp_path_factory.mktemp("hybrid")
-    write_hybrid_model(place / "model", seed=1)
+    write_model(place / "model", seed=1, config=HYBRID)
     write_configuration(place, ranks=RANKS)
     command = quick_start_command(place / "model")
     with EngineServer(place, command, ranks=RANKS, options=OPTIONS) as server:
