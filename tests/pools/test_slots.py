@@ -66,15 +66,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         with pytest.raises(SlotError, match=str(page * self.page_size)):
             self.allocator.free(slots(*self.slots_of([*good, page])))
 
-    @rule(data=st.data())
-    def free_part_of_a_page(self, data: st.DataObject) -> None:
-        if self.page_size == 1 or not self.held:
-            return
-        page = self.slots_of([data.draw(st.sampled_from(self.held))])
-        del page[data.draw(st.integers(0, self.page_size - 1))]
-        with pytest.raises(SlotError, match="whole pages"):
-            self.allocator.free(slots(*page))
-
     @invariant()
     def counts_agree(self) -> None:
         if hasattr(self, "allocator"):
