@@ -140,16 +140,6 @@ def test_a_call_that_hangs_ends_at_its_deadline_and_keeps_no_other(kit):
     storage.close()
 
 
-def test_an_open_breaker_answers_nothing_and_forgets_nothing(filled):
-    driver, first = filled
-    storage = wrap(driver, StorageOptions(breaker_threshold=1, breaker_cooldown_seconds=60))
-    driver.delete(["a"])
-    storage.breakers["read"].failed()
-    assert storage.removals(first.cursor) == first
-    storage.breakers["read"].succeeded()
-    assert keys_of(storage.removals(first.cursor)) == [("kv", "a")]
-
-
 def test_misuse(filled, kit):
     storage, first = filled
     for cursor in ("1", 1.0, True):
