@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hicache_storage.hybrid.ranks import reduce_each
 from hicache_storage.hybrid.storage_io.calls import BATCH_PAGES, page_transfer
 from hicache_storage.hybrid.storage_io.workers import Job
-from hicache_storage.spec import InvalidTransferError, leading_pages
+from hicache_storage.spec import InvalidTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,10 +37,8 @@ class BackupResult:
     """Result of a backup to the storage, the same on every rank."""
 
     operation_id: int
-    stored_pages: int
-    """Leading pages of the span that every pool of every rank has stored, with their states."""
     complete: bool
-    """Whether that is all of them."""
+    """Whether every pool of every rank has stored its pages."""
     lost_from: int | None = None
     """First page before the span that the storage of some rank has lost.
 
@@ -173,16 +171,11 @@ class BackupOperation:
         return all(all(pool.stored) for pool in self.pools)
 
     def votes(self) -> tuple[int, ...]:
-        """Return this rank's votes: ended, leading pages stored, all stored, prefix pages found."""
+        """Return this rank's votes: ended, all stored, prefix pages found."""
         if not self.ended:
-            return 0, 0, 0, 0
-        stored = self.pages
+            return 0, 0, 0
         with nullcontext() if self.job is None else self.job.lock:
-            for pool in self.pools:
-                first = leading_pages(pool.stored)
-                if first < len(pool.stored):
-                    stored = min(stored, max(0, pool.endpoints[first] - 1))
-            return 1, stored, int(self.complete()), self.found
+            return 1, int(self.complete()), self.found
 
 
 class StorageBackups:
@@ -206,7 +199,7 @@ class StorageBackups:
         self._last_id = 0
 
     def cancel(self) -> None:
-        """Make no further attempt; `completed` returns how many pages each backup stored."""
+        """Make no further attempt; `completed` returns what each backup has stored."""
         for operation in self._live:
             operation.cancel()
 
@@ -263,12 +256,12 @@ class StorageBackups:
             self._advance(operation)
         agreed = reduce_each(self._rank_group, (operation.votes() for operation in self._live))
         results, remaining = list[BackupResult](), list[BackupOperation]()
-        for operation, (ended, stored, complete, found) in zip(self._live, agreed, strict=True):
+        for operation, (ended, complete, found) in zip(self._live, agreed, strict=True):
             if not ended:
                 remaining.append(operation)
                 continue
             lost_from = found if complete and found < operation.prefix_pages else None
-            results.append(BackupResult(operation.operation_id, stored, bool(complete), lost_from))
+            results.append(BackupResult(operation.operation_id, bool(complete), lost_from))
             pages = [page for pool in operation.pools for page in pool.stored]
             self._stats.count(pages_backed_up=sum(pages), pages_dropped=len(pages) - sum(pages))
         self._live = remaining
