@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -92,8 +91,8 @@ class UsrbioEngine(SlotEngine):
 
     def __init__(self, library: Any, mount_point: str, *, buffer_bytes: int) -> None:
         self._library = library
-        self._reading = _SharedRing(library, mount_point, buffer_bytes, for_read=True)
-        self._writing = _SharedRing(library, mount_point, buffer_bytes, for_read=False)
+        self._reading = _Ring(library, mount_point, buffer_bytes, for_read=True)
+        self._writing = _Ring(library, mount_point, buffer_bytes, for_read=False)
 
     def adopt(self, descriptor: int) -> Handle:
         try:
@@ -118,14 +117,14 @@ class UsrbioEngine(SlotEngine):
         self._writing.close()
 
     def _move(
-        self, shared: _SharedRing, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call
+        self, ring: _Ring, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call
     ) -> None:
         """Move all jobs, as many at a time as fit into a ring and its memory."""
         left = call.remaining()
         until = time.monotonic() + (DEFAULT_TIMEOUT_SECONDS if left is None else left)
         every: list[SlotRead | SlotWrite] = [*jobs]
         try:
-            with shared.lend(call, until) as ring:
+            with ring.lend(call, until):
                 for some in split(every, _aligned_size, ring.size, ENTRIES):
                     self._serve(ring, some, call, until)
         except OSError as error:
@@ -133,7 +132,7 @@ class UsrbioEngine(SlotEngine):
                 job.fault = detached(error)
 
     def _serve(
-        self, ring: _IoRing, jobs: Sequence[SlotRead | SlotWrite], call: Call, until: float
+        self, ring: _Ring, jobs: Sequence[SlotRead | SlotWrite], call: Call, until: float
     ) -> None:
         requests, start = list[_Request](), 0
         for job in jobs:
@@ -162,7 +161,7 @@ class UsrbioEngine(SlotEngine):
                 job.in_doubt = True
 
 
-def _settle(ring: _IoRing, request: _Request, result: int, call: Call) -> None:
+def _settle(ring: _Ring, request: _Request, result: int, call: Call) -> None:
     """Take the result of a request: bytes moved, or an error number below 0."""
     job = request.job
     if result < 0:
@@ -195,7 +194,7 @@ def _deliver(job: SlotRead, page: memoryview, call: Call) -> None:
     job.whole = True
 
 
-def _prepared(ring: _IoRing, job: SlotRead | SlotWrite, start: int, call: Call) -> Handle:
+def _prepared(ring: _Ring, job: SlotRead | SlotWrite, start: int, call: Call) -> Handle:
     """Return the open file of a job; the page of a write is in the shared memory then."""
     if ring.in_flight:
         # The daemon may access the memory until the requests return.
@@ -219,27 +218,44 @@ def _prepared(ring: _IoRing, job: SlotRead | SlotWrite, start: int, call: Call) 
     return handle
 
 
-class _IoRing:
-    """A ring and its shared memory, used by one thread at a time."""
+class _Ring:
+    """A ring and its shared memory, for one call at a time; made for the first one.
+
+    A ring with abandoned requests is not used again before these have returned.
+    """
 
     def __init__(
         self, library: Any, mount_point: str, buffer_bytes: int, *, for_read: bool
     ) -> None:
         self.size = buffer_bytes
-        self.for_read = for_read
         self.in_flight = 0
         """Number of prepared requests without a result."""
-        # `multiprocessing.shared_memory` would start a resource tracker process. The name goes at
-        # the end of the block: the daemon has opened the memory by then.
-        with NamedTemporaryFile(prefix=f"hicache-{os.getpid()}-", dir=SHARED_MEMORY) as file:
-            # Allocated now: a page that cannot be allocated later is a SIGBUS.
-            os.posix_fallocate(file.fileno(), 0, buffer_bytes)
-            self._memory = memoryview(mmap.mmap(file.fileno(), buffer_bytes))
-            shared = SimpleNamespace(
-                name=os.path.basename(file.name), size=buffer_bytes, buf=self._memory
-            )
-            self._iovec: Any = library.make_iovec(shared, mount_point)
-            self._ring: Any = library.make_ioring(mount_point, ENTRIES, for_read)
+        self._library = library
+        self._mount_point = mount_point
+        self._for_read = for_read
+        self._lock = threading.Lock()
+        self._memory = memoryview(b"")
+        self._iovec: Any = None
+        self._ring: Any = None
+
+    @contextlib.contextmanager
+    def lend(self, call: Call, until: float) -> Generator[None]:
+        """Lend the ring to a call.
+
+        Raises:
+            OSError: it cannot be made, is not free in time, or requests in it hang.
+        """
+        while not self._lock.acquire(timeout=POLL_SECONDS):
+            if call.expired() or time.monotonic() > until:
+                raise OSError(errno.ETIMEDOUT, "the ring is busy")
+        try:
+            if self._ring is None:
+                self._make()
+            if not self._is_idle():
+                raise OSError(errno.EBUSY, "requests hang in the ring")
+            yield
+        finally:
+            self._lock.release()
 
     def part(self, start: int, length: int) -> memoryview:
         """A slice of the memory."""
@@ -251,7 +267,7 @@ class _IoRing:
             job = request.job
             memory = self._iovec[request.start : request.start + job.size]
             offset = job.file.offset(job.slot)
-            self._ring.prepare(memory, self.for_read, request.handle.descriptor, offset, request)
+            self._ring.prepare(memory, self._for_read, request.handle.descriptor, offset, request)
             # Not only at `submit`: the daemon may use the memory from now on.
             self.in_flight += 1
         self._ring.submit()
@@ -269,70 +285,47 @@ class _IoRing:
         self.in_flight -= len(found)
         return found
 
-    def is_idle(self) -> bool:
-        """Collect results of abandoned requests. True if no request is in flight any more."""
-        with contextlib.suppress(OSError):
-            while self.in_flight and self.results(0.0):
-                pass
-        return not self.in_flight
-
-    def close(self) -> None:
-        """Release the ring and its memory."""
-        # In this order: the ring uses the vector, and the vector the memory.
-        self._ring = None
-        self._iovec = None
-        self._memory.release()
-
-
-class _SharedRing:
-    """A ring that one call uses at a time, made for the first one.
-
-    A ring with abandoned requests is not used again before these have returned.
-    """
-
-    def __init__(
-        self, library: Any, mount_point: str, buffer_bytes: int, *, for_read: bool
-    ) -> None:
-        self._make = partial(_IoRing, library, mount_point, buffer_bytes, for_read=for_read)
-        self._lock = threading.Lock()
-        self._ring: _IoRing | None = None
-
-    @contextlib.contextmanager
-    def lend(self, call: Call, until: float) -> Generator[_IoRing]:
-        """Lend the ring to a call.
-
-        Raises:
-            OSError: it cannot be made, is not free in time, or requests in it hang.
-        """
-        while not self._lock.acquire(timeout=POLL_SECONDS):
-            if call.expired() or time.monotonic() > until:
-                raise OSError(errno.ETIMEDOUT, "the ring is busy")
-        try:
-            self._ring = self._ring or self._make()
-            if not self._ring.is_idle():
-                raise OSError(errno.EBUSY, "requests hang in the ring")
-            yield self._ring
-        finally:
-            self._lock.release()
-
     def stuck(self) -> int:
         """Count the abandoned requests that have not returned."""
         # While a call has the ring, the requests in it are not abandoned.
-        return self._ring.in_flight if self._ring and not self._lock.locked() else 0
+        return 0 if self._lock.locked() else self.in_flight
 
     def close(self) -> None:
-        """Close the ring.
+        """Release the ring and its memory.
 
         Memory of requests that still hang stays mapped until the process ends.
         """
         until = time.monotonic() + CLOSE_SECONDS
         # Kept: no later call may have it.
-        if not self._lock.acquire(timeout=CLOSE_SECONDS) or self._ring is None:
+        if not self._lock.acquire(timeout=CLOSE_SECONDS):
             return
-        while not self._ring.is_idle() and time.monotonic() < until:
+        while not self._is_idle() and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        if not self._ring.in_flight:
-            self._ring.close()
+        if not self.in_flight:
+            # In this order: the ring uses the vector, and the vector the memory.
+            self._ring = None
+            self._iovec = None
+            self._memory.release()
+
+    def _make(self) -> None:
+        # `multiprocessing.shared_memory` would start a resource tracker process. The name goes at
+        # the end of the block: the daemon has opened the memory by then.
+        with NamedTemporaryFile(prefix=f"hicache-{os.getpid()}-", dir=SHARED_MEMORY) as file:
+            # Allocated now: a page that cannot be allocated later is a SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, self.size)
+            self._memory = memoryview(mmap.mmap(file.fileno(), self.size))
+            shared = SimpleNamespace(
+                name=os.path.basename(file.name), size=self.size, buf=self._memory
+            )
+            self._iovec = self._library.make_iovec(shared, self._mount_point)
+            self._ring = self._library.make_ioring(self._mount_point, ENTRIES, self._for_read)
+
+    def _is_idle(self) -> bool:
+        """Collect results of abandoned requests. True if no request is in flight any more."""
+        with contextlib.suppress(OSError):
+            while self.in_flight and self.results(0.0):
+                pass
+        return not self.in_flight
 
 
 def _aligned_size(job: SlotRead | SlotWrite) -> int:
