@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 INTERRUPTED = {module.__file__ for module in (bundle_set, change_feed, publisher)}
 
 
-CHANGES = {"rename", "unlink", "utime", "open", "close", "append", "extend", "update", "pop"}
+CHANGES = {"rename", "unlink", "utime", "open", "close", "append", "extend", "update", "pop", "sum"}
 
 
 def interrupted_at(step: int, change: Callable[[], object]) -> bool:
     """Make a change, interrupted at its step of that number; `False` if it has fewer steps.
 
     A step is a place where CPython raises what a signal handler has raised: the return of a call of
-    C code, here of those that change a file or a collection.
+    C code, here of those that change a file or a collection, or count bytes.
     """
     steps = itertools.count()
 
@@ -72,6 +72,9 @@ def test_an_interrupt_at_any_step_loses_no_acknowledged_page(rig, change):
             assert side.holds(others), step
         if change == "shorten":
             assert fresh.holds(keys[1:]), step
+        for side in (a, knows, fresh):
+            bundles = side.bundle_set.bundles.values()
+            assert side.bundle_set.used == sum(bundle.size for bundle in bundles), step
         # All agree, so a set writes what is missing, and only that.
         assert a.present(keys) == knows.present(keys) == fresh.present(keys), step
         assert knows.put(keys) == [True] * 3

@@ -217,25 +217,3 @@ def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
     assert not page_index.is_current(snapshot)
     assert not page_index.complete
     assert b.look_up([*keys, *more], Call()) == [True] * (BUNDLES + 4)
-
-
-def test_an_interrupted_addition_counts_its_bytes_once(rig, monkeypatch):
-    from hicache_backends.file import bundle_set as bundle_set_module
-
-    fill(rig(), logged=True)
-    b = rig()
-    b.storage.open()
-
-    def interrupted(numbers):
-        if isinstance(numbers, list):
-            monkeypatch.delattr(bundle_set_module, "sum")
-            raise KeyboardInterrupt
-        return sum(numbers)
-
-    monkeypatch.setattr(bundle_set_module, "sum", interrupted, raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        b.look_up(["other"], Call())
-    assert b.look_up(["other"], Call()) == [False]
-    bundle_set = b.bundle_set
-    assert len(bundle_set.bundles) == BUNDLES
-    assert bundle_set.used == sum(bundle.size for bundle in bundle_set.bundles.values())
