@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import os
 import random
-import selectors
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
 from hicache_conformance.harness.pools import Page, PagePatterns, PoolShape
-from hicache_conformance.history.checker import Counterexample, HistoryChecker
-from hicache_conformance.history.events import VALUES, Begun, Call, Ended, Event, Workload
+from hicache_conformance.history.checker import judge
+from hicache_conformance.history.events import VALUES, Call, Event, Workload
+from hicache_conformance.model.case import Violation
 from hicache_conformance.processes.worker import WorkerProcess, WorkerStorage
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import PoolName, StorageIdentity
@@ -59,9 +62,7 @@ class Engines:
         }
         self.peers = list[WorkerProcess]()
         self.keys = list[str]()
-        self.stored_at = dict[WorkerProcess, int]()
-        """When each has stored something last."""
-        self._sets, self._value, self._epoch_until = dict[WorkerProcess, int](), 1, 0.0
+        self._lock, self._value, self._epoch_until = threading.Lock(), 1, 0.0
         self._began_at = 0
 
     def open(self):
@@ -91,39 +92,27 @@ class Engines:
     def work(self, strikes):
         """Let all work until the strikes are over and every engine has stored something since."""
         self._began_at = time.monotonic_ns()
-        with selectors.DefaultSelector() as selector:
-            for peer in self.peers:
-                selector.register(peer.channel, selectors.EVENT_READ, peer)
-                peer.start(self._chunk())
-            while selector.get_map():
-                for chosen, _ in selector.select(1.0):
-                    peer = chosen.data
-                    self._listen(peer)
-                    if not peer.busy:
-                        if self._is_over(strikes):
-                            selector.unregister(peer.channel)
-                        else:
-                            peer.start(self._chunk())
+        with ThreadPoolExecutor(len(self.peers)) as threads:
+            list(threads.map(partial(self._keep_busy, strikes), self.peers))
 
-    def _listen(self, peer):
-        for message in peer.arrived():
-            if isinstance(message, Begun) and message.call is Call.SET:
-                self._sets[peer] = message.number
-            elif (
-                isinstance(message, Ended)
-                and message.number == self._sets.get(peer)
-                and any(message.done)
-            ):
-                self.stored_at[peer] = message.at
+    def _keep_busy(self, strikes, peer):
+        while strikes.is_alive() or not self._is_back(peer, strikes.over_at):
+            with self._lock:
+                chunk = self._chunk()
+            peer.start(chunk)
+            peer.wait()
 
-    def _is_over(self, strikes):
-        if strikes.is_alive():
-            return False
-        late = [peer.name for peer in self.peers if self.stored_at.get(peer, 0) < strikes.over_at]
-        assert not late or time.monotonic_ns() < strikes.over_at + RETURN_SECONDS * NANOSECONDS, (
-            f"{late} do not come back"
-        )
-        return not late
+    def _is_back(self, peer, over_at):
+        stored_at = [
+            event.ended_at
+            for event in peer.events
+            if event.call is Call.SET and any(event.ended.done)
+        ]
+        if max(stored_at, default=0) >= over_at:
+            return True
+        late = time.monotonic_ns() > over_at + RETURN_SECONDS * NANOSECONDS
+        assert not late, f"{peer.name} does not come back"
+        return False
 
     def _chunk(self):
         if time.monotonic() > self._epoch_until:
@@ -163,22 +152,13 @@ class Engines:
             damaged page.
         """
         events = [event for peer in self.peers for event in peer.events]
-        anomalies = HistoryChecker(
-            [part for event in events for part in excused(event, outages)]
-        ).check()
-        if anomalies:
-            violation = Counterexample(self.identity, self._book(), events).violation(
-                anomalies, "SET-1"
-            )
-            for anomaly in anomalies:
-                told = [
-                    f"{event.call} at {self._at(event.began_at)}"
-                    for event in (*anomaly.witnesses, anomaly.answer)
-                ]
-                violation.add_note(f"{anomaly.kind} {anomaly.key}: {', '.join(told)}")
+        judged = [part for event in events for part in excused(event, outages)]
+        try:
+            judge(judged, self.identity, self._book(), "SET-1", keeps=True)
+        except Violation as violation:
             away = [f"{self._at(begin)} to {self._at(end)}" for begin, end in outages]
             violation.add_note(f"The store was away from {', '.join(away) or 'never'}.")
-            raise violation
+            raise
         late = [event for event in events if _seconds(event) > DEADLINE_SECONDS + GRACE_SECONDS]
         assert not late, [(event.call, round(_seconds(event), 2)) for event in late]
         stats = [peer.stats() for peer in self.peers if not peer.ended]
