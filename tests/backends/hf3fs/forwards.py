@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from enum import StrEnum
+from functools import partial
 
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: closing sends a reset."""
@@ -31,14 +32,11 @@ class Forward:
         self._manner, self._lock = Manner.WELL, threading.Lock()
         self._open = set[socket.socket]()
         self._healed = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
         self.asked = 0
         """Pieces of requests that have come; of a small request there is one."""
-        self.calls = 0
-        """Those of them that are no question whether the server is ready."""
+        self.port = 0
         self._listen()
+        self.url = f"http://127.0.0.1:{self.port}"
 
     @property
     def manner(self) -> Manner:
@@ -50,7 +48,6 @@ class Forward:
         if manner is Manner.REFUSES:
             self._shut()
         elif before is Manner.REFUSES:
-            self._listener = socket.create_server(("127.0.0.1", self.port))
             self._listen()
         if manner is Manner.HANGS:
             self._healed.clear()
@@ -66,6 +63,8 @@ class Forward:
         self.manner = Manner.REFUSES
 
     def _listen(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -79,18 +78,14 @@ class Forward:
                     continue
                 with self._lock:
                     self._open |= {near, far}
-                threading.Thread(
-                    target=self._pump, args=(near, far), kwargs={"asks": True}, daemon=True
-                ).start()
-                threading.Thread(
-                    target=self._pump, args=(far, near), kwargs={"asks": False}, daemon=True
-                ).start()
+                for one, other in ((near, far), (far, near)):
+                    pump = partial(self._pump, one, other, asks=one is near)
+                    threading.Thread(target=pump, daemon=True).start()
 
     def _pump(self, one: socket.socket, other: socket.socket, *, asks: bool) -> None:
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
                 self.asked += asks
-                self.calls += asks and b"/v2" in data
                 if self._manner is Manner.HANGS:
                     self._healed.wait()
                 if self._manner is Manner.RESETS or (self._manner is Manner.MUTE and not asks):
