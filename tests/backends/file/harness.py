@@ -44,9 +44,9 @@ OVERHEAD_BYTES = 64 + 65
 """What a page with a key of 64 characters takes beside its bytes."""
 
 
-def bundle_bytes(pages: int, page_bytes: int = sum(COMPONENTS)) -> int:
+def bundle_bytes(pages: int) -> int:
     """Length of a bundle with so many pages whose keys have 64 characters."""
-    return pages * (page_bytes + OVERHEAD_BYTES) - 1 + 64
+    return pages * (sum(COMPONENTS) + OVERHEAD_BYTES) - 1 + 64
 
 
 def identity(**changes: object) -> StorageIdentity:
@@ -187,17 +187,16 @@ def at_steps(
 
 
 def before_announcing(
-    rig: Rig, step: Callable[[], object], *, times: int = 1
+    rig: Rig, step: Callable[[], object]
 ) -> contextlib.AbstractContextManager[None]:
     """Do something before a storage announces its next changes."""
 
     def make(real: Callable) -> Callable:
-        left = [times]
+        left = [step]
 
         def announce(**options: object) -> None:
-            if left[0]:
-                left[0] -= 1
-                step()
+            while left:
+                left.pop()()
             real(**options)
 
         return announce
@@ -208,9 +207,9 @@ def before_announcing(
 class ScratchPool(BytePool):
     """A host pool whose pages can be written."""
 
-    def __init__(self, pages: int, components: Sequence[int], dtype: str = "bfloat16"):
+    def __init__(self, pages: int, components: Sequence[int]):
         super().__init__(pages=pages, page_size=4, components=components)
-        self.geometry = replace(self.geometry, dtype=dtype)
+        self.geometry = replace(self.geometry, dtype="bfloat16")
 
     def page(self, number: int) -> memoryview:
         size = self.geometry.page_bytes
@@ -303,17 +302,11 @@ class Rig:
         return sorted(self.bundles_path.glob("*.bundle"))
 
     def put(
-        self,
-        keys: Sequence[str],
-        *,
-        version: int = 0,
-        prefix: Sequence[str] = (),
-        seconds: float | None = None,
+        self, keys: Sequence[str], *, version: int = 0, seconds: float | None = None
     ) -> list[bool]:
         for number, key in enumerate(keys):
             self.pool.page(number)[:] = content(key, version, self.page_bytes)
-        answer = self.storage.batch_set_v2([self.transfer(keys)], self._info(prefix, seconds))
-        return answer["kv"]
+        return self.storage.batch_set_v2([self.transfer(keys)], _within(seconds))["kv"]
 
     def put_again(self, keys: Sequence[str], version: int) -> None:
         """Write pages that are there already, as after a lookup that has failed."""
@@ -326,7 +319,7 @@ class Rig:
     def get(self, keys: Sequence[str], *, seconds: float | None = None) -> list[bytes | None]:
         """Each page's bytes, None where it was not delivered."""
         self.pool.memory[:] = bytes([self.UNTOUCHED]) * len(self.pool.memory)
-        answer = self.storage.batch_get_v2([self.transfer(keys)], self._info((), seconds))["kv"]
+        answer = self.storage.batch_get_v2([self.transfer(keys)], _within(seconds))["kv"]
         assert len(answer) == len(keys)
         return [bytes(self.pool.page(number)) if ok else None for number, ok in enumerate(answer)]
 
@@ -349,10 +342,8 @@ class Rig:
         """Return whether all pages are there, with the bytes of that version."""
         return self.versions(keys, (version,)) == [version] * len(keys)
 
-    def hit(
-        self, keys: Sequence[str], *, prefix: Sequence[str] = (), seconds: float | None = None
-    ) -> int:
-        return self.storage.batch_exists_v2(keys, None, self._info(prefix, seconds)).kv_hit_pages
+    def hit(self, keys: Sequence[str]) -> int:
+        return self.storage.batch_exists_v2(keys).kv_hit_pages
 
     def present(self, keys: Sequence[str]) -> list[bool]:
         return [bool(self.hit([key])) for key in keys]
@@ -363,8 +354,9 @@ class Rig:
     def transfer(self, keys: Sequence[str]) -> PoolTransfer:
         return PoolTransfer("kv", torch.arange(len(keys) * 4), keys=list(keys))
 
-    def _info(self, prefix: Sequence[str], seconds: float | None) -> HiCacheStorageExtraInfo:
-        return HiCacheStorageExtraInfo(prefix_keys=list(prefix) or None, deadline_seconds=seconds)
+
+def _within(seconds: float | None) -> HiCacheStorageExtraInfo:
+    return HiCacheStorageExtraInfo(deadline_seconds=seconds)
 
 
 def fill(rig: Rig, names: Sequence[str]) -> None:
