@@ -35,9 +35,9 @@ class StandIn:
     with.
     """
 
-    def __init__(self, mount_point, seed=1):
+    def __init__(self, mount_point):
         self.mount_point = str(mount_point)
-        self.random = random.Random(seed)
+        self.random = random.Random(1)
         self.registered = {}
         self.rings = []
         self.misuse = []
@@ -74,7 +74,7 @@ class StandIn:
             f"descriptor {fd} was closed before it was deregistered",
         )
 
-    def make_iovec(self, shm, hf3fs_mount_point, block_size=0, numa=-1):
+    def make_iovec(self, shm, hf3fs_mount_point):
         self.check(hf3fs_mount_point == self.mount_point, "another mount point")
         # The daemon maps what the name stands for, when it is told of it.
         with open(f"/dev/shm/{shm.name}", "r+b") as file:
@@ -82,20 +82,9 @@ class StandIn:
         self.check(
             len(vector.memory) == len(shm.buf), "the memory has another length than its file"
         )
-        self.check(block_size == 0, f"blocks of {block_size} bytes, which no request may cross")
         return vector
 
-    def make_ioring(
-        self,
-        hf3fs_mount_point,
-        entries,
-        for_read=True,
-        io_depth=0,
-        priority=None,
-        timeout=None,
-        numa=-1,
-        flags=0,
-    ):
+    def make_ioring(self, hf3fs_mount_point, entries, for_read=True):
         self.check(hf3fs_mount_point == self.mount_point, "another mount point")
         self.check(type(entries) is int and entries > 0, f"{entries} entries")
         ring = Ring(self, entries, for_read)
