@@ -18,7 +18,7 @@ from hicache_backends.file.bundle import FOOTER_BYTES
 from hicache_backends.file.page_index import Extent
 from hicache_backends.posix.faults import GONE, NO_DESCRIPTOR, detached, raise_if_cancelled
 from hicache_backends.posix.files import is_cached, read_cached_into, read_into, scatter
-from hicache_storage.objects import ObjectRead, running_checksum
+from hicache_storage.objects import ObjectRead, checksum, running_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -313,7 +313,7 @@ class Reader:
             for number, read in enumerate(chunk.reads):
                 page = buffer[number * length : (number + 1) * length]
                 read.envelope = chunk.bundle.envelope(chunk.page + number)
-                if read.verify(self._checksum(page)):
+                if read.verify(checksum([page]) if self.verifies else None):
                     sound.append((read, page))
             with call.shield() as active:
                 raise_if_cancelled(active)
@@ -323,15 +323,15 @@ class Reader:
 
     def _read_long_page(self, chunk: ReadChunk, call: Call) -> bool:
         read, offset = chunk.reads[0], chunk.page * chunk.page_bytes
-        checksum = running_checksum() if self.verifies else None
+        digest = running_checksum() if self.verifies else None
         for buffer in read.buffers:
             for at in range(0, len(buffer), CHUNK_BYTES):
                 target = buffer[at : at + CHUNK_BYTES]
-                if not self._read_long_page_chunk(chunk, target, offset, checksum, call):
+                if not self._read_long_page_chunk(chunk, target, offset, digest, call):
                     return False
                 offset += len(target)
         read.envelope = chunk.bundle.envelope(chunk.page)
-        read.verify(None if checksum is None else checksum.intdigest())
+        read.verify(None if digest is None else digest.intdigest())
         return True
 
     def _read_long_page_chunk(
@@ -339,7 +339,7 @@ class Reader:
         chunk: ReadChunk,
         target: memoryview,
         offset: int,
-        checksum: xxh3_64 | None,
+        digest: xxh3_64 | None,
         call: Call,
     ) -> bool:
         descriptor = chunk.handle.descriptor
@@ -348,27 +348,20 @@ class Reader:
             with call.shield() as active:
                 raise_if_cancelled(active)
                 whole = read_all(descriptor, [target], offset)
-                if whole and checksum is not None:
-                    checksum.update(target)
+                if whole and digest is not None:
+                    digest.update(target)
             if whole is not None or self.buffers is None or not chunk.may_wait:
                 return bool(whole)
         with self.buffers.lend(call) as buffer:
             chunks = buffer[: len(target)]
             if not read_into(descriptor, [chunks], offset):
                 return False
-            if checksum is not None:
-                checksum.update(chunks)
+            if digest is not None:
+                digest.update(chunks)
             with call.shield() as active:
                 raise_if_cancelled(active)
                 target[:] = chunks
         return True
-
-    def _checksum(self, page: memoryview) -> int | None:
-        if not self.verifies:
-            return None
-        checksum = running_checksum()
-        checksum.update(page)
-        return checksum.intdigest()
 
     def _is_bad_sector(self, chunk: ReadChunk, error: OSError) -> bool:
         """Decide whether a failed read is damage of the page.

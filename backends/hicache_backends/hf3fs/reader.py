@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import SlotRead
 from hicache_backends.hf3fs.slots.scopes import metadata_keys
+from hicache_backends.posix.outcomes import ReadOutcome
 from hicache_metadata_server.protocol import LookupScope
 from hicache_storage.objects import ObjectRead
 from hicache_storage.objects.namespace import stored_checksum
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 
 ATTEMPTS: Final = 4
 """A page that moves during the read is read again, from its new slot."""
-
-
-@dataclass(slots=True, eq=False)
-class ReadOutcome:
-    """Result of a batch of reads."""
-
-    arrived: set[ObjectRead] = field(default_factory=set[ObjectRead])
-    faults: list[OSError] = field(default_factory=list[OSError])
 
 
 _Location = tuple[int, int, int, int]

@@ -13,6 +13,7 @@ from hicache_backends.hf3fs.slots.engine import SlotWrite, is_damaged
 from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
 from hicache_backends.posix.buffers import split
 from hicache_backends.posix.faults import detached
+from hicache_backends.posix.outcomes import WriteOutcome
 from hicache_metadata_server.protocol import (
     CommitScope,
     DeleteScope,
@@ -41,14 +42,6 @@ LEASE_FRACTION: Final = 0.9
 """Usable part of a lease: the rest allows for clocks that run at different speeds."""
 MIN_PAUSE_SECONDS: Final = 0.01
 MAX_PAUSE_SECONDS: Final = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class WriteOutcome:
-    """Result of a batch of writes."""
-
-    stored: set[ObjectWrite] = field(default_factory=set[ObjectWrite])
-    faults: list[Exception] = field(default_factory=list[Exception])
 
 
 @dataclass(slots=True, eq=False)

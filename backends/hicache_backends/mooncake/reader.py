@@ -6,7 +6,6 @@ import ctypes
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -18,6 +17,7 @@ from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.stores import UNKNOWN, Requests
 from hicache_backends.posix.buffers import split
+from hicache_backends.posix.outcomes import ReadOutcome
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -55,14 +55,6 @@ class ReadResult(NamedTuple):
     read: ObjectRead
     name: str
     code: int
-
-
-@dataclass(slots=True, eq=False)
-class ReadOutcome:
-    """Result of a batch of reads."""
-
-    arrived: set[ObjectRead] = field(default_factory=set[ObjectRead])
-    faults: list[Exception] = field(default_factory=list[Exception])
 
 
 class PageReader:

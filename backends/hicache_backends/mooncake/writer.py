@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -13,6 +13,7 @@ from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.stores import MAX_THREADS, Requests, Stores
 from hicache_backends.posix.buffers import split
+from hicache_backends.posix.outcomes import WriteOutcome
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -40,14 +41,6 @@ MAX_CHUNK_BYTES: Final = (4 << 20) + 64 * ENVELOPE_BYTES
 computed. With a hung store, each object of a chunk takes a transfer timeout."""
 MIN_PAUSE_SECONDS: Final = 0.005
 MAX_PAUSE_SECONDS: Final = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class WriteOutcome:
-    """Result of a batch of writes."""
-
-    stored: set[ObjectWrite] = field(default_factory=set[ObjectWrite])
-    faults: list[Exception] = field(default_factory=list[Exception])
 
 
 @dataclass(slots=True, eq=False)

@@ -513,12 +513,7 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        store = self._client()
-        code = store.remove_by_regex(f"^{prefix}.*", True)
-        # A dead connection, as in `_asked`. A request that has timed out is not repeated: the
-        # master may still be at work on the first one.
-        if code == library.RPC_FAILED and self._master_responds():
-            code = store.remove_by_regex(f"^{prefix}.*", True)
+        [code] = self._asked(lambda store: [store.remove_by_regex(f"^{prefix}.*", True)], 1)
         if code == library.RPC_TIMED_OUT:
             raise StorageTimeoutError(
                 "the master has not answered in time whether it has removed objects"
@@ -550,7 +545,8 @@ class Connection:
         if min(codes) >= 0:
             self._suspect = False
             return codes
-        # A request that was served in part is not repeated: some of its objects have changed.
+        # A request that was served in part is not repeated: some of its objects have changed. Nor
+        # is one that has timed out: the master may still be at work on it.
         if codes.count(library.RPC_FAILED) == count and self._master_responds():
             codes = _checked_length(request(store), count)
         self._suspect = any(code in library.UNREACHABLE for code in codes)
