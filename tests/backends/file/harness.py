@@ -186,22 +186,42 @@ def at_steps(
         yield steps
 
 
-def before_announcing(
-    rig: Rig, step: Callable[[], object]
-) -> contextlib.AbstractContextManager[None]:
-    """Do something before a storage announces its next changes."""
+@contextlib.contextmanager
+def interrupted(
+    owner: object,
+    name: str,
+    act: Callable[[], object] = lambda: None,
+    *,
+    times: int = 1,
+    after: int = 0,
+    late: bool = False,
+) -> Iterator[list[tuple[object, ...]]]:
+    """Note the calls of a function; let something else happen just before it does its work, some
+    times, once some calls have passed.
+
+    Args:
+        late: just after it has done its work.
+
+    Yields:
+        The arguments of the calls so far.
+    """
+    calls = list[tuple[object, ...]]()
 
     def make(real: Callable) -> Callable:
-        left = [step]
+        def stand_in(*arguments: object, **named: object) -> object:
+            calls.append(arguments)
+            acts = after < len(calls) <= after + times
+            if acts and not late:
+                act()
+            answer = real(*arguments, **named)
+            if acts and late:
+                act()
+            return answer
 
-        def announce(**options: object) -> None:
-            while left:
-                left.pop()()
-            real(**options)
+        return stand_in
 
-        return announce
-
-    return replaced(rig.store.feed, "announce", make)
+    with replaced(owner, name, make):
+        yield calls
 
 
 class ScratchPool(BytePool):

@@ -19,10 +19,10 @@ from hicache_storage.spec import RemovalReason
 from tests.backends.file.harness import (
     Rig,
     at_steps,
-    before_announcing,
     bundle_bytes,
     chain,
     counted,
+    interrupted,
     replaced,
 )
 
@@ -99,7 +99,7 @@ def test_a_bundle_that_is_removed_before_it_is_announced_stays_gone_for_others(r
         for reader in readers[1:]:
             assert reader.present(KEYS) == [False] * 3
 
-    with before_announcing(a, delete):
+    with interrupted(a.store.feed, "announce", delete):
         a.put(KEYS)
     # Behind by more events than a cursor's name holds, others read the event log.
     for number in range(later):
@@ -114,7 +114,7 @@ def test_a_bundle_is_found_here_no_earlier_than_elsewhere(rig):
     a, b, seen = rig(), rig(), []
     a.put(chain("other", 1))
     b.hit(KEYS)
-    with before_announcing(a, lambda: seen.extend([a.hit(KEYS), b.hit(KEYS)])):
+    with interrupted(a.store.feed, "announce", lambda: seen.extend([a.hit(KEYS), b.hit(KEYS)])):
         a.put(KEYS)
     assert seen == [0, 0]
     assert a.holds(KEYS)
@@ -157,7 +157,7 @@ def test_a_page_that_was_found_by_listing_is_synced_and_found_by_everybody(rig):
         assert synced
         assert c.holds(KEYS)
 
-    with before_announcing(a, find):
+    with interrupted(a.store.feed, "announce", find):
         assert a.put(KEYS) == [True] * 3
 
 
@@ -303,10 +303,13 @@ def test_a_bundle_that_is_claimed_when_its_removal_begins_is_not_removed(rig):
     a, claims = rig(), list[Path]()
     a.put(KEYS)
     bundles = list(a.bundle_set.bundles.values())
-    # Another thread of this storage lists, and learns the new name.
-    with before_announcing(
-        a, lambda: (claims.append(claimed_elsewhere(*a.bundles())), a.catch_up(listing=True))
-    ):
+
+    def claim() -> None:
+        claims.append(claimed_elsewhere(*a.bundles()))
+        # Another thread of this storage lists, and learns the new name.
+        a.catch_up(listing=True)
+
+    with interrupted(a.store.feed, "announce", claim):
         assert a.store.publisher.remove(a.bundle_set, bundles, RemovalReason.EVICTED) == [False]
     assert claims[0].exists()
 

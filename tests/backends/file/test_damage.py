@@ -18,6 +18,7 @@ from tests.backends.file.harness import (
     counted,
     failing,
     flip,
+    interrupted,
     raising,
     replaced,
 )
@@ -132,15 +133,11 @@ def test_a_repair_by_another_is_not_dropped_for_the_copy_that_was_damaged(rig):
     a.put(keys)
     flip(a.bundles()[0], 2 * a.page_bytes)
 
-    def late(real):
-        def discard(batches, call):
-            assert b.versions(keys) == [0, 0, None, 0]
-            assert b.put(keys) == [True] * 4
-            return real(batches, call)
+    def repair():
+        assert b.versions(keys) == [0, 0, None, 0]
+        assert b.put(keys) == [True] * 4
 
-        return discard
-
-    with replaced(a.storage, "discard_objects", late):
+    with interrupted(a.storage, "discard_objects", repair):
         assert a.versions(keys) == [0, 0, None, 0]
     for side in (a, b, rig()):
         assert side.holds(keys)

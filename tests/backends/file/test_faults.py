@@ -17,7 +17,7 @@ from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import TemporaryName
 from hicache_storage.objects import batches
 from hicache_storage.spec import ConfigError, StorageUnavailableError, is_refusal
-from tests.backends.file.harness import chain, failing, replaced
+from tests.backends.file.harness import chain, failing, interrupted
 from tests.metadata_server.full_disks import small_disk
 from tests.support.waiting import eventually
 
@@ -162,18 +162,11 @@ def test_a_delete_on_a_full_disk_removes_what_need_not_be_rewritten(rig):
 
 
 def test_nothing_is_published_after_the_deadline(rig, monkeypatch):
-    a, b, keys, now = rig(), rig(), chain("a", 4), [0.0]
+    a, b, keys = rig(), rig(), chain("a", 4)
     a.put(chain("first", 1))
-
-    def make(real):
-        def slow(*args):
-            now[0] += 0.05
-            return real(*args)
-
-        return slow
-
-    with monkeypatch.context() as patch, replaced(os, "pwritev", make):
-        patch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with monkeypatch.context() as patch, interrupted(os, "pwritev") as writes:
+        slow = SimpleNamespace(monotonic=lambda: 0.05 * len(writes))
+        patch.setattr(batches, "time", slow)
         assert a.put(keys, seconds=0.03) == [False] * 4
     assert b.hit(keys) == 0
     assert a.temporaries() == []

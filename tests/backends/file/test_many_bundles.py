@@ -11,7 +11,7 @@ import pytest
 from hicache_backends.file import page_index as page_index_module
 from hicache_backends.file.bundle import parse_bundle
 from hicache_storage.objects import Call
-from tests.backends.file.harness import Rig, chain, counted
+from tests.backends.file.harness import Rig, chain, counted, interrupted
 
 BUNDLES = 30
 
@@ -206,14 +206,10 @@ def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
     page_index = b.page_index
     more = chain("more", 4)
     assert rig().put(more) == [True] * 4
-    snapshot, looked = b.store.feed.read(), page_index.bundle_set.is_current
-
-    def meanwhile(snapshot):
-        page_index.bundle_set.is_current = looked
-        page_index.catch_up(snapshot, lambda: True)
-        return looked(snapshot)
-
-    page_index.bundle_set.is_current = meanwhile
-    assert not page_index.is_current(snapshot)
+    snapshot = b.store.feed.read()
+    with interrupted(
+        page_index.bundle_set, "is_current", lambda: page_index.catch_up(snapshot, lambda: True)
+    ):
+        assert not page_index.is_current(snapshot)
     assert not page_index.complete
     assert b.look_up([*keys, *more], Call()) == [True] * (BUNDLES + 4)

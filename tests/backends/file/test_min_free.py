@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache_backends.file import capacity as capacity_module
-from tests.backends.file.harness import Rig, bundle_bytes, chain, counted, fill, hits, replaced
+from tests.backends.file.harness import (
+    Rig,
+    bundle_bytes,
+    chain,
+    counted,
+    fill,
+    hits,
+    interrupted,
+    replaced,
+)
 from tests.metadata_server.full_disks import SmallDisk, small_disk
 from tests.support.waiting import eventually
 
@@ -111,18 +120,9 @@ def test_where_nothing_is_left_sets_are_refused_counted_and_said_once(engine, di
 
 
 def test_a_disk_that_becomes_full_in_the_middle_of_a_set_evicts_and_stores(engine, disk):
-    a, filled = engine(), list[None]()
+    a = engine()
     fill(a, [f"{number}" for number in range(45)])
-
-    def make(real):
-        def write(*args, **options):
-            if not filled:
-                filled.append(disk.fill())
-            real(*args, **options)
-
-        return write
-
-    with replaced(a.store.writer, "write", make):
+    with interrupted(a.store.writer, "write", disk.fill):
         fill(a, ["new"])
     assert a.holds(chain("new", 8))
     assert a.stats().pages_evicted >= MIN_FREE // BATCH_BYTES * 8

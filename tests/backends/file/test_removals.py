@@ -12,11 +12,11 @@ from hicache_storage.objects import Call, LookupBatch
 from hicache_storage.spec import RemovalReason
 from tests.backends.file.harness import (
     Rig,
-    before_announcing,
     bundle_bytes,
     chain,
     failing,
     flip,
+    interrupted,
 )
 from tests.support.waiting import eventually
 
@@ -100,7 +100,7 @@ def test_pages_that_another_removes_before_they_are_announced(rig):
         # As another thread of the writer may do.
         a.catch_up()
 
-    with before_announcing(a, clear):
+    with interrupted(a.store.feed, "announce", clear):
         assert a.put(keys) == [True] * 3
     assert own.hear() == all_of([*chain("b", 1), *keys], UNKNOWN)
 

@@ -13,7 +13,7 @@ from hicache_backends.file import store as store_module
 from hicache_backends.file import writer as writer_module
 from hicache_storage.objects import Call
 from hicache_storage.spec import CancellationToken
-from tests.backends.file.harness import chain, failing, identity
+from tests.backends.file.harness import chain, failing, identity, interrupted
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,17 @@ def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, mo
     assert rig().holds(keys)
 
 
-def test_a_clear_stops_once_the_call_is_cancelled(rig, monkeypatch):
+def test_a_clear_stops_once_the_call_is_cancelled(rig):
     one, other, keys = rig(), rig(), chain("clear", 24)
     for key in keys:
         assert all(one.put([key]))
-    token, unlink = CancellationToken(), os.unlink
+    token = CancellationToken()
     call = Call(cancellation=token)
-
-    def slow(path):
-        unlink(path)
+    with (
         # The deadline passes here, and the caller stores pages anew.
-        token.cancel()
-
-    monkeypatch.setattr(os, "unlink", slow)
-    with pytest.raises(TimeoutError, match="deadline"):
+        interrupted(os, "unlink", token.cancel, late=True),
+        pytest.raises(TimeoutError, match="deadline"),
+    ):
         one.storage.clear_namespaces([one.kv], call)
     left = [key for key in keys if other.hit([key])]
     # Those whose removal was announced together are gone, the rest was not touched.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.driver import Hf3fsStorage
 from hicache_metadata_server import protocol as p
 from hicache_storage.objects import Call
-from tests.backends.file.harness import COMPONENTS, chain, content, identity
+from tests.backends.file.harness import COMPONENTS, chain, content, identity, interrupted
 from tests.backends.file.harness import Rig as FileRig
 from tests.support.waiting import eventually
 
@@ -87,30 +86,3 @@ def recycle(writer, keys):
 
     eventually(all_are_taken)
     assert all(writer.slot(key) < 0 for key in keys)
-
-
-@contextmanager
-def interrupted(thing, name, act, *, times=1, after=0, late=False):
-    """Let something else happen just before a call is done, some times, once some calls have
-    passed.
-
-    Args:
-        late: just after it is done.
-    """
-    real, calls = getattr(thing, name), []
-
-    def stand_in(*arguments, **named):
-        calls.append(1)
-        acts = after < len(calls) <= after + times
-        if acts and not late:
-            act()
-        answer = real(*arguments, **named)
-        if acts and late:
-            act()
-        return answer
-
-    setattr(thing, name, stand_in)
-    try:
-        yield calls
-    finally:
-        setattr(thing, name, real)

@@ -30,7 +30,7 @@ from hicache_storage.spec import (
     from_memory,
     parse_config,
 )
-from tests.backends.file.harness import COMPONENTS, ScratchPool, identity, replaced
+from tests.backends.file.harness import COMPONENTS, ScratchPool, identity
 from tests.backends.hf3fs.conftest import LEASE_SECONDS
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain, content, interrupted, recycle
@@ -42,28 +42,20 @@ pytestmark = pytest.mark.slow(seconds=20)
 PATIENCE_SECONDS = 60.0
 
 
-def test_a_set_over_several_pools_asks_two_requests(rig, kept_server, monkeypatch):
-    one, keys, sent = rig(metadata_url=kept_server.url), chain("a", 4), list[str]()
+def test_a_set_over_several_pools_asks_two_requests(rig, kept_server):
+    one, keys = rig(metadata_url=kept_server.url), chain("a", 4)
     one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "mamba")
-    send = one.store.metadata.send
-
-    def sending(path, *arguments):
-        sent.append(path)
-        return send(path, *arguments)
-
-    monkeypatch.setattr(one.store.metadata, "send", sending)
     indices = torch.arange(16, dtype=torch.int64)
 
     def put(keys):
-        sent.clear()
         transfers = [
             PoolTransfer(pool, keys=keys, host_indices=indices[: 4 * len(keys)])
             for pool in ("kv", "mamba")
         ]
-        assert one.storage.batch_set_v2(transfers) == dict.fromkeys(
-            ("kv", "mamba"), [True] * len(keys)
-        )
-        return sent
+        with interrupted(one.store.metadata, "send") as sent:
+            answers = one.storage.batch_set_v2(transfers)
+        assert answers == dict.fromkeys(("kv", "mamba"), [True] * len(keys))
+        return [path for path, *_ in sent]
 
     assert put(chain("b", 1))[0] == "/v2/initialize"
     assert put(keys[:2]) == ["/v2/reserve", "/v2/commit"]
@@ -405,9 +397,6 @@ def test_a_namespace_that_was_emptied_just_now_is_removed_by_one_request(rig, ke
     one, keys = rig(metadata_url=kept_server.url), chain("a", 4)
     assert all(one.put(keys))
     assert one.storage.delete(keys) == [True] * 4
-    drops = list[object]()
-    with replaced(
-        one.store.metadata, "drop", lambda real: lambda *asked: (drops.append(asked), real(*asked))
-    ):
+    with interrupted(one.store.metadata, "drop") as drops:
         assert one.storage.remove_pools(30.0)
     assert len(drops) == 1

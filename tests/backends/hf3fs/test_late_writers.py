@@ -14,7 +14,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.embedded import EmbeddedMetadata
 from hicache_metadata_server.client.errors import UnknownScopeError
 from hicache_storage.objects import Call
-from tests.backends.hf3fs.harness import chain
+from tests.backends.hf3fs.harness import chain, interrupted
 from tests.metadata_server import servers
 from tests.support.metadata import Served
 
@@ -164,14 +164,11 @@ def test_a_file_is_unwritten_until_it_is_handed_out(rig, tmp_path):
 def test_a_file_has_its_length_before_the_first_lease(rig, server):
     """A client that asks a server without memory anew names the leases of those who may still write."""
     one, other = (rig(metadata_url=server.url) for _ in range(2))
-    reserve, leased = one.store.metadata.reserve, []
-
-    def observed(*args, **options):
-        leased.append(other.scope.file.is_written())
-        return reserve(*args, **options)
-
-    one.store.metadata.reserve = observed
-    assert all(one.put(chain("a", 1)))
+    leased = list[bool]()
+    with interrupted(
+        one.store.metadata, "reserve", lambda: leased.append(other.scope.file.is_written())
+    ):
+        assert all(one.put(chain("a", 1)))
     assert leased == [True]
 
 
@@ -186,21 +183,17 @@ def test_slots_are_not_written_through_a_link(rig, tmp_path):
     assert all(one.put(chain("a", 2)))
 
 
-def test_a_long_page_ends_where_its_lease_does(rig, monkeypatch):
+def test_a_long_page_ends_where_its_lease_does(rig):
     """It is written by pieces, and any of them may take long."""
-    one, pieces, jobs = rig(components=(3 * posix.IO_BYTES,), pages=2, file_size="8MiB"), [], []
-    write, write_from = one.store.engine.write, posix.write_from
+    one = rig(components=(3 * posix.IO_BYTES,), pages=2, file_size="8MiB")
 
-    def slow(descriptor, sources, offset):
-        pieces.append(offset)
-        write_from(descriptor, sources, offset)
-        jobs[0].until = 0.0
+    def end_lease():
+        [[[job], _]] = writes
+        job.until = 0.0
 
-    def seen(some, call):
-        jobs.extend(some)
-        write(some, call)
-
-    one.store.engine.write = seen
-    monkeypatch.setattr(posix, "write_from", slow)
-    assert one.put(chain("a", 1)) == [False]
+    with (
+        interrupted(one.store.engine, "write") as writes,
+        interrupted(posix, "write_from", end_lease, late=True) as pieces,
+    ):
+        assert one.put(chain("a", 1)) == [False]
     assert len(pieces) == 1

@@ -8,6 +8,7 @@ import pytest
 from hicache_backends.mooncake.client import connection
 from hicache_backends.mooncake.client.handle import connections
 from hicache_storage.spec import Durability, StorageClosedError, StorageForkedError
+from tests.backends.file.harness import interrupted
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
 from tests.support.commands import run_python
 from tests.support.forking import in_child
@@ -46,20 +47,15 @@ def test_a_library_that_is_missing_is_named(cluster):
 
 def test_a_request_names_as_many_as_can_be_answered_in_time(rig, monkeypatch):
     """Of 750,000 names in one request a busy master answered none before the request's limit."""
-    one, sizes = rig(), list[int]()
-    one.storage.open()
-    keys, ask = chain("many", 5), one.connection._answered
-    monkeypatch.setattr(connection, "MAX_NAMES", 2)
-    monkeypatch.setattr(
-        one.connection, "_answered", lambda of, count: (sizes.append(count), ask(of, count))[1]
-    )
+    one, keys = rig(), chain("many", 5)
     assert one.put(keys) == [True] * 5
-    sizes.clear()
-    assert one.hits([*keys, "missing"]) == 5
-    assert sizes == [2, 2, 2]
-    sizes.clear()
-    assert one.storage.delete([*keys[1:], "missing"]) == [True] * 4 + [False]
-    assert max(sizes) == 2
+    monkeypatch.setattr(connection, "MAX_NAMES", 2)
+    with interrupted(one.connection, "_answered") as asked:
+        assert one.hits([*keys, "missing"]) == 5
+    assert [count for _, count in asked] == [2, 2, 2]
+    with interrupted(one.connection, "_answered") as asked:
+        assert one.storage.delete([*keys[1:], "missing"]) == [True] * 4 + [False]
+    assert max(count for _, count in asked) == 2
     assert one.hits(keys) == 1
 
 
@@ -69,26 +65,21 @@ BOTH_SIZES = pytest.mark.parametrize(
 
 
 @BOTH_SIZES
-def test_pages_that_are_there_are_not_sent_again(rig, monkeypatch, components):
+def test_pages_that_are_there_are_not_sent_again(rig, components):
     """The library finds them when it is to begin them; nothing is asked before, and nothing of them
     is read."""
-    one, sent, asked = rig(components=components), [], []
+    one, keys = rig(components=components), chain("there", 6)
+    names = [one.name(key) for key in keys]
     one.storage.open()
-    connection = one.connection
-    transfer, exist = connection.transfer, connection.exist
-    monkeypatch.setattr(
-        connection, "transfer", lambda names, *rest: (sent.extend(names), transfer(names, *rest))[1]
-    )
-    monkeypatch.setattr(connection, "exist", lambda names: (asked.append(names), exist(names))[1])
-    keys = chain("there", 6)
-    assert one.put(keys[:2]) == [True] * 2
-    assert sorted(sent) == sorted(one.name(key) for key in keys[:2])
-    assert asked == []
-    assert one.put(keys, version=1) == [True] * 6
-    assert sorted(sent) == sorted(one.name(key) for key in keys)
-    assert asked == [[one.name(key) for key in keys[:2]]]
-    assert one.put(keys, version=2) == [True] * 6
-    assert len(sent) == 6
+    with (
+        interrupted(one.connection, "transfer") as transfers,
+        interrupted(one.connection, "exist") as asked,
+    ):
+        for version, some in enumerate((keys[:2], keys, keys)):
+            assert one.put(some, version=version) == [True] * len(some)
+            sent = [name for names, *_ in transfers for name in names]
+            assert sorted(sent) == sorted(names[: len(some)])
+            assert asked == [(names[:2],), (names,)][:version]
     assert (one.stats.pages_written, one.stats.pages_refused) == (6, 0)
     one.expect(keys[:2])
     one.expect(keys[2:], version=1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_backends.mooncake.client import library
+from tests.backends.file.harness import interrupted
 from tests.backends.mooncake.harness import chain, content
 
 
@@ -53,26 +54,23 @@ def test_one_object_asked_for_twice(rig, direct):
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one client", "two clients"])
-def test_what_another_has_repaired_is_not_removed(rig, stranger, apart, monkeypatch):
+def test_what_another_has_repaired_is_not_removed(rig, stranger, apart):
     """Its set is refused while the damage is about to be removed, or its page stays."""
     one, other = rig(), rig(local_buffer_size="32MiB") if apart else rig()
     [key] = chain(f"repaired meanwhile {apart}", 1)
     one.put([key])
     stranger.remove(one.name(key))
     stranger.put(one.name(key), bytes(one.page_bytes + 64))
-    connection, answers = one.connection, []
+    answers = list[bool]()
     other.storage.open()
-    assert (other.connection is not connection) == apart
-    remove = connection.remove
+    assert (other.connection is not one.connection) == apart
 
-    def later(names):
-        monkeypatch.undo()
+    def repair():
         assert other.get([key]) == [None]
         answers.extend(other.put([key]))
-        return remove(names)
 
-    monkeypatch.setattr(connection, "remove", later)
-    assert one.get([key]) == [None]
+    with interrupted(one.connection, "remove", repair):
+        assert one.get([key]) == [None]
     assert len(answers) == 1
     assert other.get([key]) == [content(key, 0, one.page_bytes) if answers[0] else None]
     # Nothing keeps the next one from storing it.
