@@ -96,7 +96,7 @@ class Engines:
             list(threads.map(partial(self._keep_busy, strikes), self.peers))
 
     def _keep_busy(self, strikes, peer):
-        while strikes.is_alive() or not self._is_back(peer, strikes.over_at):
+        while not strikes.over_at or not self._is_back(peer, strikes.over_at):
             with self._lock:
                 chunk = self._chunk()
             peer.start(chunk)

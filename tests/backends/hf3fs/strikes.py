@@ -1,4 +1,4 @@
-"""Servers that are killed and started again one after another, in a thread of its own."""
+"""Servers that are killed and started again one after another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 
@@ -27,7 +26,7 @@ LEASE_SECONDS = 3.0
 """Of the ownership of scopes: `shared.ownership.LEASE_SECONDS`."""
 
 
-class Strikes(threading.Thread):
+class Strikes:
     """Strikes one after another until its time is over, and each of them once at least.
 
     Args:
@@ -37,7 +36,6 @@ class Strikes(threading.Thread):
     """
 
     def __init__(self, servers, is_whole, *, seconds):
-        super().__init__(name="strikes")
         self._servers, self._is_whole, self._seconds = servers, is_whole, seconds
         self.plan = list[Callable[[], None]]()
         """What is to be done in a round; methods of this one."""
@@ -45,26 +43,20 @@ class Strikes(threading.Thread):
         """When scopes may not have been served, by `time.monotonic_ns()`."""
         self.log = list[str]()
         self.over_at = 0
-        self._error: BaseException | None = None
+        """When they were over, by `time.monotonic_ns()`; 0 before."""
         self._random = random.Random(1)
         self._begin = time.monotonic()
 
     def run(self):
+        """Strike; raise what went wrong."""
         try:
             self._begin = time.monotonic()
             while not self.log or time.monotonic() - self._begin < self._seconds:
                 for strike in self.plan:
                     time.sleep(self._random.uniform(0.0, 2 * PAUSE_SECONDS))
                     strike()
-        except BaseException as error:  # noqa: BLE001 - raised by `finish`
-            self._error = error
-        self.over_at = time.monotonic_ns()
-
-    def finish(self):
-        """Wait for the end; raise what went wrong."""
-        self.join()
-        if self._error is not None:
-            raise self._error
+        finally:
+            self.over_at = time.monotonic_ns()
 
     def kill_server(self, server):
         is_alone = self._servers == [server]

@@ -9,6 +9,7 @@ replica is promoted, and the network between a server and Redis is cut.
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -144,11 +145,12 @@ def test_servers_and_their_store_are_killed_under_load(engines, servers, store, 
     """No acknowledged page is lost, no byte is wrong, no call takes longer than its deadline and a
     grace; all come back."""
     engines.open()
-    strikes.start()
-    try:
-        engines.work(strikes)
-    finally:
-        strikes.finish()
+    with ThreadPoolExecutor(1) as thread:
+        striking = thread.submit(strikes.run)
+        try:
+            engines.work(strikes)
+        finally:
+            striking.result()
     engines.read_all()
     print(*strikes.log, sep="\n")
     stored, delivered = engines.judge(strikes.outages)
