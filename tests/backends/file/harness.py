@@ -74,6 +74,11 @@ def flip(path: Path, position: int) -> None:
         file.write(bytes([byte ^ 0x40]))
 
 
+def path_of(where: object) -> str:
+    """The path of a name, or of a descriptor."""
+    return os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else str(where)
+
+
 def raising(error: type[BaseException] | BaseException | int) -> Callable[..., object]:
     """A function that raises, `OSError` for a number of an error."""
 
@@ -134,7 +139,7 @@ def counted(name: str, ending: str) -> Iterator[list[str]]:
 
     def make(real: Callable) -> Callable:
         def counting(where: object, *args: object, **kwargs: object) -> object:
-            path = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else str(where)
+            path = path_of(where)
             if path.endswith(ending):
                 seen.append(path)
             return real(where, *args, **kwargs)
@@ -364,6 +369,10 @@ class Rig:
 
     def hit(self, keys: Sequence[str]) -> int:
         return self.storage.batch_exists_v2(keys).kv_hit_pages
+
+    def expect(self, keys: Sequence[str], version: int = 0) -> None:
+        """All pages are there, with the bytes of that version."""
+        assert self.holds(keys, version=version)
 
     def present(self, keys: Sequence[str]) -> list[bool]:
         return [bool(self.hit([key])) for key in keys]

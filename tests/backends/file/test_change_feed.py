@@ -18,7 +18,7 @@ from hicache_backends.file.events import Added, Found, Removed, Unlisted, parse_
 from hicache_backends.file.paths import BIRTH_NAME, StorePaths, random_writer
 from hicache_backends.file.temp_files import ServerClock
 from hicache_backends.posix.directories import Attributes
-from tests.backends.file.harness import chain, failing
+from tests.backends.file.harness import chain, failing, flip
 
 NAMESPACE = "0123456789abcdef" * 2
 
@@ -96,17 +96,16 @@ def log_of(party) -> Path:
     return path
 
 
-def cut(path):
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, cut, flip, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        lambda path: flip(path, path.stat().st_size // 2),
+        lambda path: path.write_bytes(b""),
+    ],
+    ids=["gone", "cut", "flipped", "empty"],
+)
 def test_who_finds_a_gap_in_a_log_lists(party, listings, damage):
     a, b = party(), party()
     b.sees()

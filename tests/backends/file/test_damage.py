@@ -19,6 +19,7 @@ from tests.backends.file.harness import (
     failing,
     flip,
     interrupted,
+    path_of,
     raising,
     replaced,
 )
@@ -153,7 +154,7 @@ def test_the_index_of_another_bundle_is_not_taken_for_a_bundles_own(rig, monkeyp
     fresh, real = rig(), os.pread
 
     def lie(descriptor, count, offset):
-        if os.readlink(f"/proc/self/fd/{descriptor}") != str(first):
+        if path_of(descriptor) != str(first):
             return real(descriptor, count, offset)
         with second.open("rb") as file:
             return real(file.fileno(), count, offset)

@@ -17,7 +17,7 @@ from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import TemporaryName
 from hicache_storage.objects import batches
 from hicache_storage.spec import ConfigError, StorageUnavailableError, is_refusal
-from tests.backends.file.harness import chain, failing, interrupted
+from tests.backends.file.harness import chain, failing, interrupted, path_of
 from tests.metadata_server.full_disks import small_disk
 from tests.support.waiting import eventually
 
@@ -51,9 +51,7 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_succeeds(rig, function, 
         "open": in_store(a.path),
         "rename": in_store(a.path),
         "utime": in_store(a.path),
-        "close": lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}").endswith(
-            ".temporary"
-        ),
+        "close": lambda descriptor: path_of(descriptor).endswith(".temporary"),
     }.get(function, lambda *_: True)
     with failing(function, number, when=when):
         answer = a.put(keys)
@@ -219,11 +217,7 @@ def test_an_index_that_could_not_be_read_is_tried_again_soon(rig):
     a.put(others)
     path = a.page_index.pages[keys[0]][0].path
     b = rig()
-    with failing(
-        "pread",
-        errno.EIO,
-        when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path,
-    ):
+    with failing("pread", errno.EIO, when=lambda descriptor, *_: path_of(descriptor) == path):
         assert b.hit(keys) == 0
         assert b.holds(others)
     assert eventually(lambda: b.hit(keys), seconds=2 * page_index.RETRY_SECONDS)

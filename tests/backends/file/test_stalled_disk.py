@@ -25,6 +25,7 @@ from tests.backends.file.harness import (
     Rig,
     chain,
     failing,
+    path_of,
     replaced,
 )
 from tests.support.waiting import eventually
@@ -38,11 +39,6 @@ OPERATIONS = (
     *("open", "rename", "unlink", "utime", "listdir", "pwritev", "close", "posix_fadvise"),
     "preadv",
 )
-
-
-def _path(target):
-    """The path of a name, or of a descriptor."""
-    return os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
 
 
 class Disk:
@@ -75,7 +71,7 @@ class Disk:
             if (
                 name in self._stalled
                 and not in_memory
-                and (self._path or _path(target)) == _path(target)
+                and (self._path or path_of(target)) == path_of(target)
             ):
                 self.operations += 1
                 self._thaw.wait(PATIENCE_SECONDS)

@@ -26,15 +26,9 @@ class Rig(FileRig):
         storage = Hf3fsStorage(who or identity(), Hf3fsConfig(path=str(path), **options))
         super().__init__(path, storage=storage, pages=pages, components=components)
 
-    hits = FileRig.hit
-
     @property
     def scope(self):
         return self.store.scopes([self.kv])[0]
-
-    def expect(self, keys, version=0):
-        """All pages are there with the bytes of that version."""
-        assert self.holds(keys, version=version)
 
     def overwrite(self, slot, data, at=0):
         """Other bytes in a slot, below the driver."""

@@ -157,7 +157,7 @@ def test_a_write_that_comes_too_late_is_not_published(mine):
     one, keys = mine(), chain("a", 2)
     with interrupted(one.store.engine, "write", lambda: time.sleep(0.4), late=True):
         assert one.put(keys, seconds=0.3) == [False, False]
-    assert one.hits(keys) == 0
+    assert one.hit(keys) == 0
     eventually(lambda: all(one.put(keys)))
     one.expect(keys)
 

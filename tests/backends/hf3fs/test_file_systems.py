@@ -92,7 +92,7 @@ def test_a_reader_without_write_access_reads_and_is_refused(tmp_path, rig, serve
         reader.expect(keys)
         assert reader.put(chain("b", 5)) == [False] * 5
         # Nothing was evicted for what cannot be written.
-        assert reader.hits(keys) == 20
+        assert reader.hit(keys) == 20
         stats = reader.storage.get_stats()
         assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 5)
         health = reader.storage.health()

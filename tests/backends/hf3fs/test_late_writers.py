@@ -105,7 +105,7 @@ def test_a_server_that_lost_its_memory_gives_no_slot_that_is_being_written(rig):
 def test_what_a_stalled_write_damages_is_deleted_when_it_comes_back(mine, caplog):
     """Its lease and the quarantine are over, and no file system refuses it."""
     one, other, keys = mine(lease_seconds=0.3), mine(lease_seconds=5.0), chain("b", SLOTS)
-    assert other.hits(keys) == 0
+    assert other.hit(keys) == 0
     with held_up(one, chain("a", 2), renews=False) as go_on:
         assert stored(other, keys, PATIENCE_SECONDS) == set(keys)
         go_on()

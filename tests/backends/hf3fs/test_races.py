@@ -222,7 +222,7 @@ def test_d4_a_batch_beyond_capacity_costs_nothing_for_ever(mine):
 
 def test_d4_all_slots_are_leased_and_none_confirmed(shared, server):
     one, keys = shared(), chain("a", 4)
-    assert one.hits(keys) == 0
+    assert one.hit(keys) == 0
     asked = p.ReserveScope(scope=one.scope.name, keys=chain("dead", 3 * SLOTS))
     [leases] = one.store.metadata.reserve([asked], Call(5), lease_seconds=4.0).scopes
     assert Counter(leases.states) == {p.Reserved.LEASED: SLOTS, p.Reserved.FULL: 2 * SLOTS}
@@ -238,7 +238,7 @@ def test_d4_all_slots_are_leased_and_none_confirmed(shared, server):
 
 def test_d5_the_slots_of_a_dead_writer_return(shared, server, tmp_path):
     one, keys = shared(), chain("a", SLOTS)
-    assert one.hits(keys) == 0
+    assert one.hit(keys) == 0
     context = multiprocessing.get_context("spawn")
     stuck = context.Event()
     child = context.Process(

@@ -112,10 +112,10 @@ def test_requests_that_hang_keep_nobody_and_no_memory_is_used_twice(usrbio, libr
 
 def test_a_write_that_hangs_is_not_published_and_its_slot_not_given_away(usrbio, library):
     mine, keys = usrbio(lease_seconds=5.0), chain("a", 2)
-    assert mine.hits(keys) == 0
+    assert mine.hit(keys) == 0
     library.hangs.set()
     assert mine.put(keys, seconds=0.3) == [False] * 2
-    assert mine.hits(keys) == 0
+    assert mine.hit(keys) == 0
     library.hangs.clear()
     others = chain("b", 4)
     assert all(mine.put(others))

@@ -75,12 +75,6 @@ class Rig(FileRig):
             storage = wrap(self.driver, settings)
         super().__init__(Path(), storage=storage, pages=pages, components=components)
 
-    hits = FileRig.hit
-
-    def expect(self, keys, version=0):
-        """All pages are there with the bytes of that version."""
-        assert self.holds(keys, version=version)
-
     def name(self, key):
         return object_name(self.driver.pools["kv"].namespace, key)
 

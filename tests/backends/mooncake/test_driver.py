@@ -51,12 +51,12 @@ def test_a_request_names_as_many_as_can_be_answered_in_time(rig, monkeypatch):
     assert one.put(keys) == [True] * 5
     monkeypatch.setattr(connection, "MAX_NAMES", 2)
     with interrupted(one.connection, "_answered") as asked:
-        assert one.hits([*keys, "missing"]) == 5
+        assert one.hit([*keys, "missing"]) == 5
     assert [count for _, count in asked] == [2, 2, 2]
     with interrupted(one.connection, "_answered") as asked:
         assert one.storage.delete([*keys[1:], "missing"]) == [True] * 4 + [False]
     assert max(count for _, count in asked) == 2
-    assert one.hits(keys) == 1
+    assert one.hit(keys) == 1
 
 
 BOTH_SIZES = pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_storages_share_a_client(rig):
     one.storage.close()
     assert two.put(chain("shared", 1)) == [True]
     with pytest.raises(StorageClosedError):
-        one.hits(["a"])
+        one.hit(["a"])
 
 
 def at_once(count, call):
@@ -165,7 +165,7 @@ def test_a_forked_child_is_refused_and_opens_none_of_its_own(rig, cluster):
         return str(own.put(["child's"]))
 
     for work, answer in (
-        (lambda: str(one.hits(["parent's"])), "StorageForkedError"),
+        (lambda: str(one.hit(["parent's"])), "StorageForkedError"),
         (lambda: connections.acquire(connection.settings), "StorageForkedError"),
         (in_own_storage, "[False]"),
     ):

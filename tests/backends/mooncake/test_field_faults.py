@@ -37,7 +37,7 @@ def test_an_object_that_is_no_page(rig, stranger, direct, wrong):
         content(keys[2], 0, one.page_bytes),
     ]
     assert one.stats.pages_damaged == 1
-    assert one.hits(keys) == other.hits(keys) == 1
+    assert one.hit(keys) == other.hit(keys) == 1
     assert one.put(keys) == [True] * 3
     for each in (one, other):
         each.expect(keys)
@@ -87,7 +87,7 @@ def test_a_key_that_somebody_else_is_writing(rig, stranger):
         [name], [one.page_bytes + 64], library.replicate_config(1)
     ) == [0]
     assert one.put([key]) == [False]
-    assert one.hits([key]) == 0
+    assert one.hit([key]) == 0
     stranger.store.batch_put_session_revoke([name])
     assert one.put([key]) == [True]
     one.expect([key])

@@ -49,7 +49,7 @@ class Worker(threading.Thread):
             while not self.stop.is_set():
                 keys = chain(f"load {self.chance.randrange(12)}", 8)
                 self.timed(self.rig.put, keys)
-                self.timed(self.rig.hits, keys)
+                self.timed(self.rig.hit, keys)
                 for key, page in zip(keys, self.timed(self.rig.get, keys), strict=True):
                     if page is not None:
                         self.hits += 1
@@ -136,7 +136,7 @@ def test_lookups_end_by_themselves(gone):
         getattr(cluster.master, gone)()
         for _ in range(3):
             began = time.monotonic()
-            assert rig.hits(["a"]) == 0
+            assert rig.hit(["a"]) == 0
             assert time.monotonic() - began < longest
         assert rig.storage.get_stats().deadlines_missed == 0
         if gone == "suspend":
@@ -394,7 +394,7 @@ def test_a_page_larger_than_a_segment():
     with DevCluster(1, 16 << 20) as cluster:
         rig = Rig(cluster.options, components=(24 << 20,), pages=1, wait_seconds=0.1)
         assert rig.put(["large"]) == [False]
-        assert rig.hits(["large"]) == 0
+        assert rig.hit(["large"]) == 0
         assert rig.get(["large"]) == [None]
         small = Rig(cluster.options)
         assert small.put(["small"]) == [True]
