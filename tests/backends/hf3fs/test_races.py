@@ -11,6 +11,8 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
+from itertools import count
 
 import pytest
 
@@ -20,7 +22,7 @@ from hicache_metadata_server.cli.options import AdminClient
 from hicache_storage.objects import Call
 from tests.backends.hf3fs.conftest import LEASE_SECONDS
 from tests.backends.hf3fs.harness import Rig, chain, content, interrupted, recycle
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, repeated
 
 pytestmark = [pytest.mark.slow(seconds=93), pytest.mark.long]
 
@@ -92,22 +94,14 @@ def test_d2_unforced(mine, race_seconds):
         mine(components=(65_536,), file_size="1MiB"),
         mine(components=(65_536,), file_size="1MiB"),
     )
-    written, over, failed = list[str](), threading.Event(), list[BaseException]()
+    written, numbers, chance, seen = list[str](), count(), random.Random(1), Counter[str]()
 
     def write():
-        try:
-            for number in range(10**6):
-                if over.is_set():
-                    return
-                keys = chain(f"w{number}", 4)
-                written.extend(key for key, ok in zip(keys, writer.put(keys), strict=True) if ok)
-        except BaseException as error:  # noqa: BLE001
-            failed.append(error)
+        keys = chain(f"w{next(numbers)}", 4)
+        written.extend(key for key, ok in zip(keys, writer.put(keys), strict=True) if ok)
 
-    thread, chance, seen = threading.Thread(target=write), random.Random(1), Counter[str]()
-    thread.start()
     until = time.monotonic() + race_seconds
-    try:
+    with repeated(write):
         while time.monotonic() < until or not seen["hit"]:
             assert time.monotonic() < until + PATIENCE_SECONDS
             keys = written[-16:]
@@ -115,10 +109,6 @@ def test_d2_unforced(mine, race_seconds):
             for key, page in zip(keys, reader.get(keys), strict=True):
                 right = page == content(key, 0, reader.page_bytes)
                 seen["miss" if page is None else "hit" if right else "wrong"] += 1
-    finally:
-        over.set()
-        thread.join(PATIENCE_SECONDS)
-    assert failed == []
     assert not seen["wrong"]
     assert seen["hit"]
     assert writer.storage.get_stats().pools["kv"].pages_evicted
@@ -171,22 +161,13 @@ def test_d3_unforced(shared, server, race_seconds):
     acknowledged last is lost."""
     one, other, chance = shared(lease_seconds=1.0), shared(lease_seconds=1.0), random.Random(2)
     written, until, kills = dict[str, None](), time.monotonic() + max(4.0, race_seconds), 0
-    over, failed = threading.Event(), list[BaseException]()
 
     def read():
-        try:
-            while not over.is_set():
-                keys = list(written)[-2 * SLOTS :]
-                for key, page in zip(keys, other.get(keys, seconds=1.0), strict=True):
-                    assert page in (None, content(key, 0, other.page_bytes)), (
-                        f"wrong bytes for {key}"
-                    )
-        except BaseException as error:  # noqa: BLE001
-            failed.append(error)
+        keys = list(written)[-2 * SLOTS :]
+        for key, page in zip(keys, other.get(keys, seconds=1.0), strict=True):
+            assert page in (None, content(key, 0, other.page_bytes)), f"wrong bytes for {key}"
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
+    with repeated(read):
         while time.monotonic() < until or kills < 2:
             last = list[str]()
             for _ in range(chance.randint(1, 20)):
@@ -197,10 +178,6 @@ def test_d3_unforced(shared, server, race_seconds):
             server.start()
             kills += 1
             one.expect(last)
-    finally:
-        over.set()
-        thread.join(PATIENCE_SECONDS)
-    assert failed == []
     check(server, one)
 
 
@@ -303,41 +280,30 @@ def test_d6_a_commit_after_a_clear_maps_nothing(mine):
 def test_d4_to_d6_unforced(shared, server, race_seconds):
     """Several clients set more than fits, read with holes, delete and clear: every page delivered
     is right, and no slot is lost."""
-    over, failed, seen = threading.Event(), list[BaseException](), Counter[str]()
+    seen = Counter[str]()
 
-    def work(number, one):
-        chance = random.Random(number)
-        try:
-            while not over.is_set():
-                keys = chain(f"c{chance.randrange(8)}", chance.choice((2, 5, 12, 20)))
-                chance.shuffle(keys)
-                match chance.choices(("set", "get", "delete", "clear"), (8, 12, 2, 0.3))[0]:
-                    case "set":
-                        one.put(keys, seconds=1.0)
-                    case "get":
-                        for key, page in zip(keys, one.get(keys), strict=True):
-                            right = page == content(key, 0, one.page_bytes)
-                            seen["miss" if page is None else "hit" if right else "wrong"] += 1
-                    case "delete":
-                        one.storage.delete(keys[:3])
-                    case _:
-                        one.storage.clear()
-        except BaseException as error:  # noqa: BLE001
-            failed.append(error)
+    def work(one, chance):
+        keys = chain(f"c{chance.randrange(8)}", chance.choice((2, 5, 12, 20)))
+        chance.shuffle(keys)
+        match chance.choices(("set", "get", "delete", "clear"), (8, 12, 2, 0.3))[0]:
+            case "set":
+                one.put(keys, seconds=1.0)
+            case "get":
+                for key, page in zip(keys, one.get(keys), strict=True):
+                    right = page == content(key, 0, one.page_bytes)
+                    seen["miss" if page is None else "hit" if right else "wrong"] += 1
+            case "delete":
+                one.storage.delete(keys[:3])
+            case _:
+                one.storage.clear()
 
     rigs = [shared(wait_seconds=0.05, lease_seconds=1.0) for _ in range(4)]
-    threads = [threading.Thread(target=work, args=(number, one)) for number, one in enumerate(rigs)]
-    for thread in threads:
-        thread.start()
     until = time.monotonic() + race_seconds
-    while time.monotonic() < until or (
-        not (seen["hit"] and seen["miss"]) and time.monotonic() < until + PATIENCE_SECONDS
-    ):
-        time.sleep(0.1)
-    over.set()
-    for thread in threads:
-        thread.join(PATIENCE_SECONDS)
-    assert failed == []
+    with repeated(*[partial(work, one, random.Random(at)) for at, one in enumerate(rigs)]):
+        while time.monotonic() < until or (
+            not (seen["hit"] and seen["miss"]) and time.monotonic() < until + PATIENCE_SECONDS
+        ):
+            time.sleep(0.1)
     assert not seen["wrong"]
     assert seen["hit"]
     assert seen["miss"]
