@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import msgspec
@@ -163,24 +164,19 @@ def test_an_answer_about_something_else_is_none(server):
 
 
 def test_close_leaves_no_thread_and_ends_what_runs():
-    before, over, failed = set(threading.enumerate()), threading.Event(), []
-    with listening(lambda _: over.wait(2 * PATIENCE_SECONDS)) as (url, requests):
+    before, over = set(threading.enumerate()), threading.Event()
+    with (
+        listening(lambda _: over.wait(2 * PATIENCE_SECONDS)) as (url, requests),
+        ThreadPoolExecutor(1) as thread,
+    ):
         client = HttpMetadataClient(url)
-
-        def ask():
-            try:
-                client.refresh(Call(2 * PATIENCE_SECONDS))
-            except StorageUnavailableError as error:
-                failed.append(error)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
+        asking = thread.submit(client.refresh, Call(2 * PATIENCE_SECONDS))
         eventually(lambda: requests)
         client.close()
         client.close()
-        asking.join(PATIENCE_SECONDS)
+        with pytest.raises(StorageUnavailableError):
+            asking.result(PATIENCE_SECONDS)
         over.set()
-        assert failed
         with pytest.raises(MetadataError, match="closed"):
             client.refresh(Call(1))
         with pytest.raises(MetadataError, match="closed"):

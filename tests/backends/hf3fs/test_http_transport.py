@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import msgspec
@@ -46,11 +47,8 @@ def test_calls_at_the_same_time_are_all_answered():
         ABOUT(connection)
 
     with listening(answer) as (url, requests), closing(HttpMetadataClient(url)) as client:
-        asking = [threading.Thread(target=client.refresh, args=(Call(25),)) for _ in range(2)]
-        for thread in asking:
-            thread.start()
-        for thread in asking:
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(client.refresh, [Call(25), Call(25)]))
         assert len(requests) == 2
 
 

@@ -8,9 +8,9 @@ import os
 import random
 import shutil
 import signal
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 
@@ -241,11 +241,8 @@ def _stick_before_commit(path, url, keys, stuck):
 def test_d5_one_key_takes_one_slot(shared, server):
     """Twice in a batch, and from several writers at once."""
     rigs, keys = [shared() for _ in range(3)], chain("a", 4)
-    threads = [threading.Thread(target=one.put, args=([*keys, *keys],)) for one in rigs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda one: one.put([*keys, *keys]), rigs))
     assert all(rigs[0].put([*keys, *keys]))
     rigs[0].expect(keys)
     status = check(server, rigs[0])
