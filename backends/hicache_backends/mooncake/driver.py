@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import os
+import re
+import socket
 import threading
 from functools import partial
 from itertools import chain, islice
@@ -13,7 +17,6 @@ from hicache_backends.mooncake.client.handle import ConnectionHandle
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.memory import BLOCK_BYTES, regions_of
 from hicache_backends.mooncake.names import names_of, object_names, prefix_of
-from hicache_backends.mooncake.reachability import check_local_hostname
 from hicache_backends.mooncake.reader import PageReader, read_verified
 from hicache_backends.mooncake.stores import MAX_HUNG, POOL_THREADS
 from hicache_backends.mooncake.writer import CHUNK_BYTES, MAX_HUNG_SETS, PageWriter
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
-    from hicache_backends.mooncake.config import MooncakeConfig
+    from hicache_backends.mooncake.config import ClientSettings, MooncakeConfig
     from hicache_storage.objects import (
         Call,
         LookupBatch,
@@ -53,6 +56,9 @@ logger = logging.getLogger(__name__)
 HEALTH_OBJECT = "hicache-health"
 CLOSE_SECONDS = 1.0
 """Limit of `close` for threads whose transfers go on after their calls have been given up."""
+HOSTNAME_FIX = "set it to an address of this node that every node reaches"
+HOSTNAME_SECONDS = 2.0
+_HOST = re.compile(r"\[(.+)\](?::\d+)?|([^:]+)(?::\d+)?")
 
 
 class MooncakeStorage(ObjectStorage):
@@ -279,3 +285,50 @@ def _take(names: set[str], name: str) -> bool:
     found = name in names
     names.discard(name)
     return found
+
+
+def check_local_hostname(settings: ClientSettings) -> None:
+    """Check that `local_hostname` leads to this node, before memory is lent under it.
+
+    Transfers to that memory connect to this name, those of this process too. Over TCP nothing
+    connects to a client that lends none, and with a metadata server the name is no address.
+
+    Raises:
+        StorageUnavailableError: the name cannot be resolved, or does not lead here.
+    """
+    pure_client = settings.protocol == "tcp" and not settings.global_segment_size
+    if settings.metadata_server != "P2PHANDSHAKE" or pure_client:
+        return
+    name = settings.local_hostname
+    match = _HOST.fullmatch(name)
+    host = (match[1] or match[2]) if match else name
+    # As the library does: over IPv4 alone, unless the operator has set this.
+    ipv6 = "MC_USE_IPV6" in os.environ
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    try:
+        with socket.create_server(("", 0), family=family, dualstack_ipv6=ipv6) as listener:
+            listener.settimeout(HOSTNAME_SECONDS)
+            with socket.create_connection((host, listener.getsockname()[1]), HOSTNAME_SECONDS):
+                # The connection may have been accepted by another node.
+                listener.accept()[0].close()
+    except (OSError, UnicodeError) as error:
+        raise StorageUnavailableError(
+            f"local_hostname is {name!r}, which does not lead to this node ({error}): {HOSTNAME_FIX}"
+        ) from error
+    master = settings.master
+    if master is not None and _is_loopback(host) and not _is_loopback(master[0]):
+        logger.warning(
+            "mooncake: local_hostname is %r, under which only this node reaches the memory that it "
+            "lends; where the master %s has clients on others, %s",
+            name,
+            settings.master_server_address,
+            HOSTNAME_FIX,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        return False
+    return address.is_loopback or address.is_unspecified

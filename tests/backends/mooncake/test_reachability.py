@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_backends.mooncake.config import MooncakeConfig, client_settings
-from hicache_backends.mooncake.reachability import check_local_hostname
+from hicache_backends.mooncake.driver import check_local_hostname
 from hicache_storage.spec import StorageUnavailableError
 from tests.backends.mooncake.harness import chain
 
