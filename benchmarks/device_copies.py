@@ -397,7 +397,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mib", type=int, default=512, help="moved in a turn")
     parser.add_argument("--layers", type=int, help="instead of those of the cases")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=240, help="no case begins after these")
     parser.add_argument("--sglang", type=Path, help="a tree with SGLang's kernels and stubs")
     options = parser.parse_args(arguments)
     if options.mib < 1 or options.rounds < 1 or options.cases < 1:
@@ -425,9 +424,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compute = device.stream("compute")
         products = Products(compute) if options.device == "cuda" else None
         for layout, layers, page_size in CASES[: options.cases]:
-            if time.monotonic() - began > options.seconds:
-                notes.append(f"{layout} with {page_size} tokens a page is left out: no time")
-                continue
             layers = options.layers or layers
             case = Case(options.device, device, compute, layout, layers, page_size, options.mib)
             try:

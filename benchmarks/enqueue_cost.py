@@ -25,7 +25,7 @@ from interleaved import Run, table
 from stubbed_cuda import StubbedDevice, stubbed
 
 from hicache_storage.pools import AttentionGeometry, DevicePages, PagedHostPool, host_tensor
-from hicache_storage.transfer import Indices, PageTransfers, PoolPair, Way
+from hicache_storage.transfer import Indices, PageTransfers, PoolPair
 
 if TYPE_CHECKING:
     from hicache_storage.tools.bench.results import Measurement
@@ -35,15 +35,11 @@ HEADS, POOL_BYTES = (8, 4, 2, 1), 8 << 30
 """As many heads as a pool of this length takes: with 8, a token has 128 KiB."""
 GOALS = {"write-back": 60, "load": 300}
 """Microseconds for 64 pages; 4,096 may take twice as long."""
-CASES: list[tuple[str, int, Way | None]] = [
-    ("page_first", 1, None),
-    ("page_first", 64, None),
-    ("page_first_direct", 64, "dma"),
-]
-"""Layout, tokens a page, and the way of the copies."""
+CASES = [("page_first", 1), ("page_first", 64), ("page_first_direct", 64)]
+"""Layout and tokens a page."""
 
 
-def engine(layout: str, page_size: int, pages: int, way: Way | None) -> PageTransfers:
+def engine(layout: str, page_size: int, pages: int) -> PageTransfers:
     """A pair of pools with twice as many pages, and the engine between them."""
     size = 2 * pages * page_size
     token_bytes = 2 * LAYERS * HEAD_DIM * DTYPE.itemsize
@@ -61,7 +57,7 @@ def engine(layout: str, page_size: int, pages: int, way: Way | None) -> PageTran
     device_pages = DevicePages([layer.unbind() for layer in layers], page_size)
     device = StubbedDevice()
     pair = PoolPair(device_pages, host_pool)
-    return PageTransfers(device, device.stream("compute"), {"kv": pair}, way=way)
+    return PageTransfers(device, device.stream("compute"), {"kv": pair})
 
 
 def measure(
@@ -96,12 +92,12 @@ def main() -> None:
     torch.set_num_threads(1)
     rows, run = list[list[str]](), Run()
     with stubbed() as calls:
-        for layout, page_size, way in CASES:
+        for layout, page_size in CASES:
             for pages in counts:
-                transfers = engine(layout, page_size, pages, way)
+                transfers = engine(layout, page_size, pages)
                 for direction, goal in GOALS.items():
                     before = calls.total()
-                    case = [layout, str(page_size), way or "chosen"]
+                    case = [layout, str(page_size)]
                     one = run.of(", ".join(case), (0, 1, pages, direction))
                     measure(one, transfers, direction, page_size, options.rounds)
                     made = (calls.total() - before) // options.rounds
@@ -112,7 +108,7 @@ def main() -> None:
                     ]
                     goals = f"{goal * (1 + (pages > 64))} us"
                     rows.append([*case, str(pages), direction, *times, str(made), goals])
-    header = ["layout", "tokens", "way", "pages", "direction", "median", "least", "calls", "goal"]
+    header = ["layout", "tokens", "pages", "direction", "median", "least", "calls", "goal"]
     text = table(header, rows)
     run.save(options.out, text)
     run.show(text)

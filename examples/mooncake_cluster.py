@@ -4,14 +4,13 @@ All processes listen at 127.0.0.1. `close` stops exactly the processes that were
 kernel kills them when the thread that started them ends. The command stops them on Ctrl-C or
 SIGTERM. Needs `pip install 'hicache-storage[mooncake]'`.
 
-    python examples/mooncake_cluster.py [--stores 2] [--store-size 256mb] [--port 50051] [--json]
+    python examples/mooncake_cluster.py [--stores 2] [--store-size 256mb] [--port 50051]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import signal
@@ -285,9 +284,6 @@ def main() -> int:
         "--store-size", default="256mb", help="memory that each lends, such as '1gb'"
     )
     parser.add_argument("--port", type=int, default=0, help="port of the master; a free one if 0")
-    parser.add_argument(
-        "--json", action="store_true", help="print the driver's options as one line of JSON"
-    )
     given = parser.parse_args()
     ended = threading.Event()
     try:
@@ -298,11 +294,8 @@ def main() -> int:
             signal.signal(number, lambda _number, _frame: ended.set())
         with cluster:
             options = " ".join(f"-c {name}={value}" for name, value in cluster.options.items())
-            text = (
-                f"master at {cluster.address}, {given.stores} stores of {given.store_size}\n"
-                f"try: hicache doctor mooncake {options}"
-            )
-            print(json.dumps(cluster.options) if given.json else text, flush=True)
+            print(f"master at {cluster.address}, {given.stores} stores of {given.store_size}")
+            print(f"try: hicache doctor mooncake {options}", flush=True)
             ended.wait()
     except HiCacheError as error:
         print(error, file=sys.stderr)

@@ -74,11 +74,11 @@ def test_the_cost_of_enqueueing_is_measured_without_a_gpu(cost, monkeypatch, tmp
     finally:
         cost.torch.set_num_threads(threads)
     assert Report.read(tmp_path / "results.json").figures == {
-        "calls: page_first, 1, chosen, 16, write-back": [2],
-        "calls: page_first, 1, chosen, 16, load": [33],
-        "calls: page_first, 64, chosen, 16, write-back": [3],
-        "calls: page_first, 64, chosen, 16, load": [33],
-        "calls: page_first_direct, 64, dma, 16, write-back": [3],
-        "calls: page_first_direct, 64, dma, 16, load": [17],
+        "calls: page_first, 1, 16, write-back": [2],
+        "calls: page_first, 1, 16, load": [33],
+        "calls: page_first, 64, 16, write-back": [3],
+        "calls: page_first, 64, 16, load": [33],
+        "calls: page_first_direct, 64, 16, write-back": [3],
+        "calls: page_first_direct, 64, 16, load": [17],
     }
     assert "least" in capsys.readouterr().out

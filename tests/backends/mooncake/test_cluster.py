@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import json
+import re
 import signal
 import subprocess
 import sys
@@ -33,9 +33,10 @@ def is_alive(pid: str) -> bool:
 def test_the_command_stops_what_it_started(number):
     """It prints options that work, and nothing outlives it however it ends."""
     with subprocess.Popen(
-        [*COMMAND, "--stores", "2", "--store-size", "16mb", "--json"], stdout=subprocess.PIPE
+        [*COMMAND, "--stores", "2", "--store-size", "16mb"], stdout=subprocess.PIPE, text=True
     ) as command:
-        options = json.loads(command.stdout.readline())
+        lines = [command.stdout.readline() for _ in range(2)]
+        options = dict(re.findall(r"-c (\w+)=(\S*)", lines[1]))
         children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
         started = children.read_text().split()
         assert len(started) == 3
