@@ -149,6 +149,7 @@ def test_a_background_task_that_hangs_is_not_started_again(guarded, disk, monkey
         assert a.holds(keys)
     # Behind the tasks that were started.
     assert a.bare.store.thread_pool.submit(lambda: None).wait(5)
+    eventually(lambda: disk.operations)
     assert disk.operations == 1
     disk.thaw()
     disk.stall("utime")
