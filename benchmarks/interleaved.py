@@ -189,7 +189,7 @@ class Process:
             if not self._connection.poll(START_SECONDS):
                 raise EOFError
             imported = self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.kill()
             self._process.wait()
             self._connection.close()

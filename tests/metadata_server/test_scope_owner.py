@@ -27,7 +27,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import FencedError, RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared import ownership, scope_log, scope_owner
+from hicache_metadata_server.shared import connection, ownership, scope_log, scope_owner
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
     Observer,
@@ -44,6 +44,8 @@ pytestmark = pytest.mark.slow(seconds=20)
 
 SCOPES = ("0:kv", "0:mamba", "1:kv")
 LEASE = 3.0
+REAL_SECONDS = 30.0
+"""Limit of a request. Time is simulated: a machine that stands still for a second ends none."""
 DRIFT = 0.04
 """Clocks differ in rate by up to twice this, less than the margin of a lease."""
 
@@ -75,7 +77,9 @@ class Server:
         self.service = MetadataService(
             DEFAULTS, durability=p.StoreDurability.PROCESS, shares_store=True
         )
-        self.connection, self.written = (RedisConnection(world.redis.url) for _ in range(2))
+        self.connection, self.written = (
+            RedisConnection(world.redis.url, REAL_SECONDS) for _ in range(2)
+        )
         self.store = ScopeLogStore(self.written, self.wall)
         self._run, self.connection.run = self.connection.run, self._slowly
         self._command, self.connection.command = self.connection.command, self._checked
@@ -160,6 +164,11 @@ class Server:
     def close(self):
         self.world.do(self.connection.close())
         self.world.do(self.written.close())
+
+
+@pytest.fixture(autouse=True)
+def _connects_within(monkeypatch):
+    monkeypatch.setattr(connection, "CONNECT_SECONDS", REAL_SECONDS)
 
 
 @pytest.fixture

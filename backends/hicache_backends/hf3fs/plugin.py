@@ -39,15 +39,16 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 "path": "{tmp}/store",
                 "metadata_url": "http://127.0.0.1:{port:meta}",
                 "file_size": "64MiB",
-                "lease_seconds": "1",
-                # Longer than a lease, so that the keys of a killed writer can be set again.
-                "wait_seconds": "3",
+                # Short, because the keys of a killed writer can be set again when a lease has ended,
+                # and long enough for a machine that is busy.
+                "lease_seconds": "2",
+                "wait_seconds": "5",
             },
             trial_services=(
                 (
                     *(sys.executable, "-c", _COMMAND_LINE, "metadata", "serve"),
                     *("--port", "{port:meta}", "--store", "sqlite:///{tmp}/meta.db"),
-                    *("--quarantine-seconds", "0.02", "--lease-seconds", "1"),
+                    *("--quarantine-seconds", "0.02", "--lease-seconds", "2"),
                 ),
             ),
             capacity_option="file_size",

@@ -50,7 +50,6 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 "master_server_address": "127.0.0.1:{port:master}",
                 "local_hostname": "127.0.0.1",
                 "global_segment_size": "0",
-                "rpc_timeout_seconds": "2",
                 # Longer than the master keeps a killed writer's begun objects, which block their
                 # keys.
                 "wait_seconds": "2",

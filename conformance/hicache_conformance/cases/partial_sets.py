@@ -161,9 +161,9 @@ another one in each round."""
 STORE_PAGES: Final = BATCH
 """What the small store holds: the pages of the writer that is held up, whose places another one
 needs."""
-LEASE_SECONDS: Final = {"network": 1.3}
-"""How long a writer is held up so that a lease of it runs out: that of a trial store takes a
-second. On a disk nothing could keep it from writing in the end, so that it is held up for less;
+LEASE_SECONDS: Final = {"network": 2.3}
+"""How long a writer is held up so that a lease of it runs out: that of a trial store takes
+two. On a disk nothing could keep it from writing in the end, so that it is held up for less;
 drivers that lease places for a shorter time are found out there."""
 LEASE_ROUNDS: Final = 2
 BRIEF_SECONDS: Final = 0.3
