@@ -196,9 +196,8 @@ class PageIndex:
 
         The head of a chain counts as the most recently used (rule EV-3).
         """
-        now, last, find = self._clock.now_ns(), None, self.pages.get
-        for key in reversed(keys):
-            location = find(key)
+        now, last = self._clock.now_ns(), None
+        for location in map(self.pages.get, reversed(keys)):
             if location is not None and location[0] is not last:
                 last = location[0]
                 now += 1
