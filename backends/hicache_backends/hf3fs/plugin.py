@@ -48,7 +48,8 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 (
                     *(sys.executable, "-c", _COMMAND_LINE, "metadata", "serve"),
                     *("--port", "{port:meta}", "--store", "sqlite:///{tmp}/meta.db"),
-                    *("--quarantine-seconds", "0.02", "--lease-seconds", "2"),
+                    # A restored server waits for ten times its own duration of a lease.
+                    *("--quarantine-seconds", "0.02", "--lease-seconds", "1"),
                 ),
             ),
             capacity_option="file_size",
