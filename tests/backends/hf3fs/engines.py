@@ -9,7 +9,6 @@ suite.
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +16,14 @@ from functools import partial
 
 import msgspec
 
-from hicache_conformance.harness.pools import Page, PagePatterns, PoolShape
+from hicache_conformance.fixtures.process_group import ProcessGroup
+from hicache_conformance.harness.pools import PoolShape
 from hicache_conformance.history.checker import judge
-from hicache_conformance.history.events import VALUES, Call, Event, Workload
+from hicache_conformance.history.events import Call, Event
 from hicache_conformance.model.case import Violation
-from hicache_conformance.processes.worker import WorkerProcess, WorkerStorage
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import PoolName, StorageIdentity
+from hicache_storage.spec import PoolName
+from tests.conformance.records import case_context
 
 IS_LONG = "HICACHE_SERVERS_SECONDS" in os.environ
 """Whether this is `make servers`, which has the machine to itself."""
@@ -44,56 +44,35 @@ PAGES = {PoolName.KV: PoolShape(pages=48, components=(1_500, 2_500))}
 NANOSECONDS = 1_000_000_000
 
 
-class Engines:
+class Engines(ProcessGroup):
     """The processes, and what they did."""
 
-    def __init__(self, path, urls, number, seed=1):
-        self._number, self._seed, self._random = number, seed, random.Random(seed)
-        self.identity = StorageIdentity(
-            model="m", kv_dtype="bfloat16", page_size=2, layout="page_first", salt=f"servers-{seed}"
-        )
-        self._config = {
-            "path": str(path),
+    def __init__(self, path, urls):
+        config = {
+            "path": str(path / "store"),
             "metadata_url": ",".join(urls),
             "file_size": "64MiB",
             "lease_seconds": 1.0,
             "wait_seconds": 0.2,
             "timeout_seconds": DEADLINE_SECONDS,
         }
-        self.peers = list[WorkerProcess]()
-        self.keys = list[str]()
-        self._lock, self._value, self._epoch_until = threading.Lock(), 1, 0.0
-        self._began_at = 0
+        self.context = case_context(path, driver="hf3fs", config=config)
+        super().__init__(self.context, PAGES)
+        self._lock, self._epoch_until, self._began_at = threading.Lock(), 0.0, 0
 
-    def open(self):
-        for number in range(self._number):
-            self.open_one(f"engine{number}")
-
-    def open_one(self, name):
-        peer = WorkerProcess(
-            WorkerStorage(
-                name=name,
-                driver="hf3fs",
-                config=self._config,
-                identity=self.identity,
-                pools=PAGES,
-                seed=f"{self._seed}/{name}",
-                # Without a circuit breaker, so that every call reaches the servers.
-                options=StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0),
-            )
-        )
-        self.peers.append(peer)
-        return peer
+    def engine(self, name):
+        # Without a circuit breaker, so that every call reaches the servers.
+        options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
+        return self.worker(name, options=options)
 
     def close(self):
-        for peer in self.peers:
-            peer.kill()
+        self.context.opened.close()
 
-    def work(self, strikes):
+    def work_beside(self, strikes):
         """Let all work until the strikes are over and every engine has stored something since."""
         self._began_at = time.monotonic_ns()
-        with ThreadPoolExecutor(len(self.peers)) as threads:
-            list(threads.map(partial(self._keep_busy, strikes), self.peers))
+        with ThreadPoolExecutor(len(self.workers)) as threads:
+            list(threads.map(partial(self._keep_busy, strikes), self.workers))
 
     def _keep_busy(self, strikes, peer):
         while not strikes.over_at or not self._is_back(peer, strikes.over_at):
@@ -117,33 +96,22 @@ class Engines:
     def _chunk(self):
         if time.monotonic() > self._epoch_until:
             self._epoch_until = time.monotonic() + EPOCH_SECONDS
-            first = len(self.keys)
-            self.keys += [f"{self._seed}-{number}" for number in range(first, first + EPOCH_KEYS)]
-        value, self._value = self._value, self._value + CHUNK
-        assert self._value < VALUES, "more sets than the checker can tell apart"
+            self.new_keys(EPOCH_KEYS)
         # Mostly of this time; what is older has to be there, too.
         keys = (
             self.keys[-EPOCH_KEYS:]
-            if self._random.random() < 0.8
-            else self._random.sample(self.keys, EPOCH_KEYS)
+            if self.context.random.random() < 0.8
+            else self.context.random.sample(self.keys, EPOCH_KEYS)
         )
-        return Workload(
-            seed=f"{self._seed}/{value}",
-            calls=CHUNK,
-            keys=tuple(keys),
-            mix=MIX,
-            first_value=value,
-            max_keys=8,
-        )
+        return self.work(keys, MIX, calls=CHUNK, max_keys=8)
 
     def read_all(self):
         """A new engine asks for every key; its answers are the last of the history."""
-        reader = self.open_one("reader")
+        reader = self.engine("reader")
         for start in range(0, len(self.keys), 32):
             reader.get(self.keys[start : start + 32])
-        return reader
 
-    def judge(self, outages):
+    def judge_all(self, outages):
         """Numbers of pages that were stored, and that were delivered.
 
         Raises:
@@ -151,18 +119,18 @@ class Engines:
             removal, or a wrong byte. AssertionError: a call took too long, or an engine saw a
             damaged page.
         """
-        events = [event for peer in self.peers for event in peer.events]
+        events = self.events
         judged = [part for event in events for part in excused(event, outages)]
         try:
-            judge(judged, self.identity, self._book(), "SET-1", keeps=True)
+            judge(judged, self.identity, self.context.patterns, "SET-1", keeps=True)
         except Violation as violation:
             away = [f"{self._at(begin)} to {self._at(end)}" for begin, end in outages]
             violation.add_note(f"The store was away from {', '.join(away) or 'never'}.")
             raise
         late = [event for event in events if _seconds(event) > DEADLINE_SECONDS + GRACE_SECONDS]
         assert not late, [(event.call, round(_seconds(event), 2)) for event in late]
-        stats = [peer.stats() for peer in self.peers if not peer.ended]
-        assert sum(pool.pages_damaged + pool.pages_evicted for pool in stats) == 0
+        self.expect_sound("GET-1")
+        assert not any(one.stats().pages_evicted for one in self.workers if not one.ended)
         return (
             sum(sum(event.ended.done) for event in events if event.call is Call.SET),
             sum(found is not None for event in events for found in event.ended.found),
@@ -170,12 +138,6 @@ class Engines:
 
     def _at(self, moment):
         return f"{(moment - self._began_at) / NANOSECONDS:.2f} s"
-
-    def _book(self):
-        book = PagePatterns()
-        for key in self.keys:
-            book.render(Page(self.identity, str(PoolName.KV), key), 1)
-        return book
 
 
 def overlaps(event, outages):

@@ -103,8 +103,8 @@ def servers(store, cuts, monkeypatch):
 
 
 @pytest.fixture
-def engines(tmp_path, servers, store):
-    made = Engines(tmp_path / "store", [server.url for server in servers], store.engines)
+def engines(tmp_path, servers):
+    made = Engines(tmp_path, [server.url for server in servers])
     yield made
     made.close()
 
@@ -144,16 +144,17 @@ def _keys(node):
 def test_servers_and_their_store_are_killed_under_load(engines, servers, store, strikes):
     """No acknowledged page is lost, no byte is wrong, no call takes longer than its deadline and a
     grace; all come back."""
-    engines.open()
+    for number in range(store.engines):
+        engines.engine(f"engine{number}")
     with ThreadPoolExecutor(1) as thread:
         striking = thread.submit(strikes.run)
         try:
-            engines.work(strikes)
+            engines.work_beside(strikes)
         finally:
             striking.result()
     engines.read_all()
     print(*strikes.log, sep="\n")
-    stored, delivered = engines.judge(strikes.outages)
+    stored, delivered = engines.judge_all(strikes.outages)
     print(f"{stored} pages were stored, {delivered} delivered")
     assert min(stored, delivered) > 10 * store.engines
     for server in servers:
