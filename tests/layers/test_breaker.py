@@ -29,7 +29,6 @@ from hicache_storage.spec import (
 from tests.support.failing import failing
 
 PATIENCE_SECONDS = 60.0
-CALLERS = 8
 PASSED = HiCacheStorageExtraInfo(deadline_seconds=0)
 
 
@@ -183,42 +182,6 @@ def test_a_missed_deadline_is_a_fault_of_its_kind(kit, hangs, kind):
     layer.batch_exists_v2(["a"])
     assert len(storage.operations) == asked + (kind == "write")
     release.set()
-    layer.close()
-
-
-@pytest.mark.parametrize("may_hang", [False, True])
-def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
-    """With a count of all threads, eight calls that were all served made one fault nine, and opened
-    the breaker."""
-    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=may_hang))
-    storage.open()
-    all_in, go_on = threading.Barrier(CALLERS + 1), threading.Event()
-
-    def before(operation):
-        if operation == "exist":
-            all_in.wait(PATIENCE_SECONDS)
-            go_on.wait(PATIENCE_SECONDS)
-        if operation == "read":
-            raise OSError(5, "I/O error")
-
-    storage.before = before
-    layer = CircuitBreakerLayer(DeadlineLayer(storage, PATIENCE_SECONDS), 2, 10.0)
-    layer.register_mem_host_pool_v2(pool, "kv")
-    threads = [
-        threading.Thread(target=layer.batch_exists_v2, args=(["a"],)) for _ in range(CALLERS)
-    ]
-    for thread in threads:
-        thread.start()
-    all_in.wait(PATIENCE_SECONDS)
-    assert layer.batch_get_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-    go_on.set()
-    for thread in threads:
-        thread.join()
-    assert layer.breakers["read"].state is BreakerState.CLOSED
-    # Two in a row are two, also where they are met in the deadline layer's threads.
-    for _ in range(2):
-        layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
-    assert layer.breakers["read"].state is BreakerState.OPEN
     layer.close()
 
 

@@ -105,14 +105,8 @@ class Vector:
 
     def __getitem__(self, part):
         start, stop, step = part.indices(len(self.memory))
-        self.library.check(step == 1, "a slice with steps")
-        self.library.check(
-            part.start is None or part.start == start, f"slice {part} reaches beyond the memory"
-        )
-        self.library.check(
-            part.stop is None or part.stop == stop, f"slice {part} reaches beyond the memory"
-        )
-        self.library.check(stop > start, f"slice {part} is empty")
+        is_inside = (part.start, part.stop, step) == (start, stop, 1) and start < stop
+        self.library.check(is_inside, f"slice {part} of {len(self.memory)} bytes")
         return Part(self, start, stop)
 
 
