@@ -1,4 +1,4 @@
-"""Removals over `ObjectStorage`: cursors, what is lost, damaged pages, shards, faults."""
+"""Removals over `ObjectStorage` beside the suite's `RemovalCases`: pools, damaged pages, faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.objects import ObjectRemoval, removals
 from hicache_storage.spec import (
     HiCacheStorageExtraInfo,
     InvalidTransferError,
@@ -39,36 +38,6 @@ def filled(kit):
     storage, pool = kit.memory_storage()
     stored(storage, pool)
     return storage, storage.removals()
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_a_listener_that_is_too_far_behind_is_told_so(filled, monkeypatch, beyond):
-    storage, first = filled
-    kept = removals.MAX_REMOVALS
-    report(monkeypatch, storage, [str(number) for number in range(kept + beyond)])
-    answer = storage.removals(first.cursor)
-    assert answer.lost is bool(beyond)
-    assert [one.key for one in answer.removed] == [str(beyond + n) for n in range(kept)]
-    assert not storage.removals(answer.cursor).lost
-
-
-@pytest.mark.parametrize("cursor", [0, -1, 1 << 60])
-def test_a_cursor_of_another_storage_is_lost(filled, kit, cursor):
-    storage, _ = filled
-    assert storage.removals(cursor).lost
-    other, _ = kit.memory_storage()
-    assert storage.removals(other.removals().cursor).lost
-
-
-def test_what_a_driver_has_lost_each_listener_is_told_once(filled, monkeypatch):
-    storage, first = filled
-    later = storage.removals()
-    report(monkeypatch, storage, ["a"], lost=True)
-    answer = storage.removals(first.cursor)
-    assert answer.lost
-    assert keys_of(answer) == [("kv", "a")]
-    assert storage.removals(later.cursor).lost
-    assert not storage.removals(answer.cursor).lost
 
 
 def test_a_pool_that_is_registered_later_may_have_lost_some(filled):
@@ -167,12 +136,3 @@ def test_an_instance_reports_no_more_than_its_driver():
     strong = replace(CAPABILITIES, removals=RemovalScope.STORE)
     assert strong.exceeding(weak) == ["removals=store"]
     assert weak.exceeding(strong) == []
-
-
-def report(monkeypatch, storage, keys, *, lost=False):
-    """The driver reports these removals with its next answer."""
-    namespace = storage.pools["kv"].namespace.name
-    answers = [([ObjectRemoval(namespace, key) for key in keys], lost)]
-    monkeypatch.setattr(
-        storage, "collect_removals", lambda *_: answers.pop() if answers else ([], False)
-    )
