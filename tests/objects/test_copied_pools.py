@@ -98,21 +98,3 @@ def test_a_pool_that_raises_while_pages_are_read_is_a_miss(both, monkeypatch, ca
         assert caplog.text.count(f"answering misses: {CUDA_ERROR}") == 1
         assert storage.batch_get_v2(asked) == {"kv": [True], "mamba": [True]}
         assert caplog.text.count("serving again") == 1
-
-
-@pytest.mark.parametrize(
-    ("pool", "method"), [("kv", "get_data_page"), ("mamba", "get_page_buffer_meta")]
-)
-def test_a_pool_that_raises_while_pages_are_stored_is_refused(both, monkeypatch, pool, method):
-    storage, flat, lending = both
-    asked = [transfer("kv", ["c", "a"], [2, 0]), transfer("mamba", ["c", "a"], [2, 0])]
-    with monkeypatch.context() as patched:
-        patched.setattr({"kv": flat, "mamba": lending}[pool], method, broken)
-        # What is there already needs no copy.
-        assert storage.batch_set_v2(asked) == {
-            "kv": [pool != "kv", True],
-            "mamba": [pool != "mamba", True],
-        }
-    stats = storage.get_stats()
-    assert (stats.faults, stats.pools[pool].pages_refused) == (1, 1)
-    assert storage.batch_set_v2(asked) == {"kv": [True, True], "mamba": [True, True]}

@@ -10,7 +10,7 @@ import pytest
 from hicache_storage.objects import recorder
 from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
 from tests.objects.storing import stored
-from tests.support.failing import failing, kept_calls
+from tests.support.failing import kept_calls
 
 
 class TestDriversThatFindWhatExists:
@@ -62,15 +62,6 @@ def test_a_registered_pool_tells_its_namespace(kit, caplog):
     ]
     assert line.endswith(storage.pools["kv"].namespace.name)
     assert f"pool kv of model {storage.identity.model!r}" in line
-
-
-def test_statistics_can_be_switched_off_but_not_faults(kit):
-    storage, pool = kit.memory_storage(metrics=False)
-    stored(storage, pool, ["a"], [0])
-    storage.before = failing(OSError())
-    storage.batch_exists_v2(["a"])
-    assert storage.get_stats().pools == {}
-    assert storage.get_stats().faults == 1
 
 
 def test_a_call_is_counted_once_however_many_pages_it_has(kit):
