@@ -4,7 +4,7 @@ import pytest
 
 from examples.mooncake_cluster import DevCluster
 from hicache_storage.objects.thread_pool import ThreadPool
-from tests.backends.mooncake.harness import Rig, StrangersClient
+from tests.backends.mooncake.harness import Rig
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,6 @@ def rig(cluster):
     yield make
     for made in rigs:
         made.storage.close()
-
-
-@pytest.fixture
-def stranger(cluster):
-    client = StrangersClient(cluster.options)
-    yield client
-    client.close()
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 
-from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.config import MooncakeConfig
 from hicache_backends.mooncake.driver import MooncakeStorage
 from hicache_backends.mooncake.memory import BLOCK_BYTES
@@ -16,20 +14,8 @@ from hicache_backends.posix.buffers import Buffers
 from hicache_storage.layers import StorageOptions
 from hicache_storage.layers.stack import wrap
 from hicache_storage.spec import HungReads
-from tests.backends.file.harness import COMPONENTS, ScratchPool, chain, content, identity
+from tests.backends.file.harness import COMPONENTS, identity
 from tests.backends.file.harness import Rig as FileRig
-
-__all__ = [
-    "COMPONENTS",
-    "Rig",
-    "ScratchPool",
-    "StrangersClient",
-    "chain",
-    "content",
-    "identity",
-]
-
-UNTOUCHED = 0xEE
 
 
 class DirectStorage(MooncakeStorage):
@@ -54,7 +40,7 @@ class Rig(FileRig):
         deadline: of each call, kept by the SDK's layer; None for the bare driver.
     """
 
-    UNTOUCHED = UNTOUCHED
+    UNTOUCHED = 0xEE
 
     def __init__(
         self,
@@ -83,51 +69,3 @@ class Rig(FileRig):
         """The connection that calls use at present."""
         with self.driver.handle as connection:
             return connection
-
-    @property
-    def lent_buffers(self):
-        """How many buffers gets have, also those that were left at their deadline."""
-        return self.driver._reader.buffers._lent
-
-    @property
-    def unrevoked(self):
-        """Names of objects that were begun, and could not be given up."""
-        return self.connection._unrevoked
-
-    @property
-    def stats(self):
-        return self.storage.get_stats().pools["kv"]
-
-
-class StrangersClient:
-    """The library itself, for objects that no driver of ours would store."""
-
-    def __init__(self, options):
-        self.store = library.new_store()
-        code = self.store.setup(
-            "127.0.0.1",
-            "P2PHANDSHAKE",
-            0,
-            0,
-            "tcp",
-            "",
-            options["master_server_address"],
-        )
-        assert code == 0
-
-    def put(self, name, data):
-        buffer = bytearray(data)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        codes = self.store.batch_put_from_multi_buffers(
-            [name], [[address]], [[len(buffer)]], library.replicate_config(1)
-        )
-        assert codes == [0]
-
-    def size(self, name):
-        return self.store.get_size(name)
-
-    def remove(self, name):
-        return self.store.batch_remove([name], True)
-
-    def close(self):
-        self.store.close()

@@ -13,7 +13,8 @@ import pytest
 from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client.connection import check_master
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
-from tests.backends.mooncake.harness import Rig, chain
+from tests.backends.file.harness import chain
+from tests.backends.mooncake.harness import Rig
 from tests.support.commands import run_program
 from tests.support.waiting import eventually
 

@@ -6,8 +6,9 @@ import pytest
 
 from hicache_conformance.harness.pools import EngineHostPool
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
-from tests.backends.file.harness import ScratchPool
-from tests.backends.mooncake.harness import COMPONENTS, Rig
+from hicache_storage.testing import BytePool
+from tests.backends.file.harness import COMPONENTS
+from tests.backends.mooncake.harness import Rig
 
 
 @pytest.fixture
@@ -54,9 +55,9 @@ def test_memory_is_registered_once_and_let_go(registering):
 
 def test_over_tcp_nothing_is_registered(rig):
     one = rig()
-    register(one, ScratchPool(4, (100,)), "swa")
+    register(one, BytePool(components=(100,)), "swa")
     one.storage.open()
-    register(one, ScratchPool(4, (100,)), "mamba")
+    register(one, BytePool(components=(100,)), "mamba")
     assert one.put(["a"]) == [True]
     for pool in ("kv", "swa", "mamba"):
         assert regions(one, pool) == []
@@ -70,7 +71,7 @@ def test_memory_that_is_replaced_stays_until_no_call_is_in_flight(registering):
     register(one, one.pool)
     [former] = regions(one)
     with one.driver.handle:
-        register(one, ScratchPool(8, COMPONENTS))
+        register(one, BytePool(page_size=4, components=COMPONENTS))
         [present] = regions(one)
         assert former in registered(one)
     assert former not in registered(one)
@@ -124,6 +125,6 @@ def test_a_page_larger_than_a_buffer(rig):
         InvalidPoolError,
         match=r"pool 'kv': a page and its envelope have 9064 bytes.*'buffer_size' is 8192",
     ):
-        one.storage.register_mem_host_pool_v2(ScratchPool(4, (9000,)), "kv")
+        one.storage.register_mem_host_pool_v2(BytePool(components=(9000,)), "kv")
     assert one.put(["fits"]) == [True]
     one.expect(["fits"])

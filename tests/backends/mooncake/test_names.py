@@ -18,7 +18,7 @@ from hicache_backends.mooncake.names import (
 )
 from hicache_storage.objects import Namespace, ObjectRead
 from hicache_storage.spec import PageGeometry, PoolName
-from tests.backends.mooncake.harness import identity
+from tests.backends.file.harness import identity
 
 SPACE, OTHER = (
     Namespace(identity(), PoolName(pool), PageGeometry("page_first", "b", 4, 16, (60,)))

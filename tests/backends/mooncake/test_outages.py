@@ -20,7 +20,8 @@ from examples.mooncake_cluster import DevCluster
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.stores import RETRY_SECONDS
 from hicache_storage.spec import StorageUnavailableError
-from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
+from tests.backends.file.harness import chain, content
+from tests.backends.mooncake.harness import Rig
 from tests.support.commands import run_program
 from tests.support.waiting import eventually, repeated
 
@@ -311,10 +312,10 @@ def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
         cluster.stores[0].suspend()
         assert rig.get(keys) == [None] * 8
         cluster.stores[0].resume()
-        rig.pool.memory[:] = bytes([UNTOUCHED]) * len(rig.pool.memory)
+        rig.pool.memory[:] = bytes([rig.UNTOUCHED]) * len(rig.pool.memory)
         reader = Rig(cluster.options, components=(1 << 20, 64 << 10), pages=1)
         eventually(lambda: reader.put(later) == [True] and reader.get(later) != [None])
-        assert set(rig.pool.memory) == {UNTOUCHED}
+        assert set(rig.pool.memory) == {rig.UNTOUCHED}
         for each in (rig, reader):
             each.storage.close()
 
@@ -330,14 +331,14 @@ def test_a_write_that_could_not_be_given_up():
         assert connection.begin([name], [rig.page_bytes + 64], library.replicate_config(1)) == [0]
         cluster.master.kill()
         connection.revoke([name])
-        assert rig.unrevoked == {name}
+        assert connection._unrevoked == {name}
         cluster.master.start()
         eventually(lambda: rig.put(["begun"]) == [True])
-        assert rig.unrevoked == set()
+        assert connection._unrevoked == set()
         rig.expect(["begun"])
         # What is not being written cannot be left behind.
         connection.revoke(["never begun"])
-        assert rig.unrevoked == set()
+        assert connection._unrevoked == set()
         rig.storage.close()
 
 
@@ -412,6 +413,7 @@ def test_a_store_that_hangs_for_good_keeps_no_thread(monkeypatch):
         assert rig.put(keys) == [True] * 4
         cluster.stores[0].suspend()
         assert rig.get(keys) == [None] * 4
-        eventually(lambda: not rig.lent_buffers)
+        buffers = rig.driver._reader.buffers
+        eventually(lambda: not buffers._lent)
         cluster.stores[0].resume()
         rig.storage.close()

@@ -7,7 +7,7 @@ import pytest
 from hicache_backends.mooncake.config import MooncakeConfig, client_settings
 from hicache_backends.mooncake.driver import check_local_hostname
 from hicache_storage.spec import StorageUnavailableError
-from tests.backends.mooncake.harness import chain
+from tests.backends.file.harness import chain
 
 ELSEWHERE = "198.51.100.1"
 """An address for documentation, which no machine has."""

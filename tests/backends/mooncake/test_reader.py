@@ -24,7 +24,7 @@ from hicache_storage.spec import (
     StorageTimeoutError,
     StorageUnavailableError,
 )
-from tests.backends.mooncake.harness import identity
+from tests.backends.file.harness import identity
 from tests.support.waiting import eventually
 
 LENGTH = 100 + 64

@@ -21,8 +21,7 @@ from hicache_storage.spec import (
     StorageTimeoutError,
     StorageUnavailableError,
 )
-from tests.backends.file.harness import content
-from tests.backends.mooncake.harness import identity
+from tests.backends.file.harness import content, identity
 from tests.support.waiting import eventually
 
 
