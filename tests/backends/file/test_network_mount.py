@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
-import shutil
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,11 +12,6 @@ import pytest
 
 from tests.backends.file.harness import Rig, chain
 from tests.fuse.counting_fs import CountingMount
-
-pytestmark = pytest.mark.skipif(
-    not os.path.exists("/dev/fuse") or shutil.which("fusermount3") is None,
-    reason="needs /dev/fuse and fusermount3",
-)
 
 PAGES = 128
 COMPONENTS = (32 << 10, 32 << 10)

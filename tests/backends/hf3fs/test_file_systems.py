@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,11 +14,6 @@ from tests.backends.hf3fs.harness import chain
 from tests.fuse.counting_fs import CountingMount
 from tests.metadata_server.full_disks import small_disk
 
-needs_fuse = pytest.mark.skipif(
-    not os.path.exists("/dev/fuse") or shutil.which("fusermount3") is None,
-    reason="needs /dev/fuse and fusermount3",
-)
-
 
 @pytest.fixture
 def mount(tmp_path):
@@ -28,7 +22,6 @@ def mount(tmp_path):
         yield mount
 
 
-@needs_fuse
 def test_symbolic_links_are_not_needed(mount, rig, server):
     path, keys = mount.point / "store", chain("a", 20)
     with ThreadPoolExecutor(4) as threads:
@@ -56,7 +49,6 @@ def test_a_directory_of_an_earlier_version_keeps_its_id(tmp_path, rig, kept_serv
     other.expect(keys)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_full_disk_is_known_before_a_set(tmp_path, rig):
     with small_disk(tmp_path) as disk:
         one = rig(disk.path / "store", file_size="1MiB")
@@ -82,7 +74,6 @@ def read_only(source, point):
         subprocess.run(["umount", "-l", point], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_reader_without_write_access_reads_and_is_refused(tmp_path, rig, server):
     options = {"metadata_url": server.url, "file_size": 20 * 4608, "lease_seconds": 10.0}
     writer, keys = rig(**options), chain("a", 20)
