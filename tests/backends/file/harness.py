@@ -8,7 +8,6 @@ import hashlib
 import os
 import shutil
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -229,18 +228,6 @@ def interrupted(
         yield calls
 
 
-class ScratchPool(BytePool):
-    """A host pool whose pages can be written."""
-
-    def __init__(self, pages: int, components: Sequence[int]):
-        super().__init__(pages=pages, page_size=4, components=components)
-        self.geometry = replace(self.geometry, dtype="bfloat16")
-
-    def page(self, number: int) -> memoryview:
-        size = self.geometry.page_bytes
-        return memoryview(self.memory)[number * size : (number + 1) * size]
-
-
 class Hurried(DeadlineLayer):
     """A deadline that a busy machine keeps, until there is a hurry."""
 
@@ -276,7 +263,7 @@ class Rig:
         **options: object,
     ):
         self.path = path
-        self.pool = ScratchPool(pages, components)
+        self.pool = BytePool(pages=pages, page_size=4, components=components)
         self.storage = storage or FileStorage(
             who or identity(), FileConfig(path=str(path), **options)
         )
@@ -329,8 +316,9 @@ class Rig:
     def put(
         self, keys: Sequence[str], *, version: int = 0, seconds: float | None = None
     ) -> list[bool]:
+        size = self.page_bytes
         for number, key in enumerate(keys):
-            self.pool.page(number)[:] = content(key, version, self.page_bytes)
+            self.pool.memory[number * size : (number + 1) * size] = content(key, version, size)
         return self.storage.batch_set_v2([self.transfer(keys)], _within(seconds))["kv"]
 
     def put_again(self, keys: Sequence[str], version: int) -> None:
@@ -346,7 +334,7 @@ class Rig:
         self.pool.memory[:] = bytes([self.UNTOUCHED]) * len(self.pool.memory)
         answer = self.storage.batch_get_v2([self.transfer(keys)], _within(seconds))["kv"]
         assert len(answer) == len(keys)
-        return [bytes(self.pool.page(number)) if ok else None for number, ok in enumerate(answer)]
+        return [self.pool.page(number) if ok else None for number, ok in enumerate(answer)]
 
     def versions(self, keys: Sequence[str], versions: Iterable[int] = (0,)) -> list[int | None]:
         """The version of each page; None where it was not delivered. Any other bytes are a
@@ -382,6 +370,24 @@ class Rig:
 
     def transfer(self, keys: Sequence[str]) -> PoolTransfer:
         return PoolTransfer("kv", torch.arange(len(keys) * 4), keys=list(keys))
+
+
+def opened_rigs(kind: type[Rig]) -> object:
+    """A fixture that opens rigs, all on one directory unless told otherwise; closed at the end."""
+
+    @pytest.fixture
+    def rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+        rigs = list[Rig]()
+
+        def make(path: Path | None = None, **options: object) -> Rig:
+            rigs.append(kind(path or tmp_path / "store", **options))
+            return rigs[-1]
+
+        yield make
+        for made in rigs:
+            made.storage.close()
+
+    return rig
 
 
 def _within(seconds: float | None) -> HiCacheStorageExtraInfo:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.file.harness import Rig, ScratchPool, bundle_bytes, chain, identity
+from hicache_storage.testing import BytePool
+from tests.backends.file.harness import Rig, bundle_bytes, chain, identity
 from tests.metadata_server.full_disks import small_disk
 
 
@@ -101,6 +102,6 @@ def test_a_directory_without_permission_to_write_is_told_of(rig):
 def test_a_pool_whose_pages_are_too_large_does_not_hide_another(rig):
     a = rig(capacity="1MiB")
     a.put(chain("a", 8))
-    a.storage.register_mem_host_pool_v2(ScratchPool(1, (2 << 20,)), "large")
+    a.storage.register_mem_host_pool_v2(BytePool(pages=1, components=(2 << 20,)), "large")
     assert_only_reads(a, "pages of pool large are larger than the capacity")
     assert a.holds(chain("a", 8))

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.backends.file.harness import opened_rigs
 from tests.backends.hf3fs.harness import Rig
 from tests.metadata_server import servers
 from tests.support.metadata import Served
@@ -15,19 +16,7 @@ LEASE_SECONDS = 10.0
 """More than a busy machine takes from a reservation to its commit."""
 
 
-@pytest.fixture
-def rig(tmp_path):
-    """Open rigs, all on one directory unless told otherwise; closed at the end."""
-    rigs = []
-
-    def make(path=None, **options):
-        made = Rig(path or tmp_path / "store", **options)
-        rigs.append(made)
-        return made
-
-    yield make
-    for made in rigs:
-        made.storage.close()
+rig = opened_rigs(Rig)
 
 
 @pytest.fixture(params=["local", "remote"])

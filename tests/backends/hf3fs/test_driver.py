@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-import urllib.request
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +29,13 @@ from hicache_storage.spec import (
     from_memory,
     parse_config,
 )
-from tests.backends.file.harness import COMPONENTS, ScratchPool, identity
+from hicache_storage.testing import BytePool
+from tests.backends.file.harness import identity
 from tests.backends.hf3fs.conftest import LEASE_SECONDS
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain, content, interrupted, recycle
 from tests.support.forking import in_child
+from tests.support.metadata import HttpClient
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=20)
@@ -44,7 +45,7 @@ PATIENCE_SECONDS = 60.0
 
 def test_a_set_over_several_pools_asks_two_requests(rig, kept_server):
     one, keys = rig(metadata_url=kept_server.url), chain("a", 4)
-    one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "mamba")
+    one.storage.register_mem_host_pool_v2(BytePool(page_size=4), "mamba")
     indices = torch.arange(16, dtype=torch.int64)
 
     def put(keys):
@@ -380,16 +381,11 @@ def test_a_storage_names_its_model_once(rig, server):
     assert all(one.put(chain("a", 8)))
     labels = f'model="{identity().model}",scope="{one.scope.name}"'
     series = f"hicache_metadata_scope_info{{{labels}}} 1.0".encode()
-    eventually(lambda: series in metrics(server))
+    client = HttpClient(server.url)
+    eventually(lambda: series in client.get("/metrics").body)
     one.expect(chain("a", 8))
-    assert b'hicache_metadata_requests_total{route="/v2/describe",status="204"} 1.0' in metrics(
-        server
-    )
-
-
-def metrics(server):
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
-        return answer.read()
+    described = b'hicache_metadata_requests_total{route="/v2/describe",status="204"} 1.0'
+    assert described in client.get("/metrics").body
 
 
 def test_a_namespace_that_was_emptied_just_now_is_removed_by_one_request(rig, kept_server):

@@ -7,7 +7,6 @@ import logging
 import random
 import threading
 import time
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -47,6 +46,8 @@ from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, Stora
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import ScopeClient
 from tests.backends.hf3fs.listening import listening, reply
+from tests.interop.server_process import counted
+from tests.support.metadata import HttpClient
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=30)
@@ -276,13 +277,8 @@ def test_with_all_servers_away_calls_fail_and_come_back_by_themselves(client):
 
 def aborts(server):
     """Requests to give leases back that a server has answered; leases also end by themselves."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(
-        float(line.split()[-1])
-        for line in lines
-        if line.startswith("hicache_metadata_requests_total{") and '"/v2/abort"' in line
-    )
+    metrics = HttpClient(server.url).get("/metrics").body.decode()
+    return counted(metrics, "hicache_metadata_requests_total", route="/v2/abort")
 
 
 def test_what_nobody_waits_for_goes_to_the_other_server_too(client, kept_server):

@@ -8,7 +8,7 @@ from msgspec import structs
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_storage.objects import Call, LookupBatch, this_process
 from hicache_storage.spec import RemovalReason
-from tests.backends.file.harness import COMPONENTS, ScratchPool
+from hicache_storage.testing import BytePool
 from tests.backends.hf3fs.harness import recycle
 
 pytestmark = pytest.mark.slow(seconds=10)
@@ -48,7 +48,7 @@ def test_evictions_name_the_process_that_needed_room(mine):
 def test_what_a_failed_call_has_read_comes_with_the_next(mine, monkeypatch):
     """Scopes are asked for one by one, and the second request fails."""
     one = mine()
-    one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "mamba")
+    one.storage.register_mem_host_pool_v2(BytePool(), "mamba")
     assert all(one.put(["a", "b"]))
     listener, metadata = Listener(one.storage), one.store.metadata
     send, about, sent, failing = metadata.send, metadata.about, [], {2}
