@@ -1,5 +1,5 @@
-"""Somebody who reads a page and types what it says: a directory, a virtual environment, a shell and
-an interpreter.
+"""A reader of a page, who types what it says: the page's blocks as one script of bash, run in a
+directory and a virtual environment of its own.
 
 The environment has this checkout's wheel and what it depends on, and no index: `pip install
 'hicache-storage[server]'` finds everything installed, and any other package refused. With
@@ -18,26 +18,52 @@ import subprocess
 import time
 import tomllib
 from configparser import ConfigParser
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import yaml
 
-from hicache_conformance.harness.ports import accepts, free_ports
-from tests.docs.blocks import COMPARED, printed, steps
+from hicache_conformance.harness.ports import free_ports
+from tests.docs.blocks import COMPARED, blocks, printed, steps
 from tests.support.environment import ROOT, furnished, make_venv, variables
 
 if TYPE_CHECKING:
-    from tests.docs.blocks import Block, Step
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.docs.blocks import Block
 
 WHEELS: Final = os.environ.get("HICACHE_DOCS_WHEELS", "")
-SECONDS: Final = 1200 if WHEELS else 120
+SECONDS: Final = 3000 if WHEELS else 280
+"""For a page; pytest ends a test a little later."""
 PORTS: Final = re.compile(r"(?<![\w.])(18\d{3}|6379|700\d|50051)(?!\w)")
 """Ports that pages name. Each stands for a free one, the same for the same number."""
 PLACES: Final = ("/var/lib/hicache-metadata", "/etc/hicache", "/data/hicache", "/3fs/hicache")
 """Directories that pages name. Each stands for one of the reader's."""
 FOLDERS: Final = ("examples", "benchmarks", "deploy", "scripts")
 """What a page may name as in a checkout."""
+BEGINS: Final = "=== block"
+"""Printed with a number before each command and block."""
+INTERPRETER: Final = """
+import os, sys
+_done = os.fdopen(3, "w", buffering=1)
+for _path in map(str.strip, sys.stdin):
+    exec(compile(open(_path).read(), _path, "exec", dont_inherit=True), globals())
+    sys.stdout.flush()
+    print(file=_done)
+"""
+"""Executes the Python blocks of a page, one after the other, in one namespace."""
+BEGIN: Final = f"""
+set -o pipefail
+exec 4>&1
+begins() {{ printf '\\n{BEGINS} %s\\n' "$1"; }}
+ended() {{ [ "$1" = "$2" ] || {{ echo "exit status $1, not $2"; exit 1; }}; }}
+listens() {{ until (: < "/dev/tcp/127.0.0.1/$1") 2> /dev/null; do sleep 0.05; done; }}
+execute() {{
+  [ "$interpreter" ] || coproc interpreter {{ python -P -c {shlex.quote(INTERPRETER)} 3>&1 >&4 2>&4; }}
+  echo "$1" >&"${{interpreter[1]}}" && read -r -u "${{interpreter[0]}}" || exit 1
+}}
+"""
 
 
 class PageError(AssertionError):
@@ -45,142 +71,83 @@ class PageError(AssertionError):
 
 
 class Reader:
-    """Runs blocks in a directory of their own. Whoever makes one closes it: that ends what was left
-    running."""
+    """Runs the blocks of a page in a directory."""
 
     def __init__(self, home: Path, page: Path) -> None:
-        self._home, self._where = home, home
-        self._compares = COMPARED in page.read_text("utf-8")
-        self._variables = home / ".variables"
-        self._servers, self._ports = list[int](), dict[str, str]()
-        self._python: subprocess.Popen[str] | None = None
-        self._environment = _fresh(home) if WHEELS else furnished(home)
-        for folder in FOLDERS:
-            (home / folder).symlink_to(ROOT / folder)
-        for place in PLACES:
-            (home / place[1:]).mkdir(parents=True)
+        self._home, self._page = home, page
+        self._ports = dict[str, str]()
+        self._printed = list[tuple[str, list[str]]]()
+        """Command or place of each part of the output, and lines that have to be in it."""
 
-    def read(self, block: Block) -> None:
-        """Run or parse a block.
+    def read(self) -> None:
+        """Run or parse all blocks of the page, and end what was left running.
 
         Raises:
-            PageError: it does not run, ends otherwise than the page says, or cannot be parsed.
+            PageError: one does not run, ends otherwise than the page says, or cannot be parsed.
         """
-        if block.language == "console":
-            for step in steps(block.text):
-                self._type(block, step)
-        elif block.language == "bash":
-            self._check(block, block.text, *self._shell("set -e\n" + self._local(block.text)), 0)
-        elif block.language == "python":
-            self._execute(block)
-        else:
-            _parse(block)
-
-    def close(self) -> None:
-        """End the interpreter, and every server that a command left in the background."""
-        if self._python is not None:
-            for pipe in (self._python.stdin, self._answers):
-                if pipe is not None:
-                    pipe.close()
-            self._python.wait(30)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for group in self._servers:
-                if _alive(group):
-                    os.killpg(group, number)
-            deadline = time.monotonic() + 20
-            while any(map(_alive, self._servers)) and time.monotonic() < deadline:
-                time.sleep(0.05)
-
-    def _type(self, block: Block, step: Step) -> None:
-        command = self._local(step.command)
-        status, said = self._shell(command)
-        self._check(block, command, status, said, step.status)
-        if _is_background(command):
-            self._await(block, command)
-        for quoted in step.quoted if self._compares else []:
-            if quoted != "..." and not printed(quoted, said):
-                raise PageError(f"{block}\n$ {command}\nquoted: {quoted}\n{said}")
-
-    def _check(self, block: Block, command: str, status: int, said: str, expected: int) -> None:
-        if status != expected:
-            raise PageError(f"{block}: exit status {status}, not {expected}\n$ {command}\n{said}")
-
-    def _shell(self, command: str) -> tuple[int, str]:
-        """Run a command where the last one left off: in its directory, with its variables. Servers
-        outlive the shell."""
-        where, output = self._home / ".where", self._home / ".output"
-        script = (
-            f"set -a; [[ -e {self._variables} ]] && . {self._variables}; cd "
-            f"{shlex.quote(str(self._where))}; set -o pipefail\n"
-            f"{command}\nstatus=$?; pwd > {where}; export -p > {self._variables}; exit $status"
-        )
-        with output.open("w+") as sink:
+        environment = _fresh(self._home) if WHEELS else furnished(self._home)
+        for folder in FOLDERS:
+            (self._home / folder).symlink_to(ROOT / folder)
+        for place in PLACES:
+            (self._home / place[1:]).mkdir(parents=True)
+        script, output = self._home / ".script", self._home / ".output"
+        script.write_text("\n".join([BEGIN, *self._lines()]))
+        with output.open("w") as sink:
             shell = subprocess.Popen(
-                ["/bin/bash", "-c", script],
-                env=self._environment,
+                ["/bin/bash", script],
+                cwd=self._home,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
                 start_new_session=True,
             )
-            if _is_background(command):
-                self._servers.append(shell.pid)
-            try:
-                status = shell.wait(SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(shell.pid, signal.SIGKILL)
-                shell.wait()
-                raise PageError(
-                    f"took longer than {SECONDS} s: $ {command}\n{output.read_text()}"
-                ) from None
-        if where.exists():
-            self._where = Path(where.read_text().strip())
-        return status, output.read_text("utf-8", errors="replace")
-
-    def _await(self, block: Block, command: str) -> None:
-        """Wait until a server accepts on the ports that its command names, as somebody does who
-        looks at what it says."""
-        deadline = time.monotonic() + 60
-        for port in {local for local in self._ports.values() if local in command}:
-            while not accepts(int(port)):
-                if time.monotonic() > deadline:
-                    raise PageError(
-                        f"{block}: nobody listens at {port}\n$ "
-                        f"{command}\n{(self._home / '.output').read_text()}"
-                    )
-                time.sleep(0.02)
-
-    def _execute(self, block: Block) -> None:
-        if self._python is None:
-            self._python = self._start_python()
-        assert self._python.stdin is not None
-        request = {"name": str(block.page), "line": block.line, "code": self._local(block.text)}
         try:
-            self._python.stdin.write(json.dumps(request) + "\n")
-            self._python.stdin.flush()
-        except BrokenPipeError:
-            pass
-        answer = self._answers.readline()
-        if said := json.loads(answer) if answer else "the interpreter has ended":
-            raise PageError(f"{block}\n{said}\n{(self._home / '.printed').read_text()}")
-
-    def _start_python(self) -> subprocess.Popen[str]:
-        reading, writing = os.pipe()
-        command = f'exec 3>&{writing} {writing}>&-; exec python -P "{Path(__file__).with_name("interpreter.py")}"'
-        with (self._home / ".printed").open("w") as sink:
-            started = subprocess.Popen(
-                ["/bin/bash", "-c", command],
-                cwd=self._where,
-                env=self._environment,
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=sink,
-                stderr=sink,
-                pass_fds=[writing],
+            status = shell.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            status = -1
+        finally:
+            _end(shell)
+        parts = output.read_text("utf-8", errors="replace").split(f"\n{BEGINS} ")[1:]
+        if status != 0 or len(parts) < len(self._printed):
+            raise PageError(
+                f"ended with {status} in {self._printed[len(parts) - 1][0]}\n{parts[-1]}"
             )
-        os.close(writing)
-        self._answers = os.fdopen(reading)
-        return started
+        if COMPARED in self._page.read_text("utf-8"):
+            for (command, wanted), part in zip(self._printed, parts, strict=True):
+                for quoted in wanted:
+                    if quoted != "..." and not printed(quoted, part):
+                        raise PageError(f"{command}\nquoted: {quoted}\n{part}")
+
+    def _lines(self) -> Iterator[str]:
+        """The script, which stops at the first command that does not end as the page says."""
+        for block in blocks(self._page):
+            text = self._local(block.text)
+            if block.reason:
+                continue
+            if block.language == "console":
+                for step in steps(text):
+                    yield self._begins(f"{block}\n$ {step.command}", step.quoted)
+                    yield f"{{ {step.command}\n}} < /dev/null\nended $? {step.status}"
+                    if _is_background(step.command):
+                        # As somebody does who looks at what the server says.
+                        yield from (
+                            f"listens {p}" for p in self._ports.values() if p in step.command
+                        )
+            elif block.language == "bash":
+                yield self._begins(str(block))
+                yield f"set -e; {{ {text}\n}} < /dev/null; set +e"
+            elif block.language == "python":
+                file = self._home / f".{block}"
+                file.write_text(text)
+                yield self._begins(str(block))
+                yield f"execute {file}"
+            else:
+                _parse(block)
+
+    def _begins(self, what: str, quoted: list[str] | None = None) -> str:
+        self._printed.append((what, quoted or []))
+        return f"begins {len(self._printed)}"
 
     def _local(self, text: str) -> str:
         """A text with this reader's ports and directories."""
@@ -220,9 +187,13 @@ def _is_background(command: str) -> bool:
     return bool(re.search(r"(?<!&)&(?: echo \$! > \S+)?\s*(?:#.*)?$", command))
 
 
-def _alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _end(shell: subprocess.Popen[bytes]) -> None:
+    """End a shell, and what it has left in the background."""
+    deadline = time.monotonic() + 20
+    with suppress(ProcessLookupError):
+        os.killpg(shell.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            shell.poll()
+            os.killpg(shell.pid, 0)
+            time.sleep(0.05)
+        os.killpg(shell.pid, signal.SIGKILL)
