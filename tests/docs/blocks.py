@@ -18,7 +18,8 @@ PARSED: Final = frozenset({"yaml", "json", "toml", "ini"})
 SHOWN: Final = frozenset({"text", "diff", "http", "promql"})
 COMPARED: Final = "<!-- output is compared -->"
 """On a page with this line, the lines below a command have to be among those that it prints; `...`
-stands for lines left out."""
+stands for lines left out. What stands behind a `print` of a Python block is compared everywhere."""
+PRINTED: Final = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 
 _BLOCK: Final = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?"
@@ -115,9 +116,11 @@ def steps(text: str) -> list[Step]:
     return kept
 
 
-def printed(quoted: str, output: str) -> bool:
-    """Return True if a line was printed: spaces, figures and drawn keys may differ."""
-    return _without_figures(quoted) in map(_without_figures, output.splitlines())
+def missing(quoted: list[str], output: str) -> list[str]:
+    """Return the quoted lines that were not printed, in their order: spaces, figures and drawn keys
+    may differ."""
+    lines = map(_without_figures, output.splitlines())
+    return [line for line in quoted if line != "..." and _without_figures(line) not in lines]
 
 
 def _without_figures(line: str) -> str:

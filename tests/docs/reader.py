@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import yaml
 
 from hicache_conformance.harness.ports import free_ports
-from tests.docs.blocks import COMPARED, blocks, printed, steps
+from tests.docs.blocks import COMPARED, PRINTED, blocks, missing, steps
 from tests.support.environment import ROOT, furnished, make_venv, variables
 
 if TYPE_CHECKING:
@@ -113,21 +113,22 @@ class Reader:
             raise PageError(
                 f"ended with {status} in {self._printed[len(parts) - 1][0]}\n{parts[-1]}"
             )
-        if COMPARED in self._page.read_text("utf-8"):
-            for (command, wanted), part in zip(self._printed, parts, strict=True):
-                for quoted in wanted:
-                    if quoted != "..." and not printed(quoted, part):
-                        raise PageError(f"{command}\nquoted: {quoted}\n{part}")
+        for (command, quoted), part in zip(self._printed, parts, strict=True):
+            if left := missing(quoted, part):
+                raise PageError(f"{command}\nquoted: {left[0]}\n{part}")
 
     def _lines(self) -> Iterator[str]:
         """The script, which stops at the first command that does not end as the page says."""
+        compares = COMPARED in self._page.read_text("utf-8")
         for block in blocks(self._page):
             text = self._local(block.text)
             if block.reason:
                 continue
             if block.language == "console":
                 for step in steps(text):
-                    yield self._begins(f"{block}\n$ {step.command}", step.quoted)
+                    yield self._begins(
+                        f"{block}\n$ {step.command}", step.quoted if compares else []
+                    )
                     yield f"{{ {step.command}\n}} < /dev/null\nended $? {step.status}"
                     if _is_background(step.command):
                         # As somebody does who looks at what the server says.
@@ -135,18 +136,18 @@ class Reader:
                             f"listens {p}" for p in self._ports.values() if p in step.command
                         )
             elif block.language == "bash":
-                yield self._begins(str(block))
+                yield self._begins(str(block), [])
                 yield f"set -e; {{ {text}\n}} < /dev/null; set +e"
             elif block.language == "python":
                 file = self._home / f".{block}"
                 file.write_text(text)
-                yield self._begins(str(block))
+                yield self._begins(str(block), PRINTED.findall(text))
                 yield f"execute {file}"
             else:
                 _parse(block)
 
-    def _begins(self, what: str, quoted: list[str] | None = None) -> str:
-        self._printed.append((what, quoted or []))
+    def _begins(self, what: str, quoted: list[str]) -> str:
+        self._printed.append((what, quoted))
         return f"begins {len(self._printed)}"
 
     def _local(self, text: str) -> str:
