@@ -147,19 +147,6 @@ def test_everything_comes_back_whatever_the_clocks_say(
     assert state(third.service, third.now) == state(other.service, other.now)
 
 
-@pytest.mark.parametrize("groups", [1, 5, 6, 12])
-def test_a_long_log_is_read_page_by_page(owner, client, monkeypatch, groups):
-    monkeypatch.setattr(scope_log, "PAGE_GROUPS", groups)
-    one, other = owner("one"), owner("other")
-    one.make("0:kv")
-    for number in range(11):
-        commit(one.service, reserve(one.service, [f"k{number}"]).leases)
-        one.write()
-    assert client.xlen("hm:{0:kv}:log") == 12
-    other.take("0:kv")
-    assert state(other.service) == state(one.service)
-
-
 def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other, third = owner("one"), owner("other"), owner("third")
@@ -300,6 +287,7 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch, cli
     """The owner changes after every few groups, compacted or half compacted."""
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
+    monkeypatch.setattr(scope_log, "PAGE_GROUPS", 5)
     monkeypatch.setattr(stores, "WINDOW_BYTES", 2000)
     chance, scopes = random.Random(5), ("0:kv", "0:mamba")
     one = owner("one")
