@@ -58,14 +58,31 @@ def reserve(service, keys, scope="0:kv", now=NOW, prefixes=(), **options):
     return service.reserve(p.Reserve(scopes=[part], owner="me", **options), now).scopes[0]
 
 
+def checksum(lease):
+    """Checksum of the page that `commit` stores: it needs all 64 bits."""
+    return 2**64 - 1 - lease
+
+
 def commit(service, leases, scope="0:kv", now=NOW):
     part = p.CommitScope(
         scope=scope,
         leases=leases,
         lengths=[7] * len(leases),
-        checksums=[2**64 - 1 - lease for lease in leases],
+        checksums=list(map(checksum, leases)),
     )
     return service.commit(p.Commit(scopes=[part]), now).scopes[0].states
+
+
+def store(service, keys, scope="0:kv", now=NOW):
+    """Reserve and commit new keys; returns their leases."""
+    given = reserve(service, keys, scope, now)
+    assert set(commit(service, given.leases, scope, now)) == {p.Settled.DONE}
+    return given
+
+
+def lookup(service, keys, scope="0:kv", now=NOW):
+    part = p.LookupScope(scope=scope, keys=list(keys))
+    return service.lookup(p.Lookup(scopes=[part]), now).scopes[0]
 
 
 def delete(service, keys, scope="0:kv", now=NOW):

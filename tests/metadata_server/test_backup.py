@@ -22,10 +22,9 @@ from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTI
 from hicache_metadata_server.storage.sqlite import SCOPE_BITS, open_store
 from tests.metadata_server import servers, services
 from tests.metadata_server.full_disks import small_disk
-from tests.metadata_server.servers import DURABLE, served
+from tests.metadata_server.servers import DURABLE, RemoteService, served
 from tests.metadata_server.services import NOW, compact_all, opened
 from tests.support.commands import HICACHE, run_metadata
-from tests.support.metadata import V2Scope
 
 
 def address(file):
@@ -123,15 +122,15 @@ def test_a_restored_backup_gives_no_slot_that_a_writer_may_still_write(stored, t
 def test_a_serving_server_is_backed_up(tmp_path):
     store = address(tmp_path / "m.db")
     with served(DURABLE.replace("{tmp}", str(tmp_path))) as (_, client):
-        scope = V2Scope(client, "0:kv", 5000, 64, random.Random(1))
-        scope.initialize()
-        scope.store([f"k{i}" for i in range(500)])
+        service = RemoteService(client)
+        services.initialize(service, "0:kv", slots=5000)
+        services.store(service, [f"k{i}" for i in range(500)])
         backups = []
         for number in range(3):
             command = [HICACHE, "metadata", "backup", tmp_path / f"b{number}", "--store", store]
             backups.append(subprocess.Popen(command))
             for turn in range(20):
-                scope.store([f"{number}-{turn}-{i}" for i in range(20)])
+                services.store(service, [f"{number}-{turn}-{i}" for i in range(20)])
         assert [backup.wait(60) for backup in backups] == [0, 0, 0]
     for number in range(3):
         with opened_store(address(tmp_path / f"b{number}")) as (service, _):

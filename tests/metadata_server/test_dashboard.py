@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 from urllib.parse import urlsplit
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hicache_metadata_server import protocol as p
+from tests.metadata_server import services
 from tests.metadata_server.browser import browser
-from tests.metadata_server.servers import SERVE, served
+from tests.metadata_server.servers import SERVE, RemoteService, served
 from tests.metadata_server.token_files import write_tokens
-from tests.support.metadata import V2Scope
 
 pytestmark = pytest.mark.slow(seconds=57)
 
@@ -53,24 +52,33 @@ def page(driver):
 def server():
     """With forty small scopes, and one whose slots are in every state."""
     with served(LASTING) as (place, client):
-        for number in range(1, 40):
-            scope_of(client, f"{number}:mamba-1f0c9a3b", 10 * number, 1 << 20)
-        scope = scope_of(client)
+        others = [(f"{n}:mamba-1f0c9a3b", 10 * n, 1 << 20) for n in range(1, 40)]
+        initialize(client, *others)
+        service = RemoteService(client)
         client.post("/v2/describe", {"scope": SCOPE, "model": MODEL})
         keys = [ODD, *(f"page-{i:03}" for i in range(99))]
-        leased = scope.reserve(keys, ["", *keys[:-1]])
-        sums = [2**64 - 1, *range(2**63, 2**63 + 99)]
-        assert all(scope.commit(leased.leases, [4096 - i for i in range(100)], sums))
-        scope.reserve([f"writing-{i}" for i in range(5)])
-        scope.delete(keys[-7:])
-        scope.lookup([*keys[:3], "absent"])
+        leased = services.reserve(service, keys, SCOPE, prefixes=["", *keys[:-1]])
+        part = p.CommitScope(
+            scope=SCOPE,
+            leases=leased.leases,
+            lengths=[4096 - i for i in range(100)],
+            checksums=[2**64 - 1, *range(2**63, 2**63 + 99)],
+        )
+        client.call("/v2/commit", p.Commit(scopes=[part]), p.SettledLeases)
+        services.reserve(service, [f"writing-{i}" for i in range(5)], SCOPE)
+        services.delete(service, keys[-7:], SCOPE)
+        services.lookup(service, [*keys[:3], "absent"], SCOPE)
         yield place, client
 
 
-def scope_of(client, name=SCOPE, slots=SLOTS, slot_bytes=4096):
-    scope = V2Scope(client, name, slots, slot_bytes, random.Random(1))
-    scope.initialize()
-    return scope
+def initialize(client, *others):
+    """Make the scope of the tests, and others by name, slots and bytes of a slot."""
+    alike = {"geometry": "page_first", "identity": "cf-identity"}
+    made = [
+        p.ScopeGeometry(scope=name, slots=slots, slot_bytes=slot_bytes, **alike)
+        for name, slots, slot_bytes in ((SCOPE, SLOTS, 4096), *others)
+    ]
+    client.call("/v2/initialize", p.Initialize(scopes=made), p.Initialized)
 
 
 def scopes(client):
@@ -181,7 +189,7 @@ def test_slots_by_their_state_and_a_page_at_a_time(page, server):
     every = inspected(client, slots=list(range(SLOTS)))
     expected = [str(slot.slot) for slot in every if slot.state == "leased"]
     assert page.texts(f"{ROWS} th") == expected
-    assert set(page.texts(f"{ROWS} td:nth-child(7)")) == {"conformance"}
+    assert set(page.texts(f"{ROWS} td:nth-child(7)")) == {"me"}
     assert all(text.endswith(" s") for text in page.texts(f"{ROWS} td:nth-child(9)"))
     assert page.fragment.endswith("?state=leased")
     page.open(f"{place.url}/#/scope/{SCOPE}?state=quarantined")
@@ -318,7 +326,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
     file = write_tokens(tmp_path / "tokens.json", operator="admin all", reader="read look")
     page.expected = ["401"]
     with served(f"{LASTING} --token-file {file}", "all") as (place, client):
-        scope_of(client)
+        initialize(client)
         page.open(f"{place.url}/#/scope/{SCOPE}")
         page.shows("h1", "This server asks for a token")
         assert SCOPE not in page.text("body"), "nothing is told without one"
@@ -343,7 +351,8 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
 def test_a_server_that_is_killed_and_comes_back(page):
     page.expected = ["ERR_CONNECTION"]
     with served(LASTING) as (place, client):
-        scope_of(client).store(["a", "b"])
+        initialize(client)
+        services.store(RemoteService(client), ["a", "b"], SCOPE)
 
         def live():
             return [row[3] for row in page.table(TABLE)]

@@ -3,61 +3,66 @@ ends in good order."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
 from hicache_metadata_server import protocol as p
+from tests.metadata_server import services
 from tests.metadata_server.redis_servers import redis_server
-from tests.metadata_server.servers import SERVE, Served, served
+from tests.metadata_server.servers import SERVE, RemoteService, Served, served
 from tests.support.commands import run_metadata
-from tests.support.metadata import HttpClient, Refused, Unanswered, V2Scope
+from tests.support.metadata import HttpClient, Refused, Unanswered
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=35)
 
 # A lease that ends before it is committed would be no loss.
-LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --lease-seconds 300"
+LEASES = "--quarantine-seconds 0.2 --lease-seconds 300"
+LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db {LEASES}"
 # So many that nothing is evicted.
 SLOTS = 1_000_000
 
 
 class Writer(threading.Thread):
-    """Stores and deletes batches until an error says that the server is gone, and remembers what it
-    was told."""
+    """Stores and deletes batches until an error says that the server is gone, or it is told to end,
+    and remembers what it was told."""
 
-    def __init__(self, url, number, *ends):
+    def __init__(self, url, number):
         super().__init__(daemon=True)
-        self.ends = ends
+        self.ends = threading.Event()
         self.chance, self.number = random.Random(number), number
-        self.client = HttpClient(url)
+        self.service = RemoteService(HttpClient(url))
         self.live, self.gone, self.unsure = {}, [], set()
 
     def run(self):
-        scope = V2Scope(self.client, "0:kv", SLOTS, 4096, self.chance)
-        with suppress(*self.ends):
-            for batch in range(10_000):
+        # While Redis is gone, servers refuse.
+        with suppress(Unanswered, Refused):
+            for batch in itertools.takewhile(lambda _: not self.ends.is_set(), itertools.count()):
                 count = self.chance.choice((1, 16, 128))
                 keys = [f"{self.number}-{batch}-{i}" for i in range(count)]
                 self.unsure = set(keys)
-                pages = scope.store(keys)
-                self.live |= {page.key: (page.slot, page.checksum) for page in pages}
+                leased = services.store(self.service, keys)
+                self.live |= dict(
+                    zip(keys, zip(leased.slots, leased.leases, strict=True), strict=True)
+                )
                 self.unsure = set()
                 if self.chance.random() < 0.3:
                     gone = self.chance.sample(list(self.live), min(len(self.live), 20))
                     self.unsure = set(gone)
-                    scope.delete(gone)
+                    services.delete(self.service, gone)
                     for key in gone:
                         del self.live[key]
                     self.gone += gone
                     self.unsure = set()
 
 
-def check_kept(scope, writers):
+def check_kept(service, writers):
     """All that was acknowledged is there, each page in a slot of its own, and the server finds
     nothing wrong."""
     slots = []
@@ -66,46 +71,68 @@ def check_kept(scope, writers):
         # A fast machine writes more in the time than one request may ask for.
         for start in range(0, len(keys), 4000):
             some = keys[start : start + 4000]
-            found = scope.lookup(some)
-            pages = list(zip(found.slots, found.checksums, strict=True))
-            assert pages == [writer.live[key] for key in some]
+            found = services.lookup(service, some)
+            pages = [(slot, services.checksum(lease)) for slot, lease in map(writer.live.get, some)]
+            assert list(zip(found.slots, found.checksums, strict=True)) == pages
             slots += found.slots
-        assert not any(slot >= 0 for slot in scope.lookup(writer.gone[:4000]).slots)
+        assert not any(slot >= 0 for slot in services.lookup(service, writer.gone[:4000]).slots)
     assert len(set(slots)) == len(slots)
-    assert scope.client.call("/v2/fsck", p.Fsck(), p.FsckReport).problems == []
+    assert service.fsck(p.Fsck(), 0).problems == []
+
+
+@contextmanager
+def killable(killed, directory):
+    """Servers on one store, and the one of them that is killed, or their Redis."""
+    with ExitStack() as stack:
+        if killed == "the server":
+            place = stack.enter_context(Served(command=LASTING))
+            yield [place], place
+            return
+        redis = stack.enter_context(redis_server(directory, appendonly="yes", appendfsync="always"))
+        command = f"{SERVE} {LEASES} --store {redis.url} --durability machine"
+        places = [stack.enter_context(Served(command=command)) for _ in range(2)]
+        # The owner: it makes the scope.
+        yield places, redis if killed == "redis" else places[0]
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(one, marks=pytest.mark.long) for one in (1, 2))]
+    ("killed", "seed"),
+    [
+        ("the server", 0),
+        *(pytest.param("the server", seed, marks=pytest.mark.long) for seed in (1, 2)),
+        ("one of two servers", 0),
+        ("redis", 0),
+    ],
 )
-def test_every_acknowledged_change_survives_kill_9(seed):
+def test_every_acknowledged_change_survives_kill_9(tmp_path, killed, seed):
     """MD-DUR-1 and MD-DUR-2."""
-    chance = random.Random(seed)
-    with served(LASTING) as (place, client):
-        scope = V2Scope(client, "0:kv", SLOTS, 4096, chance)
-        scope.initialize()
-        writers = [Writer(place.url, number, Unanswered) for number in range(3)]
+    with killable(killed, tmp_path) as (places, victim):
+        first, *_, last = (service_of(place) for place in (places[0], *places))
+        services.initialize(first, "0:kv", slots=SLOTS)
+        writers = [Writer(places[n % len(places)].url, n) for n in range(3)]
         for writer in writers:
             writer.start()
-        time.sleep(chance.uniform(0.3, 1.5))
-        place.kill()
+        eventually(lambda: all(len(writer.live) > 200 for writer in writers))
+        time.sleep(random.Random(seed).uniform(0.0, 1.0))
+        victim.kill()
         for writer in writers:
+            # The other server may own the scope by now.
+            writer.ends.set()
             writer.join()
-        place.start()
-        assert all(writer.live or writer.unsure for writer in writers), (
-            "a writer got nothing done before the kill"
-        )
-        check_kept(scope, writers)
+        if victim is not places[0] or len(places) == 1:
+            victim.start()
+        eventually(lambda: is_served(last))
+        check_kept(last, writers)
 
 
 @pytest.mark.parametrize("durability", ["process", "machine"])
 def test_what_was_answered_holds_after_kill_9(durability):
     """MD-IDEM-2: a repeated request gets the same answer; numbers go on, in another instance."""
     with served(f"{LASTING} --durability {durability}") as (place, client):
-        scope = V2Scope(client, "0:kv", 8, 4096, random.Random(1))
-        scope.initialize()
-        deleted, kept = scope.store(["deleted", "kept"])
-        scope.delete(["deleted"])
+        service = RemoteService(client)
+        services.initialize(service, "0:kv", slots=8)
+        stored = services.store(service, ["deleted", "kept"])
+        services.delete(service, ["deleted"])
         request = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a", "b"])])
         once = {p.IDEMPOTENCY_HEADER: "once"}
         instance = client.call("/v2", None, p.About).instance
@@ -116,39 +143,12 @@ def test_what_was_answered_holds_after_kill_9(durability):
         again = client.post("/v2/reserve", request, headers=once)
         assert (again.status, again.body) == (first.status, first.body) == (200, first.body)
         leased = p.decode(again.body, p.Leases).scopes[0]
-        assert scope.commit(leased.leases, [1, 1], [1, 1]) == [True, True]
-        found = scope.lookup(["deleted", "kept", "a", "b"])
-        assert found.slots == [-1, kept.slot, *leased.slots]
-        assert found.checksums[:2] == [0, kept.checksum]
-        new = scope.reserve(["c", "d"])
-        assert min(new.leases) > max(*leased.leases, deleted.lease)
-
-
-@pytest.mark.parametrize("killed", ["a server", "redis"])
-def test_every_acknowledged_change_survives_kill_9_of_a_server_or_its_redis(tmp_path, killed):
-    with ExitStack() as stack:
-        redis = stack.enter_context(redis_server(tmp_path, appendonly="yes", appendfsync="always"))
-        command = f"{SERVE} --quarantine-seconds 0.2 --lease-seconds 300 --store {redis.url} --durability machine"
-        places = [stack.enter_context(Served(command=command)) for _ in range(2)]
-        scopes = [scope_of(HttpClient(place.url)) for place in places]
-        scopes[0].initialize()
-        # While Redis is gone, servers refuse.
-        ends = (Unanswered, Refused)
-        writers = [Writer(places[number % 2].url, number, *ends) for number in range(3)]
-        for writer in writers:
-            writer.start()
-        eventually(lambda: all(len(writer.live) > 200 for writer in writers))
-        if killed == "redis":
-            redis.kill()
-        else:
-            # The owner: it has made the scope.
-            places[0].kill()
-        for writer in writers:
-            writer.join()
-        if killed == "redis":
-            redis.start()
-        eventually(lambda: is_served(scopes[1]))
-        check_kept(scopes[1], writers)
+        assert services.commit(service, leased.leases) == [p.Settled.DONE] * 2
+        found = services.lookup(service, ["deleted", "kept", "a", "b"])
+        assert found.slots == [-1, stored.slots[1], *leased.slots]
+        assert found.checksums[:2] == [0, services.checksum(stored.leases[1])]
+        new = services.reserve(service, ["c", "d"])
+        assert min(new.leases) > max(*leased.leases, *stored.leases)
 
 
 def test_status_lists_the_servers(tmp_path):
@@ -158,7 +158,7 @@ def test_status_lists_the_servers(tmp_path):
             stack.enter_context(Served(command=f"{SERVE} --store {redis.url}")) for _ in range(2)
         ]
         one, other = (place.url for place in places)
-        scope_of(HttpClient(one)).initialize()
+        services.initialize(service_of(places[0]), "0:kv", slots=SLOTS)
 
         def listed(state):
             done = run_metadata("status", "--json", "--url", one)
@@ -181,12 +181,14 @@ def test_status_lists_the_servers(tmp_path):
         eventually(lambda: listed("silent"))
 
 
-def scope_of(client):
+def service_of(place):
+    client = HttpClient(place.url)
     eventually(lambda: client.get("/readyz").status == 200)
-    return V2Scope(client, "0:kv", SLOTS, 4096, random.Random(1))
+    return RemoteService(client)
 
 
-def is_served(scope):
+def is_served(service):
     with suppress(Refused):
-        return scope.client.get("/readyz").status == 200 and bool(scope.lookup(["none"]))
+        ready = service.client.get("/readyz").status == 200
+        return ready and bool(services.lookup(service, ["none"]))
     return False

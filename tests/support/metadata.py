@@ -14,7 +14,6 @@ from hicache_conformance.model.case import Inconclusive
 from hicache_metadata_server import protocol as p
 
 if TYPE_CHECKING:
-    import random
     import ssl
     import subprocess
     from collections.abc import Iterator, Mapping, Sequence
@@ -149,78 +148,3 @@ class HttpClient:
             )
             return owner.send(method, path, body, headers=headers)
         return reply
-
-
-@dataclass(frozen=True)
-class Written:
-    """A page as it was committed."""
-
-    key: str
-    slot: int
-    generation: int
-    lease: int
-    length: int
-    checksum: int
-
-
-@dataclass
-class V2Scope:
-    """One scope, by the native part."""
-
-    client: HttpClient
-    name: str
-    slots: int
-    slot_bytes: int
-    chance: random.Random
-
-    def initialize(self) -> bool:
-        """Make the scope; returns whether it is new."""
-        part = p.ScopeGeometry(
-            scope=self.name,
-            slots=self.slots,
-            slot_bytes=self.slot_bytes,
-            geometry="page_first",
-            identity="cf-identity",
-        )
-        request = p.Initialize(scopes=[part])
-        return self.client.call("/v2/initialize", request, p.Initialized).created[0]
-
-    def lookup(self, keys: Sequence[str]) -> p.FoundPages:
-        part = p.LookupScope(scope=self.name, keys=list(keys))
-        return self.client.call("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp).scopes[0]
-
-    def reserve(self, keys: Sequence[str], prefixes: Sequence[str] = ()) -> p.Leased:
-        part = p.ReserveScope(scope=self.name, keys=list(keys), prefixes=list(prefixes))
-        request = p.Reserve(scopes=[part], owner="conformance")
-        return self.client.call("/v2/reserve", request, p.Leases).scopes[0]
-
-    def commit(
-        self, leases: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]
-    ) -> list[bool]:
-        part = p.CommitScope(
-            scope=self.name,
-            leases=list(leases),
-            lengths=list(lengths),
-            checksums=list(checksums),
-        )
-        answer = self.client.call("/v2/commit", p.Commit(scopes=[part]), p.SettledLeases)
-        return [state is p.Settled.DONE for state in answer.scopes[0].states]
-
-    def delete(self, keys: Sequence[str]) -> list[bool]:
-        part = p.DeleteScope(scope=self.name, keys=list(keys))
-        return self.client.call("/v2/delete", p.Delete(scopes=[part]), p.Marked).scopes[0].done
-
-    def store(self, keys: Sequence[str], prefixes: Sequence[str] = ()) -> list[Written]:
-        """Lease and commit new keys, with lengths and checksums of their own."""
-        leased = self.reserve(keys, prefixes)
-        assert set(leased.states) <= {p.Reserved.LEASED}, leased
-        pages = [
-            Written(*columns, self.chance.randint(1, self.slot_bytes), self.chance.getrandbits(64))
-            for columns in zip(keys, leased.slots, leased.generations, leased.leases, strict=True)
-        ]
-        assert all(
-            self.commit(
-                leased.leases, [page.length for page in pages], [page.checksum for page in pages]
-            )
-        )
-        return pages

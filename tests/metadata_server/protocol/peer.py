@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,11 +12,21 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server.http_calls import Clock, running
 from tests.metadata_server.services import restored
-from tests.support.metadata import Written
 
 LEASE, QUARANTINE = DEFAULTS.lease_seconds, DEFAULTS.quarantine_seconds
 OUT = 3 * LEASE
 """Seconds after which no lease or quarantine of a test is left."""
+
+
+class Written(NamedTuple):
+    """A page as it was committed."""
+
+    key: str
+    slot: int
+    generation: int
+    lease: int
+    length: int
+    checksum: int
 
 
 class Peer:
