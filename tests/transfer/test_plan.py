@@ -11,11 +11,10 @@ from hicache_storage.pools import (
     AttentionGeometry,
     DevicePages,
     MambaGeometry,
-    MLAGeometry,
     PagedHostPool,
     host_tensor,
 )
-from hicache_storage.transfer.plan import MIN_DMA_BYTES, How, load_group, make_plan
+from hicache_storage.transfer.plan import How, load_group, make_plan
 from tests.transfer.rig import LAYERS, pools_of
 
 KERNEL, STAGED, DIRECT = How.KERNEL, How.STAGED, How.DIRECT
@@ -83,18 +82,6 @@ def test_parts_of_other_lengths_are_planned_apart():
     k, v = planned(mha("page_first", 8, 128, v_head_dim=64))
     assert (k.out, k.layer_bytes, v.out, v.layer_bytes) == (STAGED, 16384, KERNEL, 8192)
     assert k.parts == v.parts == 1
-
-
-def test_the_log_says_what_and_why():
-    pool = PagedHostPool(
-        MLAGeometry(layers=range(61), kv_lora_rank=576, dtype=BF16), size=128, page_size=64
-    )
-    (group,) = planned(pool)
-    assert group.layer_bytes * 61 >= MIN_DMA_BYTES > group.layer_bytes
-    assert str(group) == (
-        "1 part(s) of 61 layers: write-back DMA and a kernel, load rows by a kernel (73728 bytes a "
-        "layer of a page)"
-    )
 
 
 @pytest.mark.parametrize(

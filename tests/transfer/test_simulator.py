@@ -127,17 +127,6 @@ def test_what_nothing_orders_is_a_race(simulator, steps, races):
     assert [f"{first}, {second}" for second, first in found] == races
 
 
-def test_a_race_is_told_by_its_operations(simulator):
-    memory = numbers(0)
-    simulator.stream("compute").copy(memory, numbers(1), "kernel")
-    simulator.stream("copies").copy(numbers(0), memory, "write-back")
-    told = (
-        "'write-back' (stream copies) reads memory that 'kernel' (stream compute) writes, and "
-        "nothing orders it behind that"
-    )
-    assert simulator.races == [told]
-
-
 def test_an_error_surfaces_where_it_is_waited_for(simulator):
     stream, other, memory = simulator.stream("a"), simulator.stream("b"), numbers(0)
     stream.copy(memory, numbers(1, 3), "shapes differ")
