@@ -55,30 +55,6 @@ def test_hangs_are_drawn_only_where_they_may(plan):
     assert not plan.hangs
 
 
-def test_a_plan_says_what_happens_where():
-    plan = FaultPlan(
-        "disk",
-        (
-            Fault(
-                kind=FaultKind.ERROR,
-                error="ENOSPC",
-                operations=("create", "write"),
-                first=2,
-                count=3,
-            ),
-            Fault(kind=FaultKind.DELAY, seconds=0.02, operations=("read",), count=1),
-            Fault(kind=FaultKind.SHORT_READ, first=4),
-            Fault(kind=FaultKind.KILL),
-        ),
-    )
-    assert str(plan) == (
-        "disk: ENOSPC at create or write number 3 to 5; a delay of 20 ms at read number 1; short "
-        "read at any operation from "
-        "number 5 on; killed server"
-    )
-    assert str(FaultPlan("disk", ())) == "disk: no fault"
-
-
 def test_a_strike_counts_the_operations_of_each_fault():
     first, second = (
         Fault(kind=FaultKind.CUT, operations=("read",), first=1, count=2),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hicache_conformance.harness.pools import Page, PagePatterns
-from hicache_conformance.history.checker import Anomaly, AnomalyKind, Counterexample, HistoryChecker
+from hicache_conformance.history.checker import AnomalyKind, Counterexample, HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_storage.spec import StorageIdentity
 
@@ -273,36 +273,16 @@ def told(scribe, patterns=None):
     )
 
 
-def test_a_lost_page_is_told_in_aligned_lines(scribe):
-    scribe.set(0, 1500, 7, keys=("a", "k"), client="writer.0")
-    scribe.set(0, 1500, 9, keys=("unrelated",))
-    scribe.get(2000, 12_000, None, client="reader.11")
+def test_a_lost_page_breaks_the_rule_of_sets(scribe):
+    scribe.set(0, 1, 7)
+    scribe.get(2, 3, None)
     violation = told(scribe)
     assert violation.rule == "SET-1"
-    assert (
-        str(violation)
-        == "SET-1: page 0 key 'k' of pool 'kv' was stored (True) and removed by nobody, and a get "
-        "answers False"
-    )
-    assert violation.__notes__[0].splitlines() == [
-        "The calls that matter for key 'k' of pool 'kv':",
-        "  0.000 ..  1.500 ms  writer.0   set value 7, page 1 of 2  True",
-        "  2.000 .. 12.000 ms  reader.11  get, page 0 of 1          False",
-    ]
+    assert "was stored (True) and removed by nobody, and a get answers False" in str(violation)
 
 
-def test_a_clear_that_raised_is_told_with_its_error(scribe):
-    scribe.set(0, 10, 7, client="writer")
-    scribe.clear(20, 30)
-    late = scribe.clear(40, 50, "StorageTimeoutError: late")
-    assert late.ended_at is None
-    scribe.get(60, 70, 7, client="reader")
-    counterexample = Counterexample(IDENTITY, PagePatterns(), scribe.events)
-    anomaly = Anomaly(AnomalyKind.REMOVED, "k", 0, scribe.events[-1], (late,))
-    assert (
-        "0.000 .. 0.010 ms  L2      clear             raised StorageTimeoutError: late"
-        in "\n".join(counterexample.counterexample(anomaly))
-    )
+def test_a_clear_that_raised_may_take_effect_later(scribe):
+    assert scribe.clear(40, 50, "StorageTimeoutError: late").ended_at is None
 
 
 def test_a_mixed_page_names_both_writers(scribe):
