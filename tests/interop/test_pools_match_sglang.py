@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.host_pool_decl import HostPoolDecl, HostPoolStorageInfo
 
@@ -20,10 +19,8 @@ from hicache_storage.pools import (
     PagedHostPool,
     page_access,
 )
-from hicache_storage.pools.engine import AddressedPages, StagedPages
-from hicache_storage.pools.shards import head_shards
-from hicache_storage.spec import InvalidPoolError
-from tests.interop.engine import PAGE_SIZE, PAGES, mamba_pool, mha_pools, mla_pools, scribble
+from hicache_storage.pools.engine import AddressedPages
+from tests.interop.engine import PAGE_SIZE, PAGES, mamba_pool, mha_pools, mla_pools
 
 pytestmark = pytest.mark.interop
 
@@ -114,10 +111,6 @@ def told(pool, slot):
     return [ctypes.string_at(address, length) for address, length in zip(*places, strict=True)]
 
 
-def new_page(length):
-    return bytes((at * 7 + 1) % 256 for at in range(length))
-
-
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [(make, arguments) for make, *arguments in LENDING],
@@ -133,7 +126,8 @@ def test_pages_of_pools_that_lend_are_ours(make, arguments):
     pages = range(0, ours.size, ours.page_size)
     before = {slot: told(theirs, slot) for slot in pages}
     assert [list(map(bytes, page)) for page in ours.page_buffers(pages)] == [*before.values()]
-    target, page, start = pages[2], new_page(access.geometry.page_bytes), 0
+    target, start = pages[2], 0
+    page = bytes((at * 7 + 1) % 256 for at in range(access.geometry.page_bytes))
     targets = access.targets([target])
     for buffer in targets[0]:
         buffer[:] = page[start : start + len(buffer)]
@@ -150,62 +144,3 @@ def test_pages_of_an_indexer_that_copies_are_ours():
     slots = range(PAGE_SIZE, 4 * PAGE_SIZE, PAGE_SIZE)
     ours = [b"".join(page) for page in ours.page_buffers(slots)]
     assert [bytes(buffer) for (buffer,) in page_access(theirs).sources(slots)] == ours
-
-
-def test_the_heads_are_where_sglang_has_them():
-    """SGLang's own addresses of the parts of `page_head`, and those that the bridge would take."""
-    heads, pool = 4, mha_pools("page_head", heads=4).kv
-    scribble(pool, 3)
-    slots = list(range(0, PAGES * PAGE_SIZE, PAGE_SIZE))
-    addresses, lengths = pool.get_split_heads_page_buffer_meta(
-        torch.arange(PAGES * PAGE_SIZE), heads
-    )
-    flat, start = pool.kv_buffer.view(torch.uint8).view(-1), pool.kv_buffer.data_ptr()
-    theirs = iter(
-        bytes(flat[at - start : at - start + length].tolist())
-        for at, length in zip(addresses, lengths, strict=True)
-    )
-    shards = [shard.sources(slots) for shard in head_shards(page_access(pool), heads, "kv")]
-    for page in range(PAGES):
-        for shard in shards:
-            assert [bytes(view) for view in shard[page]] == [next(theirs), next(theirs)]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: indexer("layer_first")[0], lambda: mamba_pool("page_first", slot_states=2)],
-    ids=["indexer", "mamba with side states"],
-)
-def test_pages_of_pools_that_copy(make):
-    theirs = make()
-    access = page_access(theirs)
-    assert isinstance(access, StagedPages)
-    slots = [number * theirs.page_size for number in (1, 2, 3)]
-    before = [bytes(buffer) for (buffer,) in access.sources(slots)]
-    page, targets = new_page(access.geometry.page_bytes), access.targets(slots)
-    for (buffer,) in targets:
-        buffer[:] = page
-    access.deliver(slots[::2], targets[::2])
-    assert [bytes(buffer) for (buffer,) in access.sources(slots)] == [page, before[1], page]
-    flat = theirs.get_data_page(slots[0], flat=True).contiguous().view(torch.uint8)
-    assert bytes(flat.tolist()) == page
-
-
-def indexer_without_memory(layout):
-    pool, _ = indexer(layout)
-    pool.index_k_with_scale_buffer = None
-    return pool
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: LogicalHostPool(size=64, page_size=4), "LogicalHostPool has no memory of its own"),
-        (lambda: indexer_without_memory("layer_first"), "DSAIndexerPoolHost"),
-        (lambda: indexer_without_memory("page_first"), "DSAIndexerPoolHost"),
-    ],
-    ids=["logical", "indexer-layer_first", "indexer-page_first"],
-)
-def test_pools_that_cannot_be_served(make, match):
-    with pytest.raises(InvalidPoolError, match=match):
-        page_access(make())
