@@ -1,5 +1,6 @@
-"""Models of a few small layers with random weights, written so that SGLang loads them as it loads
-any other.
+"""Models of a few small layers with random weights, written so that an engine loads them as it loads
+any other: Transformers makes them, so that names and shapes of the weights are those of published
+checkpoints.
 
 A Llama; a MiniCPM3, which is the plainest of SGLang's models that have multi-head latent attention;
 and a hybrid of gated delta nets and one layer of attention, as Qwen3.5 has them without experts.
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoConfig, AutoModelForCausalLM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,8 +88,6 @@ HYBRID = {
         "partial_rotary_factor": 0.25,
     },
 }
-Layer = tuple[dict[str, tuple[int, int]], dict[str, torch.Tensor]]
-"""The matrices of a layer as (rows, columns), and its vectors."""
 
 
 def write_model(place: Path, *, seed: int, config: dict[str, object] = LLAMA) -> None:
@@ -119,79 +119,22 @@ def prompt(number: int, tokens: int) -> list[int]:
 
 def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-
-    def random(rows: int, columns: int) -> torch.Tensor:
-        # Large enough that an answer depends on each token of its prompt.
-        return torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
-
-    # Gemma's norms, which the hybrid has, have the differences from 1.
-    norm = torch.zeros if config is HYBRID else torch.ones
-    weights = {
-        "model.embed_tokens.weight": random(VOCABULARY, WIDTH) * 4,
-        "lm_head.weight": random(VOCABULARY, WIDTH),
-    }
-    weights["model.norm.weight"] = norm(WIDTH)
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        matrices, vectors = _layer(config, layer)
-        matrices |= {
-            "mlp.gate_proj": (INNER, WIDTH),
-            "mlp.up_proj": (INNER, WIDTH),
-            "mlp.down_proj": (WIDTH, INNER),
-        }
-        for name in ("input", "post_attention"):
-            vectors[f"{name}_layernorm.weight"] = norm(WIDTH)
-        for name, shape in matrices.items():
-            made = random(*shape)
-            weights[f"{at}{name}.weight"] = made[:, None] if name.endswith("conv1d") else made
-        weights |= {at + name: vector for name, vector in vectors.items()}
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    made = AutoConfig.for_model(config["model_type"], **fields)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if weight.dim() > 1:
+            # Large enough that an answer depends on each token of its prompt.
+            scale = 2 / weight[0].numel() ** 0.5 * (4 if "embed_tokens" in name else 1)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+        elif name.endswith("A_log"):
+            # A state forgets half of itself in 100 tokens and in ever fewer, from head to head.
+            weight.copy_(torch.linspace(0.01, 0.1, len(weight)).log())
+        elif name.endswith("dt_bias"):
+            weight.zero_()
+    if config is HYBRID:
+        # Transformers knows this layer with a gate only, whose rows stand behind those of a query.
+        queries = f"model.layers.{ATTENTION_LAYER}.self_attn.q_proj.weight"
+        weights[queries] = weights[queries][: HEADS * HEAD_WIDTH].clone()
     return weights
-
-
-def _layer(config: dict[str, object], layer: int) -> Layer:
-    if config is MLA:
-        return _latent_attention()
-    if config is HYBRID and layer != ATTENTION_LAYER:
-        return _delta_net()
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_width = config["head_dim"]
-    matrices = {"q_proj": (heads * head_width, WIDTH), "o_proj": (WIDTH, heads * head_width)}
-    matrices |= {f"{name}_proj": (kv_heads * head_width, WIDTH) for name in ("k", "v")}
-    normed = ("q", "k") if config is HYBRID else ()
-    vectors = {f"self_attn.{name}_norm.weight": torch.zeros(head_width) for name in normed}
-    return {f"self_attn.{name}": shape for name, shape in matrices.items()}, vectors
-
-
-def _latent_attention() -> Layer:
-    """A token's latent and its rotated key are all that is cached."""
-    matrices = {
-        "q_a_proj": (Q_RANK, WIDTH),
-        "q_b_proj": (HEADS * (HEAD_WIDTH + ROPE_WIDTH), Q_RANK),
-        "kv_a_proj_with_mqa": (KV_RANK + ROPE_WIDTH, WIDTH),
-        "kv_b_proj": (HEADS * 2 * HEAD_WIDTH, KV_RANK),
-        "o_proj": (WIDTH, HEADS * HEAD_WIDTH),
-    }
-    vectors = {
-        "self_attn.q_a_layernorm.weight": torch.ones(Q_RANK),
-        "self_attn.kv_a_layernorm.weight": torch.ones(KV_RANK),
-    }
-    return {f"self_attn.{name}": shape for name, shape in matrices.items()}, vectors
-
-
-def _delta_net() -> Layer:
-    keys, values = KEY_HEADS * KEY_WIDTH, VALUE_HEADS * VALUE_WIDTH
-    matrices = {
-        "in_proj_qkv": (2 * keys + values, WIDTH),
-        "in_proj_z": (values, WIDTH),
-        "in_proj_a": (VALUE_HEADS, WIDTH),
-        "in_proj_b": (VALUE_HEADS, WIDTH),
-        "conv1d": (2 * keys + values, CONVOLUTION),
-        "out_proj": (WIDTH, values),
-    }
-    vectors = {
-        # A state forgets half of itself in 100 tokens and in ever fewer, from head to head.
-        "linear_attn.A_log": torch.linspace(0.01, 0.1, VALUE_HEADS).log(),
-        "linear_attn.dt_bias": torch.zeros(VALUE_HEADS),
-        "linear_attn.norm.weight": torch.ones(VALUE_WIDTH),
-    }
-    return {f"linear_attn.{name}": shape for name, shape in matrices.items()}, vectors
