@@ -27,7 +27,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import FencedError, RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared import connection, ownership, scope_log, scope_owner
+from hicache_metadata_server.shared import ownership, scope_log, scope_owner
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
     Observer,
@@ -164,11 +164,6 @@ class Server:
     def close(self):
         self.world.do(self.connection.close())
         self.world.do(self.written.close())
-
-
-@pytest.fixture(autouse=True)
-def _connects_within(monkeypatch):
-    monkeypatch.setattr(connection, "CONNECT_SECONDS", REAL_SECONDS)
 
 
 @pytest.fixture

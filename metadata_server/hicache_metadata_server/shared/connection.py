@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     from hicache_metadata_server.shared.address import RedisAddress
 
 ANSWER_SECONDS: Final = 2.0
-"""Timeout of an answer. The commands may have been executed all the same."""
+"""Timeout of a connection, and of an answer. The commands may have been executed all the same."""
 CONNECTIONS: Final = 32
 """Limit of concurrent uses. A pool has 100 connections, of which scripts keep as many."""
-CONNECT_SECONDS: Final = 1.0
 SENTINEL_SECONDS: Final = 0.5
 """Timeout of each Sentinel, to connect and to answer."""
 REPLICA_SECONDS: Final = 1.0
@@ -280,13 +279,13 @@ class _Sentinels(Sentinel):
 
 def _clients_of(address: RedisAddress, answer_seconds: float) -> list[Any]:
     """Return a client that connects on demand, and behind it those of the Sentinels."""
-    options = address.options | _timeouts(answer_seconds, CONNECT_SECONDS)
+    options = address.options | _timeouts(answer_seconds)
     if address.kind == CLUSTER:
         return [
             RedisCluster(startup_nodes=[ClusterNode(*host) for host in address.hosts], **options)
         ]
     if address.kind == SENTINEL:
-        asked = address.sentinel_options | _timeouts(SENTINEL_SECONDS, SENTINEL_SECONDS)
+        asked = address.sentinel_options | _timeouts(SENTINEL_SECONDS)
         sentinels = _Sentinels(list(address.hosts), sentinel_kwargs=asked)
         return [sentinels.master_for(address.name, **options), *sentinels.sentinels]
     for host, port in address.hosts:
@@ -294,14 +293,14 @@ def _clients_of(address: RedisAddress, answer_seconds: float) -> list[Any]:
     return [Redis(**options)]
 
 
-def _timeouts(answer_seconds: float, connect_seconds: float) -> dict[str, Any]:
+def _timeouts(seconds: float) -> dict[str, Any]:
     return {
         # With RESP3, redis-py 8 follows notices of maintenance: it raises the timeout while a node
         # is replaced, and reuses a connection that has an unread reply, so that each later command
         # is answered with the reply to the one before it.
         "protocol": 2,
-        "socket_timeout": answer_seconds,
-        "socket_connect_timeout": connect_seconds,
+        "socket_timeout": seconds,
+        "socket_connect_timeout": seconds,
         # No retries in the library: a command whose answer was lost may have been executed. Only a
         # caller with an idempotency key may repeat it.
         "retry": Retry(NoBackoff(), 0),
