@@ -42,7 +42,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 # Short, because the keys of a killed writer can be set again when a lease has ended,
                 # and long enough for a machine that is busy.
                 "lease_seconds": "2",
-                "wait_seconds": "5",
+                "wait_seconds": "3",
             },
             trial_services=(
                 (

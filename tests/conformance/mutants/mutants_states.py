@@ -183,7 +183,7 @@ def wiped_once(right, store):
 
 def wiped_twice(right, store):
     right()
-    timer = threading.Timer(0.02, right)
+    timer = threading.Timer(0.05, right)
     timer.daemon = True
     timer.start()
 
