@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from hicache_conformance.cases import random_calls
-from hicache_conformance.fixtures import process_group
+from hicache_conformance.fixtures import fault_calls, process_group
 from hicache_conformance.fixtures.fault_calls import wait_until_serving
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.model.case import Violation
-from hicache_storage.spec import StorageUnavailableError
 
 ALLOWED = 0.05
 
@@ -22,9 +21,10 @@ ALLOWED = 0.05
 class Client:
     """Stands for a storage under test: it serves from its call number `from_call` on."""
 
-    def __init__(self, from_call, opens=True):
-        self.from_call, self.calls, self.opens = from_call, 0, opens
-        self.identity, self.storage = None, self
+    identity = None
+
+    def __init__(self, from_call):
+        self.from_call, self.calls = from_call, 0
 
     def set(self, keys):
         self.calls += 1
@@ -39,39 +39,56 @@ class Client:
     def has(self, key):
         return True
 
-    def open(self):
-        if not self.opens:
-            raise StorageUnavailableError("nobody listens")
 
-    def close(self):
-        pass
+def observers(client, *served):
+    """The processes that watch a store, in turn."""
+    left = list(served)
 
+    class Group:
+        def __init__(self, context, identity):
+            # The last one again and again.
+            self.served = left.pop(0) if len(left) > 1 else left[0]
 
-def context(*opened):
-    fresh = list(opened)
-    return SimpleNamespace(
-        profile=SimpleNamespace(recovery_seconds=ALLOWED),
-        keys=lambda count: ["key"] * count,
-        # The last one again and again.
-        unopened=lambda identity, options: fresh.pop(0) if len(fresh) > 1 else fresh[0],
-    )
+        def worker(self, name, options):
+            if self.served is None:
+                raise Violation("LC-1", "nobody listens")
+            if self.served == "then the storage":
+                client.from_call = client.calls
+            return self
+
+        def set(self, keys, value):
+            return [bool(self.served)]
+
+        def get(self, keys):
+            return [1]
+
+        def close(self):
+            pass
+
+    return Group
 
 
 @pytest.mark.parametrize(
-    ("client", "fresh", "judged"),
+    ("from_call", "served", "judged"),
     [
-        (Client(0), [Client(0)], nullcontext()),
-        (Client(10**9), [Client(0)], pytest.raises(Violation, match="FT-4: 0 s and")),
+        (0, [True], nullcontext()),
+        (10**9, [True], pytest.raises(Violation, match="FT-4: 0 s and")),
         # The store itself is not back in time, and then the storage is.
-        (Client(4), [Client(10**9), Client(0, opens=False)], nullcontext()),
+        (4, [False, None], nullcontext()),
+        # The store came back after the storage's try, and before that of another process.
+        (10**9, [None, "then the storage"], nullcontext()),
         # A fault after which nobody is ever served.
-        (Client(10**9), [Client(10**9)], pytest.raises(Violation, match="FT-4: 0 s and")),
+        (10**9, [False], pytest.raises(Violation, match="FT-4: 0 s and")),
     ],
-    ids=["at once", "only anew", "a slow store", "nobody"],
+    ids=["at once", "others only", "a slow store", "a store that is back between", "nobody"],
 )
-def test_a_store_that_serves_nobody_is_waited_for(client, fresh, judged):
+def test_a_store_that_serves_nobody_is_waited_for(monkeypatch, from_call, served, judged):
+    client = Client(from_call)
+    monkeypatch.setattr(fault_calls, "ProcessGroup", observers(client, *served))
+    profile = SimpleNamespace(recovery_seconds=ALLOWED)
+    context = SimpleNamespace(profile=profile, keys=lambda count: ["key"] * count)
     with judged:
-        wait_until_serving(context(*fresh), client, "a killed server")
+        wait_until_serving(context, client, "a killed server")
 
 
 class Worker:
