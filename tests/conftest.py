@@ -42,14 +42,11 @@ class Kit:
     def memory_storage(
         self,
         pools: dict[str, BytePool] | None = None,
-        *,
-        metrics: bool = True,
         **options: object,
     ) -> tuple[MemoryStorage, BytePool]:
         """Make a storage in memory with its pools registered; return it and the KV pool."""
         pools = pools or {"kv": BytePool()}
         storage = MemoryStorage(options.pop("identity", None) or make_identity(), **options)
-        storage.recorder.enabled = metrics
         for name, pool in pools.items():
             storage.register_mem_host_pool_v2(pool, name)
         self.opened.append(storage)

@@ -1,9 +1,8 @@
-"""Layers around any driver: deadline, circuit breaker, metrics."""
+"""Layers around any driver: deadline, circuit breaker."""
 
 from hicache_storage.layers.base import StorageLayer, innermost
 from hicache_storage.layers.breaker import BreakerState, CircuitBreaker, CircuitBreakerLayer
 from hicache_storage.layers.deadline import DeadlineLayer
-from hicache_storage.layers.metrics import MetricsLayer
 from hicache_storage.layers.stack import StorageOptions, wrap
 
 __all__ = [
@@ -11,7 +10,6 @@ __all__ = [
     "CircuitBreaker",
     "CircuitBreakerLayer",
     "DeadlineLayer",
-    "MetricsLayer",
     "StorageLayer",
     "StorageOptions",
     "innermost",

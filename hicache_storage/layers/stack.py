@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.layers.breaker import CircuitBreakerLayer
 from hicache_storage.layers.deadline import DeadlineLayer
-from hicache_storage.layers.metrics import MetricsLayer
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import ConfigError
 from hicache_storage.spec.arguments import check_seconds
@@ -36,7 +35,7 @@ class StorageOptions:
     metrics: bool = True
     """Count pages, bytes and latencies; SGLang's `enable_storage_metrics`.
 
-    Faults are always counted.
+    Faults are always counted. A driver that is no `ObjectStorage` decides itself what it counts.
     """
 
     def __post_init__(self) -> None:
@@ -51,17 +50,13 @@ class StorageOptions:
 
 
 def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
-    """Wrap a driver into metrics, deadline and circuit breaker, from the inside out.
+    """Wrap a driver into deadline and circuit breaker, from the inside out.
 
     The breaker is outside of the deadline, so that it counts a missed deadline as a fault.
     """
     storage = driver
     if isinstance(driver, ObjectStorage):
-        # Such a driver counts itself: a layer cannot tell a page that existed from one that was
-        # written.
         driver.recorder.enabled = options.metrics
-    elif options.metrics:
-        storage = MetricsLayer(storage)
     if options.deadline_seconds is not None:
         storage = DeadlineLayer(storage, options.deadline_seconds)
     if options.breaker_threshold:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from hicache_storage.objects.lifecycle import begin_in_children
-from hicache_storage.spec import MissReason, PoolStats, StorageStats, note_fault
+from hicache_storage.spec import PoolStats, StorageStats, note_fault
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterable, Mapping
 
-    from hicache_storage.spec import PoolName
+    from hicache_storage.spec import MissReason, PoolName
 
 
 class StatsRecorder:
@@ -77,7 +77,7 @@ class StatsRecorder:
         self,
         present: Mapping[PoolName, list[bool]],
         started: float,
-        reasons: Callable[[PoolName], Counter[MissReason]] | None = None,
+        reasons: Callable[[PoolName], Counter[MissReason]],
     ) -> None:
         """Record a lookup: its latency, and the pages of each pool that were there and were not.
 
@@ -94,11 +94,7 @@ class StatsRecorder:
                 stats, hits = self._pool(pool), pages.count(True)
                 stats.pages_hit += hits
                 if hits < len(pages):
-                    stats.absent += (
-                        reasons(pool)
-                        if reasons
-                        else Counter({MissReason.ABSENT: len(pages) - hits})
-                    )
+                    stats.absent += reasons(pool)
                 stats.latency["exists"].observe(seconds)
 
     def snapshot(self) -> StorageStats:

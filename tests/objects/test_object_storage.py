@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hicache_storage.objects import recorder
-from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
+from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo, PoolStats
 from tests.objects.storing import stored
 from tests.support.failing import kept_calls
 
@@ -54,9 +54,11 @@ class TestDriversThatFindWhatExists:
         return kit.memory_storage
 
 
-def test_a_registered_pool_tells_its_namespace(kit, caplog):
+def test_a_registered_pool_tells_its_namespace_and_is_counted_from_0(kit, caplog):
     with caplog.at_level(logging.INFO):
         storage, _ = kit.memory_storage()
+    # Prometheus sees no growth in a series that begins with a value.
+    assert storage.get_stats().pools == {"kv": PoolStats()}
     [line] = [
         record.getMessage() for record in caplog.records if "namespace" in record.getMessage()
     ]

@@ -24,7 +24,7 @@ plain, objects = partial(mutant, base=Plain), partial(mutant, base=Objects)
 
 BASIC = (
     "Existence Reading Writing CorruptObject HostPool Pool Key Identity Clearing "
-    "History Concurrency Misuse Stats"
+    "History Concurrency Misuse"
 )
 right(f"Plain {BASIC}", Plain)
 right("Objects Budget Stats", Objects)
