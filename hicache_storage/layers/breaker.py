@@ -13,7 +13,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.guarded import GuardedLayer
+from hicache_storage.layers.base import StorageLayer
 from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import (
     FaultScope,
@@ -140,7 +140,7 @@ class CircuitBreaker:
                 self._open_until = self._clock() + self._cooldown
 
 
-class CircuitBreakerLayer(GuardedLayer):
+class CircuitBreakerLayer(StorageLayer):
     """A layer that answers misses while a breaker is open, without calling the store.
 
     A clear raises then (rule LC-7). Misuse raises always.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.layers.guarded import GuardedLayer
+from hicache_storage.layers.base import StorageLayer
 from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.observability.request_ids import call_request_id
@@ -48,7 +48,7 @@ JOIN_SECONDS = 0.5
 AnswerT = TypeVar("AnswerT")
 
 
-class DeadlineLayer(GuardedLayer):
+class DeadlineLayer(StorageLayer):
     """Deadline for every call: runs calls that may hang in worker threads, and answers a miss when
     one is late.
 
@@ -83,12 +83,12 @@ class DeadlineLayer(GuardedLayer):
         miss: Callable[[StorageUnavailableError], AnswerT],
         info: HiCacheStorageExtraInfo | None = None,
     ) -> AnswerT:
-        within, capabilities = info or self._default, self.inner.capabilities
+        within, capabilities = self._limited(info), self.inner.capabilities
         if (
             capabilities.may_hang
             and self.inner.answers_from_memory(operation)
             and (operation == "lookup" or capabilities.hung_reads is not HungReads.WAIT)
-            and (within.deadline_seconds is None or within.deadline_seconds > 0)
+            and self._limit(within) > 0
         ):
             # Handing a call to a thread takes longer than a whole lookup in memory, and a read out
             # of the page cache takes up to a third longer there.
@@ -115,14 +115,14 @@ class DeadlineLayer(GuardedLayer):
         return self._bounded(
             lambda _: self.inner.health(),
             lambda error: Health(ok=False, detail=str(error)),
-            self.limited(None),
+            self._limited(None),
         )
 
     def open(self) -> None:
         def refuse(error: StorageUnavailableError) -> None:
             raise type(error)(f"{error}; the storage did not open")
 
-        self._bounded(lambda _: self.inner.open(), refuse, self.limited(None))
+        self._bounded(lambda _: self.inner.open(), refuse, self._limited(None))
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()
@@ -179,7 +179,7 @@ class DeadlineLayer(GuardedLayer):
         finally:
             self._closed.set()
 
-    def limited(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
+    def _limited(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
         check_info(extra_info)
         waited = seconds_since_asked()
         if extra_info is None and not waited:
