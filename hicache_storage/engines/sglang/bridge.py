@@ -11,10 +11,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as EngineStorage
 from sglang.srt.mem_cache.hicache_storage import PoolName as EnginePoolName
 from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as EngineResult
-from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_model, get_parallel, get_server_args, get_serving
 
-from hicache_storage.engines.bridge_metrics import BandwidthMeter, RefusedCalls
+from hicache_storage.engines.bridge_metrics import RefusedCalls
 from hicache_storage.engines.bridge_storage import open_storage
 from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.engines.sglang.identity import (
@@ -97,7 +96,6 @@ class SGLangBridge(EngineStorage):
         self._weights = ""
         self._uncleared = ""
         """Reason why the last clear failed; empty after one that succeeded."""
-        self._meter = BandwidthMeter(enabled=storage_config.enable_storage_metrics)
         self._refusals = RefusedCalls("SGLang")
 
     @property
@@ -235,19 +233,6 @@ class SGLangBridge(EngineStorage):
             self._exporter.close()
         if self._storage is not None:
             self._storage.close()
-
-    def get_stats(self) -> StorageMetrics:
-        """Return pages and GB/s of each KV batch since the last call.
-
-        Empty without `enable_storage_metrics`.
-        """
-        metrics = StorageMetrics()
-        reads, writes = self._meter.drain(writes=False), self._meter.drain(writes=True)
-        metrics.prefetch_pgs = [batch.pages for batch in reads]
-        metrics.prefetch_bandwidth = [batch.gigabytes_per_second for batch in reads]
-        metrics.backup_pgs = [batch.pages for batch in writes]
-        metrics.backup_bandwidth = [batch.gigabytes_per_second for batch in writes]
-        return metrics
 
     # KV
     # ----------------------------------------------------------------------------------------------------------
@@ -411,8 +396,7 @@ class SGLangBridge(EngineStorage):
     ) -> list[bool]:
         def ask(storage: HiCacheStorage) -> list[bool]:
             transfers = [PoolTransfer(PoolName.KV, host_indices, keys=keys)]
-            with self._meter.measured(storage, writes=writes):
-                answers = _move(storage, transfers, extra_info, writes=writes)
+            answers = _move(storage, transfers, extra_info, writes=writes)
             return _fitting(answers, PoolName.KV, len(keys))
 
         return self._answer(call, ask, [False] * len(keys), PoolName.KV)
