@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from hicache_storage.objects.recorder import StatsRecorder
 from hicache_storage.objects.requests import (
     RegisteredPool,
-    check_transfers,
+    asked_pools,
+    common_answer,
     pool_requests,
     registered_pool,
 )
@@ -20,9 +21,7 @@ from hicache_storage.spec import (
     HiCacheStorage,
     MissReason,
     PoolName,
-    PoolPresence,
     PoolStats,
-    PoolTransferResult,
     RemovalScope,
     UnknownPoolError,
 )
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
         Health,
         HiCacheStorageExtraInfo,
         PoolTransfer,
+        PoolTransferResult,
         Removals,
         StorageIdentity,
         StorageStats,
@@ -107,9 +107,8 @@ class StorageLayer(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         def miss(_: StorageUnavailableError) -> PoolTransferResult:
-            answer = no_hit(keys, pool_transfers)
-            self._count("absent", dict.fromkeys(answer.extra_pool_hit_pages, keys))
-            return answer
+            self._count("absent", dict.fromkeys(asked_pools(keys, pool_transfers), keys))
+            return common_answer(keys, pool_transfers, {})
 
         return self.guard(
             "lookup",
@@ -236,18 +235,6 @@ def innermost(storage: HiCacheStorage) -> HiCacheStorage:
     while isinstance(storage, StorageLayer):
         storage = storage.inner
     return storage
-
-
-def no_hit(keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> PoolTransferResult:
-    """Answer that nothing exists.
-
-    Raises:
-        InvalidTransferError: the arguments are invalid, as for the storage.
-    """
-    absent, transfers = no_pages(keys, PoolName.KV), () if transfers is None else transfers
-    check_transfers(transfers, "pool_transfers")
-    asked = [PoolName.KV, *(PoolPresence.of(transfer, absent).name for transfer in transfers)]
-    return PoolTransferResult(0, dict.fromkeys(asked, 0), [])
 
 
 def no_pages(keys: Sequence[str], pool: str) -> list[bool]:

@@ -16,8 +16,10 @@ from hicache_storage.spec import (
     InvalidPoolError,
     InvalidTransferError,
     PoolName,
+    PoolPresence,
     PoolTransfer,
     UnknownPoolError,
+    common_hit,
 )
 from hicache_storage.spec.arguments import check_keys, check_list
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.pools.access import PageAccess
-    from hicache_storage.spec import PageGeometry, StorageIdentity
+    from hicache_storage.spec import PageGeometry, PoolTransferResult, StorageIdentity
 
 FLOATS: Final = re.compile(r"b?float\d+|float8_(e\dm\d)(fn|fnuz)?")
 """Element types that tell the logical dtype; quantized KV is kept in integers, which do not."""
@@ -177,6 +179,40 @@ def check_transfers(transfers: Sequence[PoolTransfer], where: str = "transfers")
                 f"{where} must be a list of PoolTransfer, got {type(transfer).__name__}: "
                 f"{transfer!r:.80}"
             )
+
+
+def asked_pools(
+    keys: Sequence[str], transfers: Sequence[PoolTransfer] | None
+) -> dict[PoolName, None]:
+    """Return the pools of a lookup, after a check of the keys and the policies' geometry.
+
+    Raises:
+        InvalidTransferError: a key or a policy's geometry is illegal.
+    """
+    check_keys(keys)
+    if transfers is None:
+        return {PoolName.KV: None}
+    check_transfers(transfers, "pool_transfers")
+    absent = [False] * len(keys)
+    for transfer in transfers:
+        PoolPresence.of(transfer, absent)
+    return dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers)))
+
+
+def common_answer(
+    keys: Sequence[str],
+    transfers: Sequence[PoolTransfer] | None,
+    present: Mapping[PoolName, list[bool]],
+) -> PoolTransferResult:
+    """Apply the policies to the pages that a lookup has found in each pool."""
+    absent = [False] * len(keys)
+    return common_hit(
+        present.get(PoolName.KV, absent),
+        [
+            PoolPresence.of(transfer, present.get(transfer.name, absent))
+            for transfer in transfers or ()
+        ],
+    )
 
 
 def _resolve(

@@ -26,8 +26,9 @@ from hicache_storage.objects.removals import RemovalLog
 from hicache_storage.objects.requests import (
     PoolRequest,
     RegisteredPool,
+    asked_pools,
     check_identity,
-    check_transfers,
+    common_answer,
     pool_requests,
     registered_pool,
 )
@@ -43,7 +44,6 @@ from hicache_storage.spec import (
     MayHangError,
     MissReason,
     PoolName,
-    PoolPresence,
     PoolTransfer,
     PoolTransferResult,
     RemovalScope,
@@ -53,7 +53,6 @@ from hicache_storage.spec import (
     StorageTimeoutError,
     StorageUnavailableError,
     UnknownPoolError,
-    common_hit,
     current_call_info,
     from_memory,
     is_refusal,
@@ -64,7 +63,7 @@ from hicache_storage.spec.calls import check_info
 from hicache_storage.spec.removals import check_cursor, no_removals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hicache_storage.objects.namespace import Namespace
     from hicache_storage.pools.access import PageAccess
@@ -175,8 +174,8 @@ class ObjectStorage(ObjectDriver):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        asked = _asked_pools(keys, pool_transfers)
-        return _hit(keys, pool_transfers, self._find(keys, asked, extra_info))
+        asked = asked_pools(keys, pool_transfers)
+        return common_answer(keys, pool_transfers, self._find(keys, asked, extra_info))
 
     def batch_present(
         self,
@@ -805,42 +804,8 @@ def _all(parts: Sequence[list[bool]]) -> list[bool]:
     return list(map(all, zip(*parts, strict=True)))
 
 
-def _hit(
-    keys: Sequence[str],
-    transfers: Sequence[PoolTransfer] | None,
-    present: Mapping[PoolName, list[bool]],
-) -> PoolTransferResult:
-    """Apply the policies to what a lookup has found."""
-    absent = [False] * len(keys)
-    return common_hit(
-        present.get(PoolName.KV, absent),
-        [
-            PoolPresence.of(transfer, present.get(transfer.name, absent))
-            for transfer in transfers or ()
-        ],
-    )
-
-
 def _is_verified(batch: ReadBatch) -> bool:
     return all(read.verify() for read in batch.reads)
-
-
-def _asked_pools(
-    keys: Sequence[str], transfers: Sequence[PoolTransfer] | None
-) -> dict[PoolName, None]:
-    """Return the pools of a lookup, after a check of the keys and the policies' geometry.
-
-    Raises:
-        InvalidTransferError: a key or a policy's geometry is illegal.
-    """
-    check_keys(keys)
-    if transfers is None:
-        return {PoolName.KV: None}
-    check_transfers(transfers, "pool_transfers")
-    absent = [False] * len(keys)
-    for transfer in transfers:
-        PoolPresence.of(transfer, absent)
-    return dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers)))
 
 
 def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
