@@ -14,8 +14,7 @@ posix engine, SGLang's its mock client, each with a file of slots; our server ha
 before it answers, SGLang's keeps nothing.
 
 Needs the environments of scripts/make_sglang_env.sh and scripts/make_vllm_env.sh; a side that
-cannot be made is named. Writes results.md and results.json, which
-`hicache bench --compare` compares.
+cannot be made is named. Writes results.md and results.json.
 """
 
 from __future__ import annotations

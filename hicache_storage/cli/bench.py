@@ -19,7 +19,6 @@ from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheError, parse_bytes
 from hicache_storage.tools.bench.client import WrongAnswerError
 from hicache_storage.tools.bench.preflight import InsufficientSpaceError
-from hicache_storage.tools.bench.results import Report, compare
 from hicache_storage.tools.bench.settings import (
     BATCH_PAGES,
     MIN_PAGE_BYTES,
@@ -31,7 +30,7 @@ from hicache_storage.tools.bench.sweep import run_sweep
 from hicache_storage.tools.options import parse_pairs, size_text, trial_options
 
 if TYPE_CHECKING:
-    from hicache_storage.tools.bench.results import Rate
+    from hicache_storage.tools.bench.results import Rate, Report
 
 WRONG_ANSWER, USAGE_ERROR = 1, 2
 MIN_WIDTH: Final = 110
@@ -40,9 +39,8 @@ DEFAULT_PAGES: Final = "64KiB,256KiB,1MiB"
 
 def bench(
     driver: Annotated[
-        str | None,
-        typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it."),
-    ] = None,
+        str, typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it.")
+    ],
     config: DriverOptions = None,
     pages: Annotated[
         str | None,
@@ -98,12 +96,6 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")
     ] = None,
-    compared: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            "--compare", metavar="A.json B.json", help="Measure nothing; compare B with A."
-        ),
-    ] = None,
 ) -> None:
     """Measure how fast a driver writes, looks up and reads pages, in batches as engines send them.
 
@@ -115,15 +107,6 @@ def bench(
     # At least this wide: a terminal wraps long lines better than rich wraps figures in tables.
     console = Console(highlight=False, width=max(MIN_WIDTH, Console().width))
     try:
-        if compared is not None:
-            if driver is not None:
-                raise ValueError("--compare measures nothing; leave the DRIVER out")
-            _show_comparison(
-                console, *map(Report.read, compared), names=[path.name for path in compared]
-            )
-            return
-        if driver is None:
-            raise ValueError("name a DRIVER to measure, or two results to --compare")
         if trace is not None:
             _replay(console, driver, config, trace, pages, capacity, sample, plot_file, json_file)
             return
@@ -286,34 +269,6 @@ def _show(console: Console, report: Report) -> None:
             str(measure.calls),
         )
     console.print(table)
-
-
-def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
-    if those.machine != these.machine:
-        console.print("[yellow]taken on different machines or versions[/]")
-    peers = {candidate.label for candidate in those.candidates}
-    shared = [candidate.label for candidate in these.candidates if candidate.label in peers]
-    # Results of two drivers have no label in common: their first candidates are compared.
-    pairs = [(label, label) for label in shared] or [
-        (those.candidates[0].label, these.candidates[0].label)
-    ]
-    for peer, mine in pairs:
-        ratios = compare(those.of(peer).values(), these.of(mine).values())
-        if not ratios:
-            raise ValueError("the two results have no page size, clients and batch in common")
-        console.print(f"first: {names[0]}, {peer}; second: {names[1]}, {mine}", soft_wrap=True)
-        header = ("page", "clients", "pages a call", "operation", "", "first", "second")
-        table = _table(*header, "times as fast")
-        for theirs, ours, ratio in ratios:
-            table.add_row(
-                size_text(ours.page_bytes),
-                str(ours.clients),
-                str(ours.batch_pages),
-                ours.operation,
-                ours.unit,
-                *map(_spread, (theirs.rates(), ours.rates(), ratio)),
-            )
-        console.print(table)
 
 
 def _table(*headers: str) -> Table:

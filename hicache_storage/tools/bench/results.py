@@ -1,4 +1,4 @@
-"""Results: written to a file, read back, compared.
+"""Results, and their file.
 
 `hicache bench` and the programs in benchmarks/ write the same format.
 """
@@ -12,20 +12,19 @@ import statistics
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from hicache_storage.tools.bench.settings import Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-SCHEMA: Final = 2
 Workload: TypeAlias = tuple[int, int, int, str]
 """Page size in bytes, clients, pages of a call, operation."""
 Rate: TypeAlias = tuple[float, float, float]
-"""Median, minimum and maximum of the rounds: of a rate, or of the ratio of two."""
+"""Median, minimum and maximum of the rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Measurement:
 
     @property
     def workload(self) -> Workload:
-        """The workload, by which results are compared."""
+        """The workload, by which sides are compared."""
         return self.page_bytes, self.clients, self.batch_pages, self.operation
 
     @property
@@ -115,52 +114,11 @@ class Report:
     """Candidates that could not be measured, and why."""
     seconds: float = 0.0
     machine: dict[str, str] = field(default_factory=dict[str, str])
-    schema: int = SCHEMA
+    schema: int = 2
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, a line for each measurement."""
         path.write_bytes(msgspec.json.encode(self).replace(b'{"label"', b'\n{"label"') + b"\n")
-
-    @classmethod
-    def read(cls, path: Path) -> Report:
-        """Read a report written by `write`.
-
-        Raises:
-            ValueError: the file is no report of this schema.
-            OSError: the file cannot be read.
-        """
-        try:
-            report = msgspec.json.decode(path.read_bytes(), type=cls)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path} is no result of `hicache bench`: {error}") from error
-        # Refused, not converted: figures of other fields must not be compared.
-        if report.schema != SCHEMA:
-            raise ValueError(f"{path} has schema {report.schema}; this version reads {SCHEMA}")
-        return report
-
-    def of(self, label: str) -> dict[Workload, Measurement]:
-        """Return the measurements of one candidate, by workload."""
-        return {one.workload: one for one in self.measurements if one.label == label}
-
-
-def compare(
-    those: Iterable[Measurement], these: Iterable[Measurement]
-) -> list[tuple[Measurement, Measurement, Rate]]:
-    """Pair the measurements that two results have in common.
-
-    Each pair has the ratio of the second rate to the first; the minimum is that of the slowest
-    round to the fastest of the baseline.
-
-    Args:
-        those: the baseline.
-        these: the measurements to compare with it.
-    """
-    peers = {one.workload: one for one in those}
-    return [
-        (peer, mine, _ratio(peer, mine))
-        for mine in these
-        if (peer := peers.get(mine.workload)) is not None
-    ]
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -184,11 +142,3 @@ def this_machine() -> dict[str, str]:
         "torch": version("torch"),
         "hicache-storage": version("hicache-storage"),
     }
-
-
-def _ratio(peer: Measurement, mine: Measurement) -> Rate:
-    return (
-        mine.pages_per_second / peer.pages_per_second,
-        min(mine.rounds) / max(peer.rounds),
-        max(mine.rounds) / min(peer.rounds),
-    )
