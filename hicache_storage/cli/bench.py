@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final
@@ -10,21 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
 from hicache_storage.cli.doctor import DriverOptions  # noqa: TC001 - typer reads the annotation
 from hicache_storage.plugins import registry
 from hicache_storage.spec import HiCacheError, parse_bytes
-from hicache_storage.tools.bench.client import WrongAnswerError
-from hicache_storage.tools.bench.preflight import InsufficientSpaceError
-from hicache_storage.tools.bench.settings import (
+from hicache_storage.tools.bench.client import (
     BATCH_PAGES,
     MIN_PAGE_BYTES,
     BenchWorkload,
     Candidate,
-    Sweep,
+    WrongAnswerError,
 )
 from hicache_storage.tools.bench.sweep import run_sweep
 from hicache_storage.tools.options import parse_pairs, size_text, trial_options
@@ -102,7 +98,7 @@ def bench(
     Every answer is checked, the last batch of each round byte for byte; a wrong one ends the run.
     Without -c a throwaway store is used. Pages are removed. With --trace each request of a file
     looks its pages up, reads those that are found and stores the others, as an engine does. Exits
-    with 0, 1 after a wrong answer, 2 for bad arguments or if there is not enough space.
+    with 0, 1 after a wrong answer, 2 for bad arguments or if the store has no room.
     """
     # At least this wide: a terminal wraps long lines better than rich wraps figures in tables.
     console = Console(highlight=False, width=max(MIN_WIDTH, Console().width))
@@ -118,17 +114,16 @@ def bench(
             for count in _counts(clients)
         ]
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
-            sweep = Sweep(
-                candidate=_candidate(driver, config, directory),
-                workloads=workloads,
+            report = run_sweep(
+                _candidate(driver, config, directory),
+                workloads,
                 seconds=seconds,
                 max_stored_bytes=parse_bytes(max_stored),
             )
-            report = _run(sweep)
     except WrongAnswerError as error:
         message = f"wrong answer: {error}; `hicache conformance run` finds out why"
         raise typer.Exit(_complain(message, WRONG_ANSWER)) from error
-    except (ValueError, OSError, InsufficientSpaceError, HiCacheError) as error:
+    except (ValueError, OSError, HiCacheError) as error:
         raise typer.Exit(_complain(str(error), USAGE_ERROR)) from error
     _show(console, report)
     if json_file is not None:
@@ -151,15 +146,15 @@ def _replay(
         ReplayResult,
         Trace,
         capacities_of,
-        check_room,
+        check_disk,
         plot,
         reference,
         replay,
     )
 
     sizes = _sizes(pages or "4KiB")
-    if len(sizes) > 1 or sizes[0] % MIN_PAGE_BYTES:
-        raise ValueError(f"--pages: with --trace one size, a multiple of {MIN_PAGE_BYTES} bytes")
+    if len(sizes) > 1:
+        raise ValueError("--pages: with --trace one size")
     requests = Trace.read(path)
     capacities = capacities_of(requests, driver, sizes[0], capacity)
     if plot_file is not None and capacities == [None]:
@@ -170,26 +165,17 @@ def _replay(
     if not len(part.keys):
         raise ValueError(f"--sample: of {len(requests.keys)} pages none is left; give a smaller N")
     results = list[ReplayResult]()
-    with _progress() as bar:
-        for limit in capacities:
-            room = None if limit is None else limit // sample
-            if room is not None and room < sizes[0]:
-                raise ValueError(
-                    f"--sample: of a capacity of {size_text(limit)} no page is left; give a "
-                    "smaller N"
-                )
-            text = f"{driver}, {size_text(limit)}"
-            task = bar.add_task(text, total=1.0)
-            with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
-                candidate = _candidate(driver, config, directory)
-                check_room(part, candidate, sizes[0], [room])
-
-                def advance(share: float, task: TaskID = task) -> None:
-                    bar.update(task, completed=share)
-
-                result = replay(part, candidate, sizes[0], room, advance)
-                results.append(result.scaled(sample, len(requests.keys), sizes[0], limit))
-            bar.remove_task(task)
+    for limit in capacities:
+        room = None if limit is None else limit // sample
+        if room is not None and room < sizes[0]:
+            raise ValueError(
+                f"--sample: of a capacity of {size_text(limit)} no page is left; give a smaller N"
+            )
+        with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
+            candidate = _candidate(driver, config, directory)
+            check_disk(part, candidate, sizes[0], room)
+            result = replay(part, candidate, sizes[0], room)
+            results.append(result.scaled(sample, len(requests.keys), sizes[0], limit))
     results += [reference(requests, sizes[0], limit) for limit in {*capacities, None}]
     results.sort(key=lambda one: (one.capacity_bytes is None, one.capacity_bytes or 0))
     table = _table("capacity", "store", "hit rate", "read", "written", "seconds", "requests/s")
@@ -215,20 +201,6 @@ def _replay(
         plot_file.write_text(plot(results))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
-
-
-def _progress() -> Progress:
-    # On standard error, so that standard output has the tables alone; and nowhere if that is no
-    # terminal, such as the log of a CI.
-    return Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-
-
-def _run(sweep: Sweep) -> Report:
-    with _progress() as bar:
-        task = bar.add_task("opening", total=1.0)
-        return run_sweep(
-            sweep, lambda text, share: bar.update(task, description=text, completed=share)
-        )
 
 
 def _candidate(driver: str, config: list[str] | None, directory: str) -> Candidate:
@@ -286,7 +258,10 @@ def _spread(rate: Rate) -> str:
 
 def _sizes(text: str) -> list[int]:
     # Without repetitions: equal workloads would overwrite each other's measurements.
-    return sorted({parse_bytes(part) for part in text.split(",")})
+    sizes = sorted({parse_bytes(part) for part in text.split(",")})
+    if sizes[0] < MIN_PAGE_BYTES or any(size % MIN_PAGE_BYTES for size in sizes):
+        raise ValueError(f"--pages {text}: give multiples of {MIN_PAGE_BYTES} bytes")
+    return sizes
 
 
 def _counts(text: str) -> list[int]:

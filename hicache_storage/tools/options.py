@@ -1,17 +1,14 @@
-"""Options of a driver as `key=value` texts.
-
-Secrets and directories are found in them.
-"""
+"""Options of a driver as `key=value` texts, and the secrets in them."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from hicache_storage.hookspecs import DriverSpec
 
@@ -26,8 +23,6 @@ _SECRET: Final = re.compile(
     re.IGNORECASE,
 )
 _USERINFO: Final = re.compile(r"(?<=//)[^/@\s]+@")
-_PLACE: Final = re.compile(r"(?:^|_)(?:path|dir|directory|folder|root)$")
-_URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
 
 
 def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
@@ -56,27 +51,6 @@ def redacted(options: Mapping[str, object]) -> dict[str, str]:
 def without_user(text: str) -> str:
     """Redact user and password of addresses in a text."""
     return _USERINFO.sub(f"{HIDDEN}@", text)
-
-
-def directories(options: Mapping[str, object]) -> dict[str, Path]:
-    """Find the directories in options.
-
-    By a name such as `path` or `cache_dir`, or an absolute path that is no file.
-    """
-    found = dict[str, Path]()
-    for name, value in options.items():
-        # A URL in an option such as `store_path` names no directory of this machine.
-        if isinstance(value, (str, Path)) and str(value) and not _URL.match(str(value)):
-            path = Path(value)
-            if (_PLACE.search(name) or path.is_absolute()) and not path.is_file():
-                found[name] = path
-    return found
-
-
-def nearest_directory(path: Path) -> Path:
-    """Return a directory, or its nearest existing parent."""
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.is_dir())
 
 
 def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | None:

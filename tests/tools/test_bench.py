@@ -1,27 +1,23 @@
-"""`hicache bench`: right figures, wrong answers, insufficient space, removal of all pages."""
+"""`hicache bench`: right figures, wrong answers, stores without room, removal of all pages."""
 
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from hicache_storage.tools.bench import preflight
-from hicache_storage.tools.bench.client import WrongAnswerError
-from hicache_storage.tools.bench.preflight import InsufficientSpaceError, check_space
-from hicache_storage.tools.bench.results import (
-    CandidateInfo,
-    Measurement,
-    percentile,
-)
-from hicache_storage.tools.bench.settings import (
+from hicache_storage.spec import StorageRefusedError, UnsupportedOperationError
+from hicache_storage.tools.bench.client import (
     BenchWorkload,
     Candidate,
-    Operation,
-    Sweep,
+    ClientPool,
+    WrongAnswerError,
 )
+from hicache_storage.tools.bench.results import CandidateInfo, Measurement, Operation, percentile
 from hicache_storage.tools.bench.sweep import run_sweep
+from tests.metadata_server.full_disks import small_disk
 from tests.support.commands import run_here, run_hicache
 from tests.tools.conftest import FAULTY
 
@@ -36,14 +32,13 @@ def bench(*arguments):
     return run_hicache("bench", *arguments)
 
 
-def sweep(tmp_path, *, clients=(1,), **changes):
-    settings = {
-        "candidate": Candidate("file", {"path": str(tmp_path / "store")}),
-        "workloads": [BenchWorkload(4096, count, 8) for count in clients],
-        "seconds": 0.05,
-        "max_stored_bytes": 1 << 20,
-    }
-    return Sweep(**{**settings, **changes})
+def sweep(candidate, *, clients=(1,)):
+    workloads = [BenchWorkload(4096, count, 8) for count in clients]
+    return run_sweep(candidate, workloads, seconds=0.05, max_stored_bytes=1 << 20)
+
+
+def file_store(directory, **options):
+    return Candidate("file", {"path": str(directory / "store"), **options})
 
 
 def stored_pages(directory):
@@ -54,10 +49,7 @@ def stored_pages(directory):
 
 
 def test_every_cell_is_measured_and_nothing_stays(tmp_path):
-    told = []
-    report = run_sweep(
-        sweep(tmp_path, clients=(1, 2)), lambda text, share: told.append((text, share))
-    )
+    report = sweep(file_store(tmp_path), clients=(1, 2))
     assert [(m.clients, m.operation) for m in report.measurements] == [
         (clients, op) for clients in (1, 2) for op in Operation
     ]
@@ -68,24 +60,21 @@ def test_every_cell_is_measured_and_nothing_stays(tmp_path):
     assert report.candidates == [
         CandidateInfo("file", "file", {"path": str(tmp_path / "store")}, verifies_checksums=True)
     ]
-    assert told[-1][1] == 1.0
-    assert [share for _, share in told] == sorted(share for _, share in told)
     assert not stored_pages(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("refuses", "a set of 8 pages"),
         ("forgets", "exists finds 0"),
         ("misses", "a get of 8 pages"),
         ("lies", "delivered other bytes"),
     ],
 )
-def test_a_wrong_answer_is_no_result(site, tmp_path, name, said):
+def test_a_wrong_answer_is_no_result(site, name, said):
     site.here(name, FAULTY[name])
     with pytest.raises(WrongAnswerError, match=said):
-        run_sweep(sweep(tmp_path, candidate=Candidate(name)))
+        sweep(Candidate(name))
 
 
 def test_the_command_says_what_was_wrong(site, tmp_path):
@@ -96,48 +85,32 @@ def test_the_command_says_what_was_wrong(site, tmp_path):
     assert not (tmp_path / "result.json").exists()
 
 
-def test_a_driver_that_cannot_remove_its_pages(site, tmp_path):
+def test_a_driver_that_cannot_remove_its_pages(site):
     site.here("append", capabilities="may_hang=False")
-    with pytest.raises(InsufficientSpaceError, match="its pages would stay"):
-        run_sweep(sweep(tmp_path, candidate=Candidate("append")))
+    with pytest.raises(UnsupportedOperationError, match="its pages would stay"):
+        sweep(Candidate("append"))
 
 
-# Insufficient space
-# -------------------------------------------------------------------------------------------------------------
+def test_a_store_that_refuses_pages_is_no_wrong_answer(site, tmp_path):
+    site.here("refuses", FAULTY["refuses"])
+    with pytest.raises(StorageRefusedError, match=r"sets are refused: .*No space left"):
+        sweep(Candidate("refuses"))
+    with pytest.raises(StorageRefusedError, match=r"[1-8] were refused, 0 were evicted"):
+        sweep(file_store(tmp_path, capacity="16KiB"))
+    with small_disk(tmp_path, "100k") as disk:
+        with pytest.raises(StorageRefusedError, match="give a smaller --max-stored"):
+            sweep(file_store(disk.path, min_free="0"), clients=(4,))
+        assert not stored_pages(disk.path)
+    assert not stored_pages(tmp_path)
 
 
-def test_a_full_disk_is_refused_before_a_page_is_written(tmp_path, monkeypatch):
-    class Usage:
-        free = 1 << 20
-
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _path: Usage)
-    with pytest.raises(
-        InsufficientSpaceError, match=r"free and .* may be needed; give a smaller --max-stored"
-    ):
-        run_sweep(sweep(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-def test_little_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "_available_memory", lambda: 1 << 16)
-    with pytest.raises(InsufficientSpaceError, match="of memory may be needed"):
-        check_space(sweep(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"workloads": [BenchWorkload(5000, 1)]}, "cannot be measured"),
-        ({"workloads": [BenchWorkload(4096, 100)]}, "more than --max-stored"),
-        (
-            {"candidate": Candidate("file", {"path": "/tmp/x", "capacity": "1MiB"})},
-            "would evict pages",
-        ),
-    ],
-)
-def test_what_does_not_fit(tmp_path, changes, said):
-    with pytest.raises(InsufficientSpaceError, match=said):
-        check_space(sweep(tmp_path, **changes))
+def test_a_store_that_evicts_pages_is_no_wrong_answer(tmp_path):
+    store, batches = file_store(tmp_path, capacity="64KiB"), range(4)
+    with closing(ClientPool(store, BenchWorkload(4096, 1, 8), "run")) as pool:
+        pool.prepare(batches)
+        pool.run(Operation.WRITE, batches)
+        with pytest.raises(StorageRefusedError, match=r"0 were refused, \d+ were evicted"):
+            pool.run(Operation.EXISTS, batches)
 
 
 # Results
@@ -192,10 +165,12 @@ def test_the_command(tmp_path):
         (["file", "--concurrency", "x"], "is no list of numbers"),
         (["file", "--concurrency", "0"], "--concurrency begins at 1"),
         (["file", "--pages", "big"], "is not a size"),
+        (["file", "--pages", "4096,5000"], "multiples of 4096 bytes"),
+        (["file", "--pages", "64MiB"], "more than --max-stored 2.0 GiB"),
         (["file", "-c", "paht=x"], "did you mean 'path'?"),
         (["file", "--capacity", "1GiB"], "need a --trace"),
         (["file", "--sample", "8"], "need a --trace"),
-        (["file", "--trace", "t.jsonl", "--pages", "1KiB"], "a multiple of 4096 bytes"),
+        (["file", "--trace", "t.jsonl", "--pages", "1KiB"], "multiples of 4096 bytes"),
         (["file", "--trace", "gone.jsonl"], "gone.jsonl"),
         (["file", "--trace", TRACE, "--sample", "4096"], "a smaller N"),
         (["file", "--trace", TRACE, *OF_TEBIBYTES], "smaller --pages"),

@@ -1,14 +1,12 @@
-"""Secrets and directories in a driver's options."""
+"""Options of drivers as texts, and the secrets in them."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.spec import Capabilities
-from hicache_storage.tools.options import directories, parse_pairs, redacted, trial_options
+from hicache_storage.tools.options import parse_pairs, redacted, trial_options
 
 
 def test_pairs():
@@ -23,26 +21,6 @@ def test_pairs():
 def test_what_is_no_pair(text):
     with pytest.raises(ValueError, match="is not of the form key=value"):
         parse_pairs([text])
-
-
-def test_directories(tmp_path):
-    file = tmp_path / "config.json"
-    file.touch()
-    options = {
-        "path": "store",
-        "cache_dir": str(tmp_path),
-        "mount": "/mnt/3fs",
-        "config": str(file),
-        "url": "file:///x",
-        "root": "",
-        "xpath": "x",
-        "threads": 4,
-    }
-    assert directories(options) == {
-        "path": Path("store"),
-        "cache_dir": tmp_path,
-        "mount": Path("/mnt/3fs"),
-    }
 
 
 def test_secrets_are_hidden():

@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hicache_storage.tools.bench.client import WrongAnswerError
-from hicache_storage.tools.bench.settings import Candidate
+from hicache_storage.tools.bench.client import Candidate, WrongAnswerError
 from hicache_storage.tools.bench.trace import Trace, capacities_of, reference, replay
 from tests.support.commands import run_here, run_hicache
 from tests.tools.conftest import FAULTY

@@ -11,8 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.plugins import create_storage
-from hicache_storage.spec import PoolName, PoolTransfer, StorageIdentity
-from hicache_storage.tools.bench.settings import Operation
+from hicache_storage.spec import (
+    PoolName,
+    PoolTransfer,
+    StorageIdentity,
+    StorageRefusedError,
+    UnsupportedOperationError,
+)
+from hicache_storage.tools.bench.results import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,13 +27,39 @@ if TYPE_CHECKING:
 
     from hicache_storage.pools import PagedHostPool
     from hicache_storage.spec import HiCacheStorage
-    from hicache_storage.tools.bench.settings import BenchWorkload, Candidate
 
 PAGE_SIZE: Final = 64
 """Tokens in a page; the results depend on its bytes only."""
+BATCH_PAGES: Final = 128
+"""Pages in a call, as many as engines send."""
+MIN_PAGE_BYTES: Final = 4096
+"""Shortest page that can be measured; longer ones are multiples of it."""
 LOOKUPS: Final = 10
 """Lookups of each batch: a single one is too short to be measured well."""
 STAMP: Final = struct.Struct("<qq")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A driver with its options."""
+
+    driver: str
+    options: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class BenchWorkload:
+    """One combination of page size and number of clients."""
+
+    page_bytes: int
+    clients: int
+    """Threads that call one storage, as in an engine."""
+    batch_pages: int = BATCH_PAGES
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that one call of each client stores."""
+        return self.clients * self.batch_pages * self.page_bytes
 
 
 class WrongAnswerError(Exception):
@@ -35,6 +67,10 @@ class WrongAnswerError(Exception):
 
     The measurement is void.
     """
+
+
+class MissingPagesError(WrongAnswerError):
+    """A page was not stored, not found or not delivered, which a store without room may answer."""
 
 
 @dataclass(slots=True)
@@ -179,12 +215,12 @@ class Client:
         found = self._storage.batch_exists_v2(self.keys[batch]).kv_hit_pages
         seconds = time.perf_counter() - started
         if found != self._pages:
-            raise WrongAnswerError(f"{self._pages} pages were stored, and exists finds {found}")
+            raise MissingPagesError(f"{self._pages} pages were stored, and exists finds {found}")
         return seconds
 
     def _expect_all(self, call: str, answer: list[bool]) -> None:
         if answer != [True] * self._pages:
-            raise WrongAnswerError(
+            raise MissingPagesError(
                 f"a {call} of {self._pages} pages answered False for {answer.count(False)} of them"
             )
 
@@ -251,6 +287,7 @@ class ClientPool:
         """Run one kind of call for each batch, in all clients at once.
 
         Raises:
+            StorageRefusedError: the store has refused or evicted pages.
             WrongAnswerError: an answer is wrong.
         """
         # The executor starts its threads one after the other; the calls have to overlap from the
@@ -261,7 +298,11 @@ class ClientPool:
             start.wait()
             return client.run(operation, batches)
 
-        return CallSample.merged(list(self._threads.map(run_client, self._clients)))
+        try:
+            return CallSample.merged(list(self._threads.map(run_client, self._clients)))
+        except MissingPagesError:
+            check_room(self._storage)
+            raise
 
     def remove(self) -> None:
         """Delete the written pages."""
@@ -278,10 +319,28 @@ class ClientPool:
             self._storage.close()
 
 
+def check_room(storage: HiCacheStorage) -> None:
+    """Check that a store has neither evicted pages nor refused them without a fault.
+
+    Raises:
+        StorageRefusedError: it has.
+    """
+    stats, health = storage.get_stats(), storage.health()
+    evicted = sum(pool.pages_evicted for pool in stats.pools.values())
+    refused = sum(pool.pages_refused for pool in stats.pools.values())
+    if evicted or (refused and not stats.faults):
+        counts = f"{refused} were refused, {evicted} were evicted before they were read"
+        raise StorageRefusedError(
+            f"the store has no room for the pages: {health.detail or counts}; give a smaller "
+            "--max-stored or --batch"
+        )
+
+
 def open_storage(candidate: Candidate) -> HiCacheStorage:
     """Open a storage with the default options, so that the layers of the SDK are measured, too.
 
     Raises:
+        UnsupportedOperationError: the driver cannot delete.
         HiCacheError: the storage cannot be constructed or opened.
     """
     # Always the same identity: a namespace for each run would stay in the store.
@@ -291,6 +350,10 @@ def open_storage(candidate: Candidate) -> HiCacheStorage:
     storage = create_storage(candidate.driver, identity, candidate.options)
     try:
         storage.open()
+        if not storage.capabilities.deletes:
+            raise UnsupportedOperationError(
+                f"driver {candidate.driver!r} cannot delete: its pages would stay"
+            )
     except BaseException:
         storage.close()
         raise

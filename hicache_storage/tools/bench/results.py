@@ -10,13 +10,12 @@ import os
 import platform
 import statistics
 from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-
-from hicache_storage.tools.bench.settings import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +24,14 @@ Workload: TypeAlias = tuple[int, int, int, str]
 """Page size in bytes, clients, pages of a call, operation."""
 Rate: TypeAlias = tuple[float, float, float]
 """Median, minimum and maximum of the rounds."""
+
+
+class Operation(StrEnum):
+    """Timed calls, in the order of a round."""
+
+    WRITE = "write"
+    EXISTS = "exists"
+    READ = "read"
 
 
 @dataclass(frozen=True, slots=True)

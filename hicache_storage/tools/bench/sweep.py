@@ -8,77 +8,86 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.tools.bench.client import ClientPool
-from hicache_storage.tools.bench.preflight import check_space
-from hicache_storage.tools.bench.results import CandidateInfo, Measurement, Report, this_machine
-from hicache_storage.tools.bench.settings import Operation
-from hicache_storage.tools.options import redacted
+from hicache_storage.tools.bench.results import (
+    CandidateInfo,
+    Measurement,
+    Operation,
+    Report,
+    this_machine,
+)
+from hicache_storage.tools.options import redacted, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from hicache_storage.tools.bench.client import CallSample
-    from hicache_storage.tools.bench.settings import BenchWorkload, Sweep
+    from hicache_storage.tools.bench.client import BenchWorkload, CallSample, Candidate
 
 ROUNDS: Final = 5
 """Rounds that a workload is planned to have; slow stores have fewer, at least one."""
 
 
 def run_sweep(
-    sweep: Sweep, progress: Callable[[str, float], None] = lambda _text, _share: None
+    candidate: Candidate,
+    workloads: Sequence[BenchWorkload],
+    *,
+    seconds: float = 3.0,
+    max_stored_bytes: int = 2 << 30,
 ) -> Report:
     """Measure every workload, and remove the stored pages, also after an error.
 
     Args:
-        progress: called with a description of the workload, and the part of the sweep that is done,
-            0 to 1.
+        candidate: what is measured.
+        workloads: page sizes and numbers of clients.
+        seconds: time for each workload, warm-up included; the round that runs then is finished.
+        max_stored_bytes: limit of the bytes of pages that are stored at a time.
 
     Raises:
-        InsufficientSpaceError: the sweep does not fit; nothing has been written.
+        ValueError: a workload stores more at a time; nothing has been written.
+        StorageRefusedError: the store has no room for as many pages.
         WrongAnswerError: the driver answered wrongly.
         HiCacheError: the storage cannot be constructed or opened.
     """
-    # Before anything is opened: a sweep that fills the disk half-way has measured nothing.
-    check_space(sweep)
-    driver, verifies, measurements = sweep.candidate.driver, True, list[Measurement]()
-    for number, workload in enumerate(sweep.workloads):
-        text = f"{workload.page_bytes >> 10} KiB, {workload.clients} clients"
-
-        def report_share(share: float, text: str = text, number: int = number) -> None:
-            progress(text, (number + share) / len(sweep.workloads))
-
+    largest = max(workload.stored_bytes for workload in workloads)
+    if largest > max_stored_bytes:
+        raise ValueError(
+            f"the clients store {size_text(largest)} at a time, more than --max-stored "
+            f"{size_text(max_stored_bytes)}"
+        )
+    verifies, measurements = True, list[Measurement]()
+    for workload in workloads:
         # New keys for each workload: pages of an earlier run would be found and not written.
-        with closing(ClientPool(sweep.candidate, workload, secrets.token_hex(8))) as pool:
+        with closing(ClientPool(candidate, workload, secrets.token_hex(8))) as pool:
             verifies = pool.verifies_checksums
-            measurements += _run_workload(pool, workload, sweep, report_share)
-    about = CandidateInfo(driver, driver, redacted(sweep.candidate.options), verifies)
-    return Report([about], measurements, seconds=sweep.seconds, machine=this_machine())
+            most = max_stored_bytes // workload.stored_bytes
+            measurements += _run_workload(pool, candidate.driver, workload, seconds, most)
+    about = CandidateInfo(candidate.driver, candidate.driver, redacted(candidate.options), verifies)
+    return Report([about], measurements, seconds=seconds, machine=this_machine())
 
 
 def _run_workload(
-    pool: ClientPool, workload: BenchWorkload, sweep: Sweep, progress: Callable[[float], None]
+    pool: ClientPool, label: str, workload: BenchWorkload, seconds: float, most: int
 ) -> list[Measurement]:
+    """Measure a workload; each client stores at most so many batches at a time."""
     started = time.monotonic()
     _run_round(pool, range(1))
     # The first round does not count: its duration, which may be 0, decides the number of batches
     # that each client stores in one of the others.
     duration = max(1e-3, time.monotonic() - started)
-    most = sweep.max_stored_bytes // (workload.clients * workload.batch_bytes)
-    count = max(1, min(most, int(sweep.seconds / (ROUNDS + 1) / duration)))
-    label, first, share = sweep.candidate.driver, 1, 0.0
+    count = max(1, min(most, int(seconds / (ROUNDS + 1) / duration)))
     measurements = {
         op: Measurement(label, workload.page_bytes, workload.clients, op, workload.batch_pages)
         for op in Operation
     }
-    seconds = {op: list[float]() for op in Operation}
-    while share < 1.0:
+    durations = {op: list[float]() for op in Operation}
+    first, over = 1, False
+    while not over:
         for op, sample in _run_round(pool, range(first, first + count)).items():
             measurements[op].rounds.append(sample.pages / (sample.ended - sample.started))
-            seconds[op] += sample.seconds
+            durations[op] += sample.seconds
         first += count
-        share = min(1.0, (time.monotonic() - started) / sweep.seconds)
-        progress(share)
+        over = time.monotonic() - started >= seconds
     for op, measurement in measurements.items():
-        measurement.set_latencies(seconds[op])
+        measurement.set_latencies(durations[op])
     return list(measurements.values())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import math
 import secrets
+import shutil
 import sys
 import time
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -29,14 +31,19 @@ from hicache_storage.spec import (
     PoolTransfer,
     parse_bytes,
 )
-from hicache_storage.tools.bench.client import PAGE_SIZE, WrongAnswerError, make_pool, open_storage
-from hicache_storage.tools.bench.preflight import check_deletes, check_free
-from hicache_storage.tools.bench.settings import BATCH_PAGES, BenchWorkload, Candidate
-from hicache_storage.tools.options import directories, nearest_directory, size_text
+from hicache_storage.tools.bench.client import (
+    BATCH_PAGES,
+    PAGE_SIZE,
+    BenchWorkload,
+    Candidate,
+    WrongAnswerError,
+    make_pool,
+    open_storage,
+)
+from hicache_storage.tools.options import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
     import torch
@@ -47,7 +54,6 @@ SHARES: Final = (0.01, 0.03, 0.1, 0.3)
 """Capacities by default, of the bytes of a trace's distinct pages."""
 REFERENCE: Final = "LRU"
 """Label of the store that results are compared with."""
-PROGRESS_REQUESTS: Final = 1000
 DELETE_PAGES: Final = 4096
 """Pages deleted by one call."""
 COLOURS: Final = ("#1668b8", "#c2570c")
@@ -199,27 +205,30 @@ def capacities_of(
     return sorted({max(page_bytes, int(share * total)) for share in SHARES})
 
 
-def check_room(
-    trace: Trace, candidate: Candidate, page_bytes: int, capacities: Sequence[int | None]
-) -> None:
-    """Check that the pages of a trace fit, and can be deleted.
+def check_disk(trace: Trace, candidate: Candidate, page_bytes: int, capacity: int | None) -> None:
+    """Check that the pages of a trace fit on the disk of a store that has a path.
+
+    On a full disk the hit rates would be those of a smaller capacity.
 
     Raises:
-        InsufficientSpaceError: they do not, or cannot.
+        ValueError: they do not.
     """
-    check_deletes(registry().get(candidate.driver))
+    if "path" not in candidate.options:
+        return
+    path = Path(candidate.options["path"]).absolute()
+    place = next(each for each in (path, *path.parents) if each.is_dir())
     total = len(np.unique(trace.keys)) * page_bytes
-    needed = max(total if limit is None else min(limit, total) for limit in capacities)
-    for place in map(nearest_directory, directories(candidate.options).values()):
-        check_free(place, needed, "smaller --pages or a smaller --capacity")
+    needed = total if capacity is None else min(capacity, total)
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ValueError(
+            f"{place} has {size_text(free)} free and {size_text(needed)} may be needed; give "
+            "smaller --pages or a smaller --capacity"
+        )
 
 
 def replay(
-    trace: Trace,
-    candidate: Candidate,
-    page_bytes: int,
-    capacity: int | None,
-    progress: Callable[[float], None] = lambda _share: None,
+    trace: Trace, candidate: Candidate, page_bytes: int, capacity: int | None
 ) -> ReplayResult:
     """Replay a trace as an engine would, as fast as the driver answers.
 
@@ -228,7 +237,6 @@ def replay(
 
     Args:
         capacity: of the store in bytes.
-        progress: called with the part of the trace that is done, 0 to 1.
 
     Raises:
         WrongAnswerError: a page was delivered with other bytes.
@@ -245,10 +253,8 @@ def replay(
         try:
             caller = _Caller(storage, page_bytes, prefix)
             started = time.perf_counter()
-            for number, keys in enumerate(trace):
+            for keys in trace:
                 caller.request(keys, result)
-                if not number % PROGRESS_REQUESTS:
-                    progress(number / trace.requests)
             result.seconds = time.perf_counter() - started
         finally:
             stored = [f"{prefix}{key:016x}" for key in np.unique(trace.keys).tolist()]

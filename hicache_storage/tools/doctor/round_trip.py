@@ -18,8 +18,14 @@ from hicache_storage.spec import (
     StorageUnavailableError,
     parse_config,
 )
-from hicache_storage.tools.bench.client import PAGE_SIZE, Client, WrongAnswerError, make_pool
-from hicache_storage.tools.bench.settings import BenchWorkload, Operation
+from hicache_storage.tools.bench.client import (
+    PAGE_SIZE,
+    BenchWorkload,
+    Client,
+    WrongAnswerError,
+    make_pool,
+)
+from hicache_storage.tools.bench.results import Operation
 from hicache_storage.tools.doctor.finding import fail, ok, warn
 from hicache_storage.tools.options import redacted, trial_options
 
