@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -114,15 +113,3 @@ def test_limits(monkeypatch, check, limit, privileged, status):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _which: (limit, limit))
     monkeypatch.setattr(machine, "_has_capability", lambda _number: privileged)
     assert only(check(TARGET)).status is status
-
-
-@pytest.mark.parametrize(
-    ("state", "status"), [(0, Status.OK), (machine.TIME_ERROR, Status.WARN), (-1, Status.WARN)]
-)
-def test_clock(monkeypatch, state, status):
-    monkeypatch.setattr(
-        machine.ctypes,
-        "CDLL",
-        lambda *_args, **_kwargs: SimpleNamespace(adjtimex=lambda _buffer: state),
-    )
-    assert only(machine.check_clock(TARGET)).status is status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import resource
 from importlib.metadata import version
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 ENOUGH_FILES: Final = 4096
 """Open files that an engine and its connections do not use up."""
 CAP_IPC_LOCK: Final = 14
-TIME_ERROR: Final = 5
-"""Result of adjtimex(2) while the clock is not synchronised."""
 
 
 def check_python(target: DoctorTarget) -> Iterator[Finding]:
@@ -78,21 +75,6 @@ def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
         fix = "ulimit -n 65536" + " (as root: the hard limit is low)" * low
         detail = "an engine and its connections can use them up, and stored pages become misses"
         yield warn("open files", f"limit {soft}; {detail}", fix)
-
-
-def check_clock(target: DoctorTarget) -> Iterator[Finding]:
-    """Check that the clock is synchronised: nodes that share a store compare times of use."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    # struct timex has 208 bytes; all zeros read the state and change nothing.
-    state = libc.adjtimex(ctypes.create_string_buffer(512))
-    if state < 0:
-        detail = "its state cannot be read in this container"
-        yield warn("clock", detail, "check on the host: timedatectl")
-    elif state == TIME_ERROR:
-        detail = "not synchronised; recency and leases of nodes that share a store drift apart"
-        yield warn("clock", detail, "run chrony or systemd-timesyncd")
-    else:
-        yield ok("clock", "synchronised")
 
 
 def _has_capability(number: int) -> bool:

@@ -26,7 +26,6 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "torch": machine.check_torch,
     "locked memory": machine.check_locked_memory,
     "open files": machine.check_open_files,
-    "clock": machine.check_clock,
     "plugins": drivers.check_plugins,
     "vllm": vllm.check_vllm,
     "lmcache": lmcache.check_lmcache,
@@ -43,9 +42,8 @@ BRIDGE_OPTIONS: Final = {
 """Options of the bridge on an engine's command line, by engine."""
 
 LEFT_OUT: Final = {
-    # Ages and leases are decided by servers.
-    Role.ENGINE: frozenset({"clock"}),
-    Role.AUTHOR: frozenset({"locked memory", "open files", "clock"}),
+    Role.ENGINE: frozenset[str](),
+    Role.AUTHOR: frozenset({"locked memory", "open files"}),
     Role.OPERATOR: frozenset({"torch", "locked memory"}),
 }
 """Checks of no concern, by role."""
