@@ -99,6 +99,10 @@ class Rank:
             mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.01),
         ):
             common = random.Random(self.settings["seed"])
+            # Prefixes of each length come back at first: how much does once a storage is unsteady
+            # depends on timing.
+            for turns in range(1, TURNS + 1):
+                self._visit_again(0, 2 * turns, common, lost=0.0)
             for number in range(self.settings["steps"]):
                 self._step(common, number)
             self.storage.be("well")
@@ -195,14 +199,14 @@ class Rank:
         # The last token is computed, whatever is cached.
         self.world.visit((*tokens(pages, chain), 0))
 
-    def _visit_again(self, chain, pages, common):
+    def _visit_again(self, chain, pages, common, lost=0.02):
         """All memory was needed for others; what the ranks' stores have in common, and all ranks
         have room for, comes back."""
         for end in range(2, pages + 1, 2):
             self._serve(chain, end)
             self.world.settle()
         self._forget()
-        self.storage.lose(0.02, while_read=False)
+        self.storage.lose(lost, while_read=False)
         # The random faults would meet this question, too.
         bad = self.storage.mood != "well"
         self.own[len(self.told)] = [] if bad else self.world.fetchable(tokens(pages, chain))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hybrid.rank import SECONDS
+from tests.hybrid.rank import SECONDS, TURNS
 from tests.hybrid.stack import PAGE, Session
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def test_caches_of_all_ranks_stay_the_same(worlds, name):
             common = set.intersection(*(set(one["own"][str(number)]) for one in found))
             assert length == max(common, default=0) * PAGE, number
     assert {bad for bad, *_ in fetched} == {False, True}
-    assert len({length for *_, length in fetched}) > 2
+    assert len({length for *_, length in fetched}) >= TURNS
     told = found[0]["told"]
     assert dict(what for what in told if what[0] == "loaded")["loaded"], "nothing was loaded"
 
