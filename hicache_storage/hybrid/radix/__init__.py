@@ -4,7 +4,6 @@ from hicache_storage.hybrid.radix.cache import (
     CacheInUseError,
     CacheUsage,
     HiMambaRadixCache,
-    checkpoint_grid,
 )
 from hicache_storage.hybrid.radix.prefixes import (
     LoadResult,
@@ -25,5 +24,4 @@ __all__ = [
     "Prefix",
     "PrefixLock",
     "StalePrefixError",
-    "checkpoint_grid",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,17 +23,6 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.radix.tree import Node, Units
     from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
     from hicache_storage.transfer import LayerCounter
-
-
-def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> int:
-    """Return the tokens between checkpoints: least common multiple of the intervals.
-
-    Args:
-        page_size: tokens per page.
-        state_chunk: tokens after which the state kernel has a state to give.
-        track_interval: tokens between the states that the engine keeps.
-    """
-    return math.lcm(page_size, state_chunk, track_interval)
 
 
 class CacheInUseError(HiCacheError, RuntimeError):
@@ -98,8 +86,9 @@ class HiMambaRadixCache:
     Args:
         controller: copies, pools and the storage. Device slots are taken through `alloc_kv` and
             `alloc_state`, and freed directly.
-        checkpoint_grid: tokens between checkpoints, where the model's recurrent state is kept; see
-            `checkpoint_grid()`. None for a model without such states.
+        checkpoint_grid: tokens between checkpoints, where the model's recurrent state is kept; a
+            multiple of the page and of the tokens after which the state kernel has a state to give.
+            None for a model without such states.
         bigram: page keys are of pairs of tokens, as for EAGLE.
         write_policy: time at which nodes are written to the host and the storage.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
-from hicache_storage.hybrid.radix import checkpoint_grid
 from hicache_storage.hybrid.ranks import ParallelConfig
 from hicache_storage.layers.stack import StorageOptions
 from hicache_storage.pools import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
@@ -147,7 +147,7 @@ class StackConfig:
         """
         if self.mamba is None:
             return None
-        return checkpoint_grid(self.page_size, self.mamba.state_chunk, self.checkpoint_interval)
+        return math.lcm(self.page_size, self.mamba.state_chunk, self.checkpoint_interval)
 
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
         """Return a pool's slots on the device, on the host, and of a page."""
