@@ -11,11 +11,9 @@ import pytest
 
 from hicache_storage.hybrid import (
     HybridCacheController,
-    OtherRankError,
     ParallelConfig,
     PrefetchRules,
     StorageConfig,
-    build_hybrid_stack,
 )
 from hicache_storage.hybrid.ranks import (
     check_consistent,
@@ -100,14 +98,6 @@ def configs(rank, kind=mamba_config, **changes):
     return kind(parallel=ParallelConfig.of_rank(rank, tp_size=2), **changes)
 
 
-@pytest.fixture
-def nothing_is_made():
-    with mock.patch("hicache_storage.hybrid.stack.stack.build_pools") as build_pools:
-        yield
-        assert not build_pools.called
-
-
-@pytest.mark.usefixtures("nothing_is_made")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -131,37 +121,20 @@ def nothing_is_made():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_ranks_of_other_configs_are_refused(change, message):
-    found = on_ranks(
-        lambda rank, rank_group: build(
-            configs(rank, **{"storage": STORAGE, **(change if rank else {})}),
-            rank_group=rank_group,
+    """Before anything is allocated."""
+    with mock.patch("hicache_storage.hybrid.stack.stack.build_pools") as build_pools:
+        found = on_ranks(
+            lambda rank, rank_group: build(
+                configs(rank, **{"storage": STORAGE, **(change if rank else {})}),
+                rank_group=rank_group,
+            )
         )
-    )
+    assert not build_pools.called
     for error in found:
         assert isinstance(error, ConfigError), error
         assert re.fullmatch(
             f"ranks differ in {message}; make it the same on every rank", str(error)
         ), error
-
-
-@pytest.mark.usefixtures("nothing_is_made")
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"device_tokens": 3}, "device_tokens must be a multiple"),
-        ({"device": "cuda:99"}, "device is 'cuda:99'|device must be a CUDA device"),
-    ],
-)
-def test_no_rank_waits_for_one_that_refuses(wrong, message):
-    """One rank's config is refused, where it is made or where it is looked at."""
-    found = on_ranks(
-        lambda rank, rank_group: build_hybrid_stack(
-            lambda: configs(rank, **(wrong if rank else {})), rank_group=rank_group
-        )
-    )
-    assert isinstance(found[0], OtherRankError)
-    assert isinstance(found[1], ConfigError)
-    assert re.match(message, str(found[1]))
 
 
 def pools(config, *arguments):
@@ -246,9 +219,3 @@ def test_a_storage_is_attached_to_all_controllers_or_none(make_stack, store):
         return refused
 
     assert on_ranks(attach) == [StorageUnavailableError, RuntimeError]
-
-
-def test_what_is_no_config_is_refused():
-    for config in ({}, dict):
-        with pytest.raises(ConfigError, match="config must be a StackConfig, got dict"):
-            build_hybrid_stack(config)

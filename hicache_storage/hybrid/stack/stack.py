@@ -33,7 +33,7 @@ from hicache_storage.transfer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.stack.config import StorageConfig
@@ -41,22 +41,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS: Final = 0.0005
 """Time between two polls of `drain`."""
-RANK_INVARIANT_FIELDS: Final[tuple[str, ...]] = (
-    "pools",
-    "page_size",
-    "checkpoint_grid",
-    "device_tokens",
-    "device_states",
-    "host_tokens",
-    "host_states",
-    "layout",
-    "write_policy",
-    "prefetch",
-    "bigram",
-    "kv_replicated",
-    "storage",
-)
-"""Values that must be equal on all ranks, as messages name them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,19 +164,17 @@ class HybridStack:
 
 
 def build_hybrid_stack(
-    config: StackConfig | Callable[[], StackConfig],
+    config: StackConfig,
     *,
     rank_group: RankGroup | None = None,
     streams: tuple[Device, Stream] | None = None,
 ) -> HybridStack:
     """Build the cache of a model. A collective.
 
-    A config that one rank refuses, or that differs between ranks where it must not, is refused on
-    all of them before memory is allocated.
+    A config that differs between ranks where it must not is refused on all of them before memory is
+    allocated.
 
     Args:
-        config: or, with `rank_group`, a function that makes it: then the other ranks do not wait
-            for a rank whose config is refused.
         rank_group: the ranks of the replica; None makes a group over torch.distributed if there are
             several.
         streams: the device that makes the streams of the copies, and the model's stream, both owned
@@ -209,75 +191,34 @@ def build_hybrid_stack(
     with ExitStack() as failing:
         # Closes what the stack will own.
         closing = failing.enter_context(ExitStack())
-        # Without a group there is no way to report a refused config to the other ranks: `parallel`
-        # in the config is needed to make the group.
-        if rank_group is None:
-            config = _make_config(config)
-            rank_group = _make_rank_group(config, closing)
-        agreed = _agreed_config(config, rank_group, streams)
-        host_slots = _host_slots(agreed, rank_group)
+        group = rank_group or _make_rank_group(config, closing)
+        check_consistent(group, _rank_invariants(config))
+        host_slots = _host_slots(config, group)
         pools = make_on_all_ranks(
-            rank_group, "pools", lambda: build_pools(agreed, host_slots, streams, closing)
+            group, "pools", lambda: build_pools(config, host_slots, streams, closing)
         )
         controller = HybridCacheController(
             pools.group,
             transfers=pools.transfers,
-            parallel=agreed.parallel,
-            rank_group=rank_group,
-            rules=agreed.prefetch,
-            storage_call_seconds=agreed.storage_call_seconds,
-            attach_seconds=agreed.attach_seconds,
-            stop_seconds=agreed.stop_seconds,
+            parallel=config.parallel,
+            rank_group=group,
+            rules=config.prefetch,
+            storage_call_seconds=config.storage_call_seconds,
+            attach_seconds=config.attach_seconds,
+            stop_seconds=config.stop_seconds,
         )
         closing.callback(controller.close)
         cache = HiMambaRadixCache(
             controller,
-            checkpoint_grid=agreed.checkpoint_grid,
-            bigram=agreed.bigram,
-            write_policy=agreed.write_policy,
+            checkpoint_grid=config.checkpoint_grid,
+            bigram=config.bigram,
+            write_policy=config.write_policy,
         )
-        stack = HybridStack(agreed, pools, controller, cache, closing)
-        if agreed.storage is not None:
-            stack.attach(agreed.storage)
+        stack = HybridStack(config, pools, controller, cache, closing)
+        if config.storage is not None:
+            stack.attach(config.storage)
         failing.pop_all()
     return stack
-
-
-def _make_config(given: StackConfig | Callable[[], StackConfig]) -> StackConfig:
-    config: object = given() if callable(given) else given
-    if not isinstance(config, StackConfig):
-        raise ConfigError(f"config must be a StackConfig, got {type(config).__name__}")
-    return config
-
-
-def _agreed_config(
-    given: StackConfig | Callable[[], StackConfig],
-    rank_group: RankGroup,
-    streams: tuple[Device, Stream] | None,
-) -> StackConfig:
-    """Return the config, once all ranks have accepted theirs and agree. A collective."""
-    # A rank that refuses takes part in the comparison all the same, with a vector of equal length.
-    config, refusal = None, None
-    values: Mapping[str, object] = dict.fromkeys(RANK_INVARIANT_FIELDS)
-    try:
-        config = _make_config(given)
-        _check_device(config, streams)
-        values = rank_invariant_values(config)
-    except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks know
-        refusal = error
-    check_consistent(rank_group, values, refusal)
-    assert config is not None
-    return config
-
-
-def _check_device(config: StackConfig, streams: tuple[Device, Stream] | None) -> None:
-    place = torch.device(config.device)
-    if place.type == "cuda" and streams is None:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"device is {config.device!r}, and CUDA is not available here; pass 'cpu'"
-            )
-        CudaDevice(place)
 
 
 def _make_rank_group(config: StackConfig, closing: ExitStack) -> RankGroup:
@@ -309,35 +250,44 @@ def _host_slots(config: StackConfig, rank_group: RankGroup) -> dict[PoolName, in
 
 def _own_streams(place: torch.device, closing: ExitStack) -> tuple[Device, Stream]:
     if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device is {str(place)!r}, and CUDA is not available here; pass 'cpu'"
+            )
         return CudaDevice(place), CudaStream(torch.cuda.current_stream(place))
     simulator = StreamSimulator()
     closing.callback(simulator.close)
     return simulator, simulator.stream("compute")
 
 
-def rank_invariant_values(config: StackConfig) -> dict[str, object]:
-    """Return the values that are compared between ranks, by `RANK_INVARIANT_FIELDS`.
+def _rank_invariants(config: StackConfig) -> dict[str, object]:
+    """Return the values that must be equal on all ranks, as messages name them.
 
     Host pools whose size is given as memory get as many slots as fit on every rank. All other
     numbers of slots are those of an engine's tables, so they are compared and never reduced.
     """
     named = config.storage
-    derived: dict[str, object] = {
+    return {
         # Not their geometries: stages of a pipeline have different layers.
         "pools": sorted(config.pools),
+        "page_size": config.page_size,
+        "checkpoint_grid": config.checkpoint_grid,
+        "device_tokens": config.device_tokens,
+        "device_states": config.device_states,
+        "host_tokens": _slots_or_memory(config.host_tokens),
+        "host_states": _slots_or_memory(config.host_states),
+        "layout": config.layout,
+        "write_policy": config.write_policy,
+        "prefetch": config.prefetch,
+        "bigram": config.bigram,
         "kv_replicated": config.attention.replicated,
         # None for none, since attaching is a collective.
         "storage": named and (named.model, *(getattr(named, name) for name in OPERATOR_FIELDS)),
     }
-    derived |= {
-        name: "memory"
-        for name in ("host_tokens", "host_states")
-        if isinstance(getattr(config, name), str)
-    }
-    return {
-        name: derived[name] if name in derived else getattr(config, name)
-        for name in RANK_INVARIANT_FIELDS
-    }
+
+
+def _slots_or_memory(size: int | str) -> int | str:
+    return "memory" if isinstance(size, str) else size
 
 
 def build_pools(
@@ -354,14 +304,16 @@ def build_pools(
         closing: waits for running copies.
 
     Raises:
+        ConfigError: the device does not exist.
         InvalidPoolError: there is not enough memory, or the device cannot access it.
     """
     place = torch.device(config.device)
+    # Before the context below, whose error does not say which devices there are.
+    device, compute = streams or _own_streams(place, closing)
     device_pools: dict[PoolName, DevicePool] = {}
     host_pools: dict[PoolName, PagedHostPool] = {}
     # CUDA locks host memory in the context of the current device.
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
-        device, compute = streams or _own_streams(place, closing)
         for name, geometry in config.pools.items():
             on_device, _, page_size = config.slots_of(name)
             device_pools[name] = DevicePool(
