@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hicache_storage.spec import InvalidTransferError
@@ -16,9 +15,7 @@ TOKEN_BYTES = 4
 _NAMESPACE = b"sglang-cache-namespace-v1"
 
 
-def page_hashes(
-    tokens: Sequence[int], page_size: int, *, prior: str | None = None, bigram: bool = False
-) -> list[str]:
+def page_hashes(tokens: Sequence[int], page_size: int, *, prior: str | None = None) -> list[str]:
     """Return the keys of the whole pages of a sequence.
 
     A partial page at the end has no key.
@@ -27,10 +24,9 @@ def page_hashes(
 
     Args:
         tokens: ids in [0, 2**32).
-        page_size: units per page; a unit is a token or, with `bigram`, a pair of neighbours.
+        page_size: tokens per page.
         prior: key of the page before the first, or the seed of a namespace; None at the start of a
             plain sequence.
-        bigram: hash pairs of neighbours, as for EAGLE: n tokens are n - 1 units.
 
     Returns:
         64 hex digits for each page.
@@ -38,13 +34,11 @@ def page_hashes(
     Raises:
         InvalidTransferError: a token is out of range, or `prior` is not hex.
     """
-    if bigram:
-        tokens = [token for pair in pairwise(tokens) for token in pair]
     try:
         data = struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error as error:
         raise InvalidTransferError(f"tokens must be ids in [0, 2**32): {error}") from error
-    page_bytes = page_size * TOKEN_BYTES * (1 + bigram)
+    page_bytes = page_size * TOKEN_BYTES
     try:
         digest = bytes.fromhex(prior) if prior is not None else b""
     except ValueError as error:

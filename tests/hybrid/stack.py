@@ -209,8 +209,7 @@ class Session:
 
     Args:
         seed: of the tokens, and of the bytes, which are the same in every stack.
-        length: more or fewer checkpoints than two; the tokens begin with the same. With bigram keys
-            there is one token more.
+        length: more or fewer checkpoints than two; the tokens begin with the same.
     """
 
     LENGTH = 2 * GRID
@@ -218,7 +217,7 @@ class Session:
     def __init__(self, stack, seed=0, length=LENGTH):
         drawn = random.Random(seed)
         self.stack, self.cache = stack, stack.cache
-        self.tokens = [drawn.randrange(150_000) for _ in range(length + self.stack.config.bigram)]
+        self.tokens = [drawn.randrange(150_000) for _ in range(length)]
         self._seed, self._length = seed, length
 
     def insert(self):

@@ -5,7 +5,6 @@ They come from its `sglang.srt.mem_cache.utils`, in an environment where it is i
     tokens = [(i * i * 7919 + 13) % 151_936 for i in range(20)]
     get_hash_str(tokens, None, 4)                                           # PLAIN
     get_hash_str(tokens[:4], storage_namespace_seed(extra_key, salt), 4)    # NAMESPACES
-    get_hash_str(RadixKey(tokens[:9], None, is_bigram=True), None, 4)       # BIGRAM
     get_hash_str([0, 1, 2**31 - 1, 2**31], None, 2)                         # WIDE
 """
 
@@ -49,10 +48,6 @@ NAMESPACES = {
         "e3e8bf93f337448aef112c9af9e11ef198d1fa0339bb5492596486d21675141b",
     ),
 }
-BIGRAM = [
-    "efb5cc1cbdf111ad25be764ec1a4a6eeddbfa62cf49169a1453197d6f239d403",
-    "3b3de9cb8a14d5c097bb9a9ed6fde66eaccb99dcfe7d9179831386f7e132890d",
-]
 WIDE = [
     "01acecb507abfe1a354aa8064f4af5d3f1acd019e37db3c11c97523b71c76e9d",
     "c995fbbc3ea8c566503a9de99af0fa204fd607d2c41b2aad50a4fc699750a620",
@@ -69,12 +64,6 @@ def test_namespaces_are_sglangs(names, expected):
     seed = namespace_seed(*names)
     assert seed == expected[0]
     assert page_hashes(TOKENS[:4], 4, prior=seed) == [expected[1]]
-
-
-def test_pairs_are_sglangs():
-    assert page_hashes(TOKENS[:9], 4, bigram=True) == BIGRAM
-    assert page_hashes(TOKENS[:8], 4, bigram=True) == BIGRAM[:1]
-    assert page_hashes([], 4, bigram=True) == []
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 5), st.integers(0, 10))

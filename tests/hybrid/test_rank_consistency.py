@@ -109,7 +109,6 @@ def configs(rank, kind=mamba_config, **changes):
         ({"checkpoint_interval": 16}, r"checkpoint_grid \((8|16) here\)"),
         ({"layout": "layer_first"}, "layout"),
         ({"write_policy": "write_back"}, "write_policy"),
-        ({"bigram": True}, "bigram"),
         ({"prefetch": PrefetchRules(threshold_tokens=9)}, "prefetch"),
         ({"storage": None}, "storage"),
         *(

@@ -16,7 +16,6 @@ from hicache_storage.hybrid import (
     StorageAttachedError,
     StorageConfig,
 )
-from hicache_storage.hybrid.hashing import page_hashes
 from hicache_storage.spec import (
     ConfigError,
     InvalidPoolError,
@@ -269,33 +268,6 @@ def test_a_storage_of_other_bytes_is_refused(config, field, value):
         with pytest.raises(ConfigError, match=f"the storage's identity has {field}="):
             stack.attach(storage)
         assert storage.operations == []
-
-
-def test_bigram_keys_come_back_from_every_tier(config):
-    """As for EAGLE: 24 rows, whose keys are 24 pairs of 25 tokens."""
-    settings, objects = config(bigram=True, device_tokens=64, host_tokens=64), {}
-    with build(settings, storage=in_dict(settings, objects)) as stack:
-        write, stored = stack.controller.backups.begin, []
-        stack.controller.backups.begin = lambda host, keys, before: (
-            stored.append(keys) or write(host, keys, before)
-        )
-        session = Session(stack, length=3 * GRID)
-        session.insert()
-        assert stack.drain(60)
-        assert session.restore() == (24, 0)
-        stack.cache.evict(10**6, 10**6)
-        assert session.restore() == (24, 24)
-        # The last row depends on the token after it.
-        grid = stack.cache.grid
-        assert stack.cache.match([*session.tokens[:-1], session.tokens[-1] + 1]).length == 24 - grid
-        assert stack.cache.match(session.tokens[:-1]).length == 24 - grid
-        assert stack.drain(60)
-        stack.cache.reset()
-        session.fetch()
-        assert session.restore() == (24, 24)
-    assert [key for keys in stored for key in keys] == page_hashes(
-        session.tokens, PAGE, bigram=True
-    )
 
 
 def test_a_prefetch_that_is_over_keeps_nothing_waiting(config):

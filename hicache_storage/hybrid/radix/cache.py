@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.hybrid.controller import HybridCacheController
     from hicache_storage.hybrid.radix.prefixes import LoadResult, PrefixLock
-    from hicache_storage.hybrid.radix.tree import Node, Units
+    from hicache_storage.hybrid.radix.tree import Node, Tokens
     from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
     from hicache_storage.transfer import LayerCounter
 
@@ -62,7 +62,7 @@ class _Prefetch:
     """Fetched pages are inserted below this node."""
     kept: SlotLocks
     """Keeps the part of that path that was on the host."""
-    tokens: Units
+    tokens: Tokens
 
     def is_wanted(self) -> bool:
         """Return whether the fetched pages can be inserted: the path was not evicted."""
@@ -89,7 +89,6 @@ class HiMambaRadixCache:
         checkpoint_grid: tokens between checkpoints, where the model's recurrent state is kept; a
             multiple of the page and of the tokens after which the state kernel has a state to give.
             None for a model without such states.
-        bigram: page keys are of pairs of tokens, as for EAGLE.
         write_policy: time at which nodes are written to the host and the storage.
 
     Raises:
@@ -102,7 +101,6 @@ class HiMambaRadixCache:
         controller: HybridCacheController,
         *,
         checkpoint_grid: int | None = None,
-        bigram: bool = False,
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     ) -> None:
         self.page_size = controller.group.page_size
@@ -130,7 +128,7 @@ class HiMambaRadixCache:
             for kind, name in pools.items()
             if name in entries and (pool := entries[name].device_pool) is not None
         }
-        self._tree = RadixTree(self.page_size, bigram=bigram)
+        self._tree = RadixTree(self.page_size)
         self._ownership = SlotOwnership(self._tree, self._device_pools, controller.free_host)
         self._locks = PrefixLocks(self._ownership, controller)
         self._matcher = PrefixMatcher(self._tree, self._ownership)
@@ -144,8 +142,7 @@ class HiMambaRadixCache:
     def committed_length(self, length: int) -> int:
         """Return the tokens of a finished request that can be used again.
 
-        The last token was sampled and never computed, so it has no KV. With `bigram` it is passed
-        to `insert` all the same.
+        The last token was sampled and never computed, so it has no KV.
         """
         return max(0, length - 1) // self.grid * self.grid
 
@@ -158,8 +155,7 @@ class HiMambaRadixCache:
 
         Args:
             tokens: those that the request may take from the cache: all except its last, as one
-                token at least has to be computed. With `bigram` all: the last token has no row
-                there.
+                token at least has to be computed.
             namespace: result of `namespace_seed`.
             device_only: match only what is on the device.
         """
@@ -249,9 +245,8 @@ class HiMambaRadixCache:
         end still belong to the caller.
 
         Args:
-            tokens: all of them; with `bigram` also the token after the last that has a row.
-            kv_indices: int64 on the CPU, the device slot of each token that has a row, in whole
-                pages.
+            tokens: all of them.
+            kv_indices: int64 on the CPU, the device slot of each token, in whole pages.
             states: by lengths on the checkpoint grid, device slots of the state after so many
                 tokens.
 
@@ -428,7 +423,7 @@ class HiMambaRadixCache:
         )
 
     def _insert_nodes(
-        self, node: Node, tokens: Units, rows: torch.Tensor, states: Mapping[int, int]
+        self, node: Node, tokens: Tokens, rows: torch.Tensor, states: Mapping[int, int]
     ) -> Node:
         """Insert tokens below a root, in steps that end at the states."""
         device = self._ownership.device
@@ -444,7 +439,7 @@ class HiMambaRadixCache:
                 self._ownership.insert_state(device, node, rows.new_tensor([states[end]]))
         return node
 
-    def _insert_fetched(self, above: Node, tokens: Units, fetched: HybridIndices) -> None:
+    def _insert_fetched(self, above: Node, tokens: Tokens, fetched: HybridIndices) -> None:
         """Insert fetched pages below a node.
 
         Slots of pages that are there already are freed.

@@ -15,7 +15,7 @@ from hicache_storage.hybrid.radix.tree import SlotKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from hicache_storage.hybrid.radix.tree import HeldSlots, Node, RadixTree, Units
+    from hicache_storage.hybrid.radix.tree import HeldSlots, Node, RadixTree, Tokens
     from hicache_storage.pools import SlotAllocator
 
 
@@ -235,7 +235,7 @@ class SlotOwnership:
                 lru.add_to_order(upper)
         return upper
 
-    def insert(self, tier: Tier, node: Node, tokens: Units, rows: torch.Tensor) -> Node:
+    def insert(self, tier: Tier, node: Node, tokens: Tokens, rows: torch.Tensor) -> Node:
         """Insert the pages of `tokens` below `node`, with their KV rows on a tier.
 
         Rows of pages that hold others already are freed.
@@ -325,7 +325,7 @@ class SlotOwnership:
             for tier in self.tiers:
                 tier[SlotKind.KV].demote(node)
 
-    def _step(self, node: Node, tokens: Units, at: int) -> Node:
+    def _step(self, node: Node, tokens: Tokens, at: int) -> Node:
         """Find or make the child of `node` with pages of `tokens` from `at` on only."""
         child, known = self._tree.find_child(node, tokens, at)
         if child is None:

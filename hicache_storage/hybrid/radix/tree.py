@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import count, pairwise
-from typing import TYPE_CHECKING, TypeAlias, cast
+from itertools import count
+from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakValueDictionary
 
 from hicache_storage.hybrid.hashing import page_hashes
@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-Bigram: TypeAlias = tuple[int, int]
-Units: TypeAlias = "tuple[int, ...] | tuple[Bigram, ...]"
-"""One unit for each row of KV: a token or, for EAGLE, a pair of tokens (bigram).
-
-A draft model's row of a token depends on the token after it, so that both are its key.
-"""
+Tokens: TypeAlias = tuple[int, ...]
 
 
 class SlotKind(StrEnum):
@@ -58,13 +53,13 @@ class Node:
     """
 
     id: int
-    tokens: Units
-    """Whole pages of units; empty for a root."""
+    tokens: Tokens
+    """Whole pages; empty for a root."""
     parent: Node | None = field(default=None, repr=False)
     """None for a root, and for a node that was removed."""
     start: int = 0
     """Tokens before this node's first."""
-    children: dict[Units, Node] = field(default_factory=dict["Units", "Node"], repr=False)
+    children: dict[Tokens, Node] = field(default_factory=dict["Tokens", "Node"], repr=False)
     """By their first page."""
     device: dict[SlotKind, HeldSlots] = field(default_factory=_held_slots)
     host: dict[SlotKind, HeldSlots] = field(default_factory=_held_slots)
@@ -109,12 +104,10 @@ class RadixTree:
 
     Args:
         page_size: tokens per page; nodes begin and end at pages.
-        bigram: whether pages are of pairs of tokens.
     """
 
-    def __init__(self, page_size: int, *, bigram: bool = False) -> None:
+    def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.bigram = bigram
         # Weak: there may be a namespace for each request. A root is kept by its children, and by
         # the requests that use it.
         self._roots: WeakValueDictionary[str | None, Node] = WeakValueDictionary()
@@ -141,10 +134,9 @@ class RadixTree:
         """Iterate over all nodes below the roots."""
         return iter(self._nodes.values())
 
-    def whole_pages(self, tokens: Sequence[int]) -> Units:
-        """Return the units of the whole pages of a sequence; n tokens are n - 1 pairs."""
-        units = tuple(pairwise(tokens)) if self.bigram else tuple(tokens)
-        return units[: len(units) // self.page_size * self.page_size]
+    def whole_pages(self, tokens: Sequence[int]) -> Tokens:
+        """Return the tokens of the whole pages of a sequence."""
+        return tuple(tokens[: len(tokens) // self.page_size * self.page_size])
 
     def hashes(self, node: Node) -> tuple[str, ...]:
         """Return the page keys of a node.
@@ -166,21 +158,16 @@ class RadixTree:
         assert node.hashes is not None
         return node.hashes
 
-    def hashes_below(self, node: Node, tokens: Units) -> list[str]:
+    def hashes_below(self, node: Node, tokens: Tokens) -> list[str]:
         """Return the page keys of whole pages that follow a node."""
         above = self.hashes(node)
-        prior = above[-1] if above else None
-        flat = cast("tuple[int, ...]", tokens)
-        if self.bigram:
-            pairs = cast("tuple[Bigram, ...]", tokens)
-            flat = (*(first for first, _ in pairs), *(last for _, last in pairs[-1:]))
-        return page_hashes(flat, self.page_size, prior=prior, bigram=self.bigram)
+        return page_hashes(tokens, self.page_size, prior=above[-1] if above else None)
 
     def prefix_hashes(self, node: Node) -> list[str]:
         """Return the page keys of the whole sequence up to the end of a node."""
         return [key for each in node.downward() for key in self.hashes(each)]
 
-    def find(self, root: Node, tokens: Units) -> tuple[Node, int]:
+    def find(self, root: Node, tokens: Tokens) -> tuple[Node, int]:
         """Follow whole pages as far as they are in the tree.
 
         Returns:
@@ -195,7 +182,7 @@ class RadixTree:
             node, known = child, known + common
         return node, known
 
-    def find_child(self, node: Node, tokens: Units, at: int) -> tuple[Node | None, int]:
+    def find_child(self, node: Node, tokens: Tokens, at: int) -> tuple[Node | None, int]:
         """Return the child that begins with the page at `at`, and its matching tokens."""
         child = node.children.get(tokens[at : at + self.page_size])
         return child, self._common(
@@ -238,7 +225,7 @@ class RadixTree:
         upper.children[self._first_page(node)] = node
         return upper
 
-    def append(self, parent: Node, tokens: Units) -> Node:
+    def append(self, parent: Node, tokens: Tokens) -> Node:
         """Add a child with these pages.
 
         No child of `parent` begins with the first of them.
@@ -268,10 +255,10 @@ class RadixTree:
         self._nodes[node.id] = node
         return node
 
-    def _first_page(self, node: Node) -> Units:
+    def _first_page(self, node: Node) -> Tokens:
         return node.tokens[: self.page_size]
 
-    def _common(self, left: Units, right: Units) -> int:
+    def _common(self, left: Tokens, right: Tokens) -> int:
         """Return the length of the common prefix in whole pages."""
         # Whole tuples are compared in C; the search by pages is for nodes that differ.
         if left == right:

@@ -96,8 +96,6 @@ class StackConfig:
     """This rank."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     prefetch: PrefetchRules = field(default_factory=PrefetchRules)
-    bigram: bool = False
-    """Whether page keys are of pairs of tokens, as for EAGLE; see `HiMambaRadixCache`."""
     storage: StorageConfig | None = None
     """Attached when the stack is built; None for none yet."""
     storage_call_seconds: float = 30.0

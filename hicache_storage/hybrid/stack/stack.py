@@ -211,7 +211,6 @@ def build_hybrid_stack(
         cache = HiMambaRadixCache(
             controller,
             checkpoint_grid=config.checkpoint_grid,
-            bigram=config.bigram,
             write_policy=config.write_policy,
         )
         stack = HybridStack(config, pools, controller, cache, closing)
@@ -279,7 +278,6 @@ def _rank_invariants(config: StackConfig) -> dict[str, object]:
         "layout": config.layout,
         "write_policy": config.write_policy,
         "prefetch": config.prefetch,
-        "bigram": config.bigram,
         "kv_replicated": config.attention.replicated,
         # None for none, since attaching is a collective.
         "storage": named and (named.model, *(getattr(named, name) for name in OPERATOR_FIELDS)),
