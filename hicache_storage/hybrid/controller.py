@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.transfer import PageTransfers
 
+ATTACH_SECONDS = 300.0
+"""Time limit for opening a storage and registering the pools."""
+
 
 class HybridCacheController:
     """Copies spans of pages between device and host, and to and from a storage.
@@ -58,7 +61,6 @@ class HybridCacheController:
         rules: rules of prefetches.
         storage_call_seconds: time after which a call of the storage is abandoned; more than the
             storage's own deadline.
-        attach_seconds: time limit for opening a storage and registering the pools.
         stop_seconds: time that `detach` waits for each of the threads.
 
     Raises:
@@ -77,7 +79,6 @@ class HybridCacheController:
         rank_group: RankGroup | None = None,
         rules: PrefetchRules | None = None,
         storage_call_seconds: float = 30.0,
-        attach_seconds: float = 300.0,
         stop_seconds: float = 2.0,
     ) -> None:
         rank_group = rank_group or SingleRank()
@@ -90,7 +91,6 @@ class HybridCacheController:
         self.rank_group = rank_group
         self._transfers = transfers
         self._call_seconds = storage_call_seconds
-        self._attach_seconds = attach_seconds
         self._stop_seconds = stop_seconds
         self._counter = StatsCounter()
         self._writes = CopyQueue(group, rank_group, transfers.write_back)
@@ -341,7 +341,7 @@ class HybridCacheController:
 
         try:
             self.parallel.check(storage.identity)
-            call_with_timeout("attach", register, self._attach_seconds)
+            call_with_timeout("attach", register, ATTACH_SECONDS)
         except BaseException as error:  # noqa: BLE001 - raised once the other ranks know
             return error
         return None

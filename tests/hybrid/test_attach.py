@@ -53,10 +53,11 @@ def test_an_attach_that_fails_leaves_nothing(threads, stack, store, call, error,
     assert fetched(stack, 4).tokens == 4 * PAGE
 
 
-def test_an_attach_that_hangs_is_left_behind(threads, make_stack, store, gate):
+def test_an_attach_that_hangs_is_left_behind(threads, make_stack, store, gate, monkeypatch):
+    monkeypatch.setattr("hicache_storage.hybrid.controller.ATTACH_SECONDS", 0.05)
     storage, hang = store.open(), gate("connect")
     storage.before = hang
-    stack = make_stack(attach_seconds=0.05, stop_seconds=0.05)
+    stack = make_stack(stop_seconds=0.05)
     with pytest.raises(StorageTimeoutError):
         stack.controller.attach(storage)
     assert not stack.controller.attached

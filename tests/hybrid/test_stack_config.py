@@ -45,14 +45,13 @@ COMMON_FAULTS = [
     ({"device": "meta"}, "device must be of kind cuda or cpu, got 'meta'"),
     ({"write_policy": "never"}, "write_policy must be one of write_through, .*; got 'never'"),
     ({"storage_call_seconds": 0}, "storage_call_seconds must be positive, got 0"),
-    ({"attach_seconds": float("nan")}, "attach_seconds must be positive, got nan"),
     ({"parallel": 2}, "parallel must be .*ParallelConfig.*, got 2"),
     ({"prefetch": "timeout"}, "prefetch must be .*PrefetchRules.*, got 'timeout'"),
     ({"storage": "file"}, "storage must be .*StorageConfig | None, got 'file'"),
     ({"attention": INDEX_KEYS}, "attention must be .*MLAGeometry, got IndexerGeometry"),
     ({"mamba": INDEX_KEYS}, "mamba must be .*MambaGeometry | None, got IndexerGeometry"),
     ({"indexer": LATENT}, "indexer must be .*IndexerGeometry | None, got MLAGeometry"),
-    ({"stop_seconds": -1}, "stop_seconds must be positive, got -1"),
+    ({"stop_seconds": float("nan")}, "stop_seconds must be positive, got nan"),
 ]
 
 

@@ -90,8 +90,6 @@ class StackConfig:
     """Layout of KV on the host; side pools have the same, or `page_first` if they lack it."""
     device: str = "cuda"
     """A torch device; on "cpu" copies run on the stream simulator."""
-    pin_memory: bool = True
-    """Lock host memory for CUDA copies, where CUDA is available."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """This rank."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
@@ -100,8 +98,6 @@ class StackConfig:
     """Attached when the stack is built; None for none yet."""
     storage_call_seconds: float = 30.0
     """Time after which a call of the storage is abandoned; more than the storage's own deadline."""
-    attach_seconds: float = 300.0
-    """Time limit for opening a storage and registering the pools."""
     stop_seconds: float = 2.0
     """Time that closing waits for each thread that calls the storage."""
 
@@ -115,7 +111,7 @@ class StackConfig:
             raise ConfigError(
                 f"write_policy must be one of {', '.join(WritePolicy)}; got {self.write_policy!r}"
             ) from error
-        for name in ("storage_call_seconds", "attach_seconds", "stop_seconds"):
+        for name in ("storage_call_seconds", "stop_seconds"):
             # Not `<= 0`, which is false for NaN.
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")

@@ -204,7 +204,6 @@ def build_hybrid_stack(
             rank_group=group,
             rules=config.prefetch,
             storage_call_seconds=config.storage_call_seconds,
-            attach_seconds=config.attach_seconds,
             stop_seconds=config.stop_seconds,
         )
         closing.callback(controller.close)
@@ -322,7 +321,6 @@ def build_pools(
                 size=host_slots[name],
                 page_size=page_size,
                 layout=config.layout_of(name),
-                pin_memory=config.pin_memory,
             )
         pairs = {str(name): PoolPair(device_pools[name], host_pools[name]) for name in host_pools}
         transfers = PageTransfers(device, compute, pairs)
