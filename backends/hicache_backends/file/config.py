@@ -85,15 +85,6 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             "are always verified."
         ),
     ] = True
-    abandoned_seconds: Annotated[
-        float,
-        Meta(
-            ge=1,
-            description="Age after which a temporary file or claim of another machine, or of a "
-            "process that /proc hides, counts as left by a killed process. Those of this machine "
-            "are recognised at once.",
-        ),
-    ] = 3600.0
     open_files: Annotated[
         int,
         Meta(

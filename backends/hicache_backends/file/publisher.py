@@ -15,6 +15,7 @@ from hicache_backends.file.bundle import BundleName, Claim, bundles_among
 from hicache_backends.file.bundle_set import no_deadline
 from hicache_backends.file.events import Added, Removed
 from hicache_backends.file.paths import has_exited
+from hicache_backends.file.temp_files import ABANDONED_SECONDS
 from hicache_backends.posix.directories import sync_directory
 from hicache_backends.posix.faults import detached
 from hicache_storage.spec import StorageRefusedError
@@ -46,7 +47,7 @@ class Publisher:
     pages; from then on it is void. So the work of a loser is never visible, and a process that is
     killed at any step loses no page.
 
-    A claim of a process on another machine is ignored after `abandoned_seconds`. Until then the
+    A claim of a process on another machine is ignored after `ABANDONED_SECONDS`. Until then the
     bundle is read as before, and neither removed nor evicted; others are evicted instead.
     """
 
@@ -254,10 +255,8 @@ class Publisher:
         dead = has_exited(claim.process)
         if dead is not None:
             return dead
-        return (
-            self.temp_files.clock.age_seconds(os.stat(bundle.path).st_ctime_ns)
-            > self.temp_files.abandoned_seconds
-        )
+        age = self.temp_files.clock.age_seconds(os.stat(bundle.path).st_ctime_ns)
+        return age > ABANDONED_SECONDS
 
     def _publish(self, pending: PendingBundle, call: Call) -> Bundle | None:
         bundle_set, index = pending.page_index.bundle_set, pending.index

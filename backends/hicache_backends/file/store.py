@@ -135,13 +135,7 @@ class Store:
         self.clock = ServerClock()
         self.feed = ChangeFeed(self.paths, random_writer(), syncs=config.fsync)
         self.bundle_sets = BundleSets(self.feed)
-        self.temp_files = TempFiles(
-            self.paths,
-            self.feed.writer,
-            self.descriptors,
-            self.clock,
-            abandoned_seconds=config.abandoned_seconds,
-        )
+        self.temp_files = TempFiles(self.paths, self.feed.writer, self.descriptors, self.clock)
         self.publisher = Publisher(self.feed, self.temp_files)
         self.rewriter = Rewriter(self.publisher, self.descriptors, recorder)
         self.may_hang = not mount.is_memory or config.hung_reads == "bounce_buffer"

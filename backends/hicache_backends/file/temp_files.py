@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 TOLERANCE_NS = 2_000_000_000
 """Smaller differences are ignored: some file systems keep whole seconds. In nanoseconds."""
 
+ABANDONED_SECONDS = 3600.0
+"""Age after which a temporary file or claim of another machine, or of a process that /proc hides,
+counts as left by a killed process. The publication of a slower writer fails, with no other effect."""
 
 RESERVATION_SECONDS = 60.0
 """A file that a process of another machine has not written for so long counts with its length."""
@@ -119,25 +122,12 @@ class ServerClock:
 
 
 class TempFiles:
-    """The temporary files of one store. Safe for many threads.
-
-    Args:
-        abandoned_seconds: a temporary file of another machine, whose process cannot be checked from
-            here, is collected so long after its last write. The publication of a slower writer
-            fails, with no other effect.
-    """
+    """The temporary files of one store. Safe for many threads."""
 
     def __init__(
-        self,
-        paths: StorePaths,
-        writer: str,
-        descriptors: Descriptors,
-        clock: ServerClock,
-        *,
-        abandoned_seconds: float,
+        self, paths: StorePaths, writer: str, descriptors: Descriptors, clock: ServerClock
     ) -> None:
         self.clock = clock
-        self.abandoned_seconds = abandoned_seconds
         self._paths = paths
         self._writer = writer
         self._descriptors = descriptors
@@ -245,7 +235,7 @@ class TempFiles:
             # The server gives the mtime, and its clock is asked for the age.
             age = self.clock.age_seconds(os.lstat(path).st_mtime_ns)
             # A process that cannot be checked from this machine: the age decides.
-            if exited or (exited is None and age > self.abandoned_seconds):
+            if exited or (exited is None and age > ABANDONED_SECONDS):
                 os.unlink(path)
                 return None
         if exited or age > RESERVATION_SECONDS or name.size > self._max_reserved:

@@ -108,13 +108,13 @@ def test_a_file_that_is_no_bundle_goes_first(room):
 
 
 def test_leftovers_of_another_machine_count_until_they_are_old(room):
-    a = room(2, abandoned_seconds=600.0)
+    a = room(2)
     fill(a, "a")
     path = temporary(a, FOREIGN, BATCH_BYTES, b"x" * BATCH_BYTES)
     fill(a, "b")
     assert path.exists()
     assert hits(a, "ab") == [0, 8]
-    os.utime(path, (time.time() - 610,) * 2)
+    os.utime(path, (time.time() - 3610,) * 2)
     fill(a, "c")
     assert not path.exists()
     assert hits(a, "bc") == [8, 8]

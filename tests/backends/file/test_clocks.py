@@ -52,7 +52,7 @@ def test_times_of_the_future_are_not_believed(node, monkeypatch):
 
 @pytest.mark.parametrize("offset_ns", [YEAR_NS, -YEAR_NS], ids=["ahead", "behind"])
 def test_a_temporary_file_of_another_machine_is_as_old_as_the_server_says(node, offset_ns):
-    a = node(offset_ns, abandoned_seconds=60.0)
+    a = node(offset_ns)
     foreign = TemporaryName(ProcessId("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, 100)
     path = a.path / "hicache-file-1" / "temporary" / str(foreign)
     path.write_bytes(b"x")

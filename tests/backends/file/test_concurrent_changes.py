@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from hicache_backends.file import bundle_set as bundle_set_module
+from hicache_backends.file import publisher as publisher_module
 from hicache_backends.file import rewriter as rewriter_module
 from hicache_backends.file.bundle import BundleId, Claim, parse_bundle
 from hicache_backends.file.paths import ProcessId
@@ -325,14 +326,14 @@ def test_what_another_machine_has_claimed_is_read_and_waited_for(rig, monkeypatc
     assert a.storage.delete(KEYS[:1]) == [False]
     assert claimed.exists()
     assert a.holds(KEYS)
-    a.store.temp_files.abandoned_seconds = -1.0
+    monkeypatch.setattr(publisher_module, "ABANDONED_SECONDS", -1.0)
     assert a.storage.delete(KEYS[:1]) == [True]
     for side in (a, rig()):
         assert side.present(KEYS) == [False, True, True]
         assert side.holds(KEYS[1:])
 
 
-def test_others_are_evicted_instead_of_what_another_machine_has_claimed(rig):
+def test_others_are_evicted_instead_of_what_another_machine_has_claimed(rig, monkeypatch):
     a = rig(capacity=4 * bundle_bytes(8) + 100)
     batches = [chain(str(number), 8) for number in range(16)]
     for batch in batches[:3]:
@@ -347,7 +348,7 @@ def test_others_are_evicted_instead_of_what_another_machine_has_claimed(rig):
     assert a.holds(batches[0])
     assert a.holds(batches[9])
     # Nobody does anything with it any more: it goes as any other.
-    a.store.temp_files.abandoned_seconds = -1.0
+    monkeypatch.setattr(publisher_module, "ABANDONED_SECONDS", -1.0)
     for batch in batches[10:]:
         assert a.put(batch) == [True] * 8
     assert not claimed.exists()

@@ -139,7 +139,7 @@ def hidden_processes(monkeypatch):
 
 
 def test_a_process_that_cannot_be_seen_is_not_taken_for_dead(rig, hidden_processes):
-    a, me = rig(abandoned_seconds=600.0), current_process()
+    a, me = rig(), current_process()
     stranger = ProcessId(me.pid_scope, os.getppid(), 1)
     assert has_exited(stranger) is None
     assert has_exited(ProcessId(me.pid_scope, 2**22 + 1, 1)) is True
@@ -148,7 +148,7 @@ def test_a_process_that_cannot_be_seen_is_not_taken_for_dead(rig, hidden_process
     path.write_bytes(b"x")
     assert a.store.temp_files.collect() == (100, 0)
     # Its PID may be another's by now: what is old is collected all the same.
-    os.utime(path, (time.time() - 700,) * 2)
+    os.utime(path, (time.time() - 3700,) * 2)
     assert a.store.temp_files.collect() == (0, 1)
 
 
