@@ -61,14 +61,6 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             "it needs fewer requests."
         ),
     ] = None
-    threads: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="Maximum number of threads that move the bytes of one call. By default 4, "
-            "or the number of cores if less, on a local disk; 8 on a network mount and with "
-            "direct_io.",
-        ),
-    ] = None
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
@@ -85,14 +77,6 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             "are always verified."
         ),
     ] = True
-    open_files: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Number of files kept open between calls. An evicted bundle (64 MiB at "
-            "most) keeps its space until it is closed.",
-        ),
-    ] = 64
 
     def __post_init__(self) -> None:
         if self.capacity is not None and not _checked_size("capacity", self.capacity, "500GiB"):

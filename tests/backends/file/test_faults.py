@@ -201,7 +201,7 @@ def test_a_directory_that_cannot_be_made_is_reported_and_tried_again(rig, tmp_pa
 
 
 def test_too_few_descriptors_are_made_do_with(rig):
-    a = rig(open_files=40)
+    a = rig()
     chains = [chain(str(number), 1) for number in range(40)]
     for keys in chains:
         a.put(keys)

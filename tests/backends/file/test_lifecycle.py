@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_backends.file import reader
+from hicache_backends.file import reader, store
 from hicache_backends.file.config import FileConfig
 from hicache_backends.file.paths import ProcessId, current_process, has_exited
 from hicache_backends.file.temp_files import TemporaryName
@@ -36,8 +36,9 @@ def open_files(path: Path = Path("/")) -> set[tuple[str, str]]:
     return found
 
 
-def test_faults_keep_no_file_open(rig):
-    a, keys = rig(open_files=0), chain("a", 8)
+def test_faults_keep_no_file_open(rig, monkeypatch):
+    monkeypatch.setattr(store, "OPEN_FILES", 0)
+    a, keys = rig(), chain("a", 8)
     a.put(keys)
     before = open_files(a.path)
     with failing("preadv", errno.EIO):
@@ -47,8 +48,8 @@ def test_faults_keep_no_file_open(rig):
 
 
 def test_open_files_are_bounded_and_closed_once_idle(rig, monkeypatch):
-    a = rig(open_files=5)
-    keys = chain("a", 30)
+    monkeypatch.setattr(store, "OPEN_FILES", 5)
+    a, keys = rig(), chain("a", 30)
     for key in keys:
         a.put([key])
     before = len(open_files(a.path))
@@ -90,8 +91,6 @@ def test_checksums_can_be_turned_off_and_that_shows(rig, monkeypatch):
         ({"path": "x", "min_free": "five%"}, "is no percentage"),
         ({"path": "x", "min_free": "nan%"}, "less than 100%"),
         ({"path": "x", "min_free": "100%"}, "less than 100%"),
-        ({"path": "x", "threads": 0}, "threads"),
-        ({"path": "x", "open_files": -1}, "open_files"),
     ],
 )
 def test_a_wrong_option_is_told(options, message):

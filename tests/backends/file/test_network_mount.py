@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hicache_backends.file import store
 from tests.backends.file.harness import Rig, chain
 from tests.fuse.counting_fs import CountingMount
 
@@ -63,9 +64,10 @@ def test_a_page_takes_less_than_one_request_each_way(mounts, on):
     assert requests(mount, before) <= 24
 
 
-def test_a_call_of_16_mib_is_one_bundle_there_and_two_on_a_local_disk(mounts, on, rig):
+def test_a_call_of_16_mib_is_one_bundle_there_and_two_on_a_local_disk(mounts, rig, monkeypatch):
     """A bundle costs a mount requests, and a local disk nearly nothing."""
-    shape = {"pages": PAGES, "components": (64 << 10, 64 << 10), "threads": 2}
+    monkeypatch.setattr(store, "LOCAL_THREADS", 2)
+    shape = {"pages": PAGES, "components": (64 << 10, 64 << 10)}
     there, here = rig(mounts().point / "store", **shape), rig(**shape)
     for a, bundles in ((there, 1), (here, 2)):
         assert a.put(chain("a", PAGES)) == [True] * PAGES

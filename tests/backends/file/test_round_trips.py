@@ -47,7 +47,8 @@ def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, mo
     monkeypatch.setattr(writer_module, "MAX_BUNDLE_BYTES", 40_000)
     monkeypatch.setattr(store_module, "MIN_BUNDLE_BYTES", 20_000)
     before = set(threading.enumerate())
-    a, keys = rig(threads=3), chain("a", 64)
+    monkeypatch.setattr(store_module, "LOCAL_THREADS", 3)
+    a, keys = rig(), chain("a", 64)
     a.store.reader.bytes_per_thread = 50_000
     assert a.put(keys) == [True] * 64
     assert len(a.bundles()) == 8
@@ -103,7 +104,7 @@ def test_a_description_that_cannot_be_put_in_place_leaves_no_file(rig):
     ids=["blocks", "other lengths"],
 )
 def test_direct_io_gives_the_same_bytes_or_is_told_to_be_impossible(rig, caplog, components, told):
-    a, keys = rig(components=components, direct_io=True, threads=2), chain("a", 40)
+    a, keys = rig(components=components, direct_io=True), chain("a", 40)
     # Several bundles.
     assert a.put(keys[:34]) + [a.put([key])[0] for key in keys[34:]] == [True] * 40
     assert a.holds(keys)

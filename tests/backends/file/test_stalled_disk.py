@@ -142,7 +142,8 @@ def test_what_is_known_is_answered_while_the_disk_stalls(guarded, disk):
 
 def test_a_background_task_that_hangs_is_not_started_again(guarded, disk, monkeypatch):
     monkeypatch.setattr(store, "FLUSH_SECONDS", 0.0)
-    a, keys = guarded(capacity="1GiB", threads=4), chain("a", 4)
+    monkeypatch.setattr(store, "LOCAL_THREADS", 4)
+    a, keys = guarded(capacity="1GiB"), chain("a", 4)
     a.put(keys)
     disk.stall("utime")
     for _ in range(5):
@@ -264,9 +265,10 @@ def test_hung_reads_are_bounded_and_fail_fast_beyond(guarded, disk, monkeypatch)
     eventually(lambda: a.holds(keys))
 
 
-def test_a_read_of_someone_else_goes_on_beside_a_hung_one(guarded, disk):
+def test_a_read_of_someone_else_goes_on_beside_a_hung_one(guarded, disk, monkeypatch):
+    monkeypatch.setattr(store, "LOCAL_THREADS", 4)
     a, stuck, well = (
-        guarded(hung_reads="bounce_buffer", components=(600_000,), pages=40, threads=4),
+        guarded(hung_reads="bounce_buffer", components=(600_000,), pages=40),
         chain("stuck", 2),
         chain("well", 36),
     )
