@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -61,15 +61,6 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             "it needs fewer requests."
         ),
     ] = None
-    hung_reads: Annotated[
-        Literal["auto", "wait", "bounce_buffer"],
-        Meta(
-            description="What a get does with a read that has not returned at the deadline: "
-            "'bounce_buffer' returns, because pages are read into the driver's own buffers (at "
-            "most 16 MiB); 'wait' waits, because they are read straight into the host pool. By "
-            "default 'bounce_buffer', except for pages in the page cache of a local disk."
-        ),
-    ] = "auto"
     verify_checksums: Annotated[
         bool,
         Meta(

@@ -81,9 +81,7 @@ class FileStorage(ObjectStorage):
                 evicts=config.capacity is not None or config.leaves_room,
                 removals=RemovalScope.STORE,
                 # Before `connect`, when the mount is unknown: a read is guarded, and waited for.
-                hung_reads=HungReads.WAIT
-                if config.hung_reads == "wait"
-                else HungReads.BOUNCE_BUFFER,
+                hung_reads=HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
         )
@@ -117,12 +115,11 @@ class FileStorage(ObjectStorage):
     def connect(self) -> None:
         self._store = Store(self._config, self.recorder)
         # Known only now: the path alone does not tell the file system.
+        hangs = self._store.buffers is not None
         self._capabilities = replace(
             self._capabilities,
-            may_hang=self._store.may_hang,
-            hung_reads=HungReads.BOUNCE_BUFFER
-            if self._store.buffers is not None
-            else HungReads.WAIT,
+            may_hang=hangs,
+            hung_reads=HungReads.BOUNCE_BUFFER if hangs else HungReads.WAIT,
         )
         # Across a network even the change counter takes a request.
         self.caches_lookups = self._store.is_local

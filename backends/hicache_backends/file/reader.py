@@ -83,8 +83,8 @@ class Reader:
     """Reads batches of pages. Safe for many threads.
 
     Attributes:
-        buffers: where reads go first; None to read straight into the host pool, which holds the
-            caller until that is done.
+        buffers: where reads go first; None to read straight into the host pool, where no read
+            hangs.
         threads: limit on threads for one call.
         bytes_per_thread: a thread is used for at least so many bytes.
         direct: read past the page cache where the file system and the buffers allow it.

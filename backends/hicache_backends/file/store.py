@@ -139,9 +139,7 @@ class Store:
         self.temp_files = TempFiles(self.paths, self.feed.writer, self.descriptors, self.clock)
         self.publisher = Publisher(self.feed, self.temp_files)
         self.rewriter = Rewriter(self.publisher, self.descriptors, recorder)
-        self.may_hang = not mount.is_memory or config.hung_reads == "bounce_buffer"
-        waits = config.hung_reads == "wait" or not self.may_hang
-        self.buffers = None if waits else Buffers(READ_BYTES)
+        self.buffers = None if mount.is_memory else Buffers(READ_BYTES)
         self.reader = Reader(
             descriptors=self.descriptors,
             thread_pool=self.thread_pool,
@@ -151,7 +149,7 @@ class Store:
             if direct and mount.is_local
             else BYTES_PER_THREAD,
             direct=direct,
-            trusts_cache=mount.is_local and config.hung_reads == "auto" and not waits,
+            trusts_cache=mount.is_local and not mount.is_memory,
             verifies=config.verify_checksums,
             retires_bad_sectors=mount.is_local,
         )

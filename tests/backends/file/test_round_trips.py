@@ -9,8 +9,10 @@ import threading
 
 import pytest
 
+from hicache_backends.file import reader as reader_module
 from hicache_backends.file import store as store_module
 from hicache_backends.file import writer as writer_module
+from hicache_backends.posix.directories import Mount
 from hicache_storage.objects import Call
 from hicache_storage.spec import CancellationToken
 from tests.backends.file.harness import chain, failing, identity, interrupted
@@ -30,11 +32,13 @@ from tests.backends.file.harness import chain, failing, identity, interrupted
     ],
     ids=lambda components: f"{len(components)}x{components[0]}",
 )
-@pytest.mark.parametrize("hung_reads", ["auto", "bounce_buffer", "unverified"])
-def test_pages_of_any_size_and_number_of_components(rig, components, hung_reads):
-    options = {"pages": 5, "components": components, "hung_reads": hung_reads}
-    if hung_reads == "unverified":
-        options |= {"hung_reads": "bounce_buffer", "verify_checksums": False}
+@pytest.mark.parametrize("way", ["in memory", "cached", "buffered", "unverified"])
+def test_pages_of_any_size_and_number_of_components(rig, monkeypatch, components, way):
+    kind = "tmpfs" if way == "in memory" else "ext4"
+    monkeypatch.setattr(store_module, "mount_of", lambda path: Mount(kind))
+    if way in ("buffered", "unverified"):
+        monkeypatch.setattr(reader_module, "is_cached", lambda *_: False)
+    options = {"pages": 5, "components": components, "verify_checksums": way != "unverified"}
     a, b, keys = rig(**options), rig(**options), chain("a", 5)
     assert a.put(keys) == [True] * 5
     assert b.holds(keys)

@@ -228,8 +228,9 @@ def test_what_the_page_cache_does_not_give_comes_through_buffers(
 
 @LENGTHS
 def test_a_hung_get_returns_and_nothing_arrives_later(guarded, disk, components):
-    a, keys = guarded(hung_reads="bounce_buffer", components=components, pages=8), chain("a", 8)
+    a, keys = guarded(components=components, pages=8), chain("a", 8)
     a.put(keys)
+    disk.cached = False
     disk.stall("preadv")
     a.storage.hurry()
     assert a.get(keys) == [None] * 8
@@ -249,9 +250,10 @@ def test_a_hung_get_returns_and_nothing_arrives_later(guarded, disk, components)
 
 
 def test_hung_reads_are_bounded_and_fail_fast_beyond(guarded, disk, monkeypatch):
-    a, keys = guarded(hung_reads="bounce_buffer"), chain("a", 4)
+    a, keys = guarded(), chain("a", 4)
     a.put(keys)
     monkeypatch.setattr(a.bare.store.buffers, "_limit", 3)
+    disk.cached = False
     disk.stall("preadv")
     a.storage.hurry()
     while disk.operations < 3:
@@ -268,7 +270,7 @@ def test_hung_reads_are_bounded_and_fail_fast_beyond(guarded, disk, monkeypatch)
 def test_a_read_of_someone_else_goes_on_beside_a_hung_one(guarded, disk, monkeypatch):
     monkeypatch.setattr(store, "LOCAL_THREADS", 4)
     a, stuck, well = (
-        guarded(hung_reads="bounce_buffer", components=(600_000,), pages=40),
+        guarded(components=(600_000,), pages=40),
         chain("stuck", 2),
         chain("well", 36),
     )
@@ -276,6 +278,7 @@ def test_a_read_of_someone_else_goes_on_beside_a_hung_one(guarded, disk, monkeyp
     before = {str(path) for path in a.path.rglob("*.bundle")}
     a.put(stuck)
     (path,) = {str(path) for path in a.path.rglob("*.bundle")} - before
+    disk.cached = False
     disk.stall("preadv", path=path)
     a.storage.hurry()
     for _ in range(6):
@@ -284,34 +287,21 @@ def test_a_read_of_someone_else_goes_on_beside_a_hung_one(guarded, disk, monkeyp
     assert a.holds(well)
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "hung_reads", "may_hang"),
-    [
-        ("ext4", "auto", HungReads.BOUNCE_BUFFER, True),
-        ("ext4", "wait", HungReads.WAIT, True),
-        ("ext4", "bounce_buffer", HungReads.BOUNCE_BUFFER, True),
-        ("nfs4", "auto", HungReads.BOUNCE_BUFFER, True),
-        ("nfs4", "wait", HungReads.WAIT, True),
-        ("tmpfs", "auto", HungReads.WAIT, False),
-        ("tmpfs", "bounce_buffer", HungReads.BOUNCE_BUFFER, True),
-    ],
-)
-def test_whatever_has_a_device_below_may_hang(rig, monkeypatch, kind, option, hung_reads, may_hang):
+@pytest.mark.parametrize("kind", ["ext4", "nfs4", "tmpfs"])
+def test_whatever_has_a_device_below_may_hang(rig, monkeypatch, kind):
     monkeypatch.setattr(store, "mount_of", lambda path: Mount(kind))
-    a = rig(hung_reads=option)
+    a, hangs = rig(), kind != "tmpfs"
     assert a.storage.capabilities.may_hang
     a.storage.open()
-    assert (a.storage.capabilities.hung_reads, a.storage.capabilities.may_hang) == (
-        hung_reads,
-        may_hang,
-    )
-    assert (a.store.buffers is None) == (hung_reads is HungReads.WAIT)
+    assert a.storage.capabilities.may_hang is hangs
+    assert (a.storage.capabilities.hung_reads is HungReads.BOUNCE_BUFFER) is hangs
 
 
-def test_a_straight_read_keeps_its_caller(rig, disk):
+def test_a_straight_read_keeps_its_caller(rig, disk, monkeypatch):
     """The first get may open the store, behind a deadline, before it is known that nothing is below
     that could stall."""
-    a, keys = rig(hung_reads="wait"), chain("a", 4)
+    monkeypatch.setattr(store, "mount_of", lambda path: Mount("tmpfs"))
+    a, keys = rig(), chain("a", 4)
     a.put(keys)
     disk.stall("preadv")
     token, cancelled = CancellationToken(), threading.Event()
