@@ -36,7 +36,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from field_sides import (
     ADAPTER,
     FILE,
-    HF3FS,
     HF3FS_SERVER,
     HICACHE_FILE,
     LIMIT,
@@ -77,12 +76,12 @@ if TYPE_CHECKING:
 VERIFIES: Final = "checksum, identity and key of each page"
 SIDES: Final = {
     LIMIT: "nothing",
-    **dict.fromkeys((FILE, HF3FS, HF3FS_SERVER, TIER, ADAPTER), VERIFIES),
+    **dict.fromkeys((FILE, HF3FS_SERVER, TIER, ADAPTER), VERIFIES),
     **dict.fromkeys((HICACHE_FILE, SGLANG_HF3FS, SGLANG_HF3FS_SERVER, NIXL), "nothing"),
     **dict.fromkeys((VLLM_FS, LMCACHE_FS), "nothing"),
 }
 """What each verifies of what it reads."""
-OURS: Final = (FILE, HF3FS, HF3FS_SERVER, TIER, ADAPTER)
+OURS: Final = (FILE, HF3FS_SERVER, TIER, ADAPTER)
 DIRECT: Final = (LIMIT, FILE, NIXL, *ON_VLLM, *ON_LMCACHE)
 """Sides with O_DIRECT. `file` reads with it, and writes through the page cache."""
 BEFORE: Final = ", before"

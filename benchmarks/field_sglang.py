@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from field_sides import (
     FILE,
-    HF3FS,
     HF3FS_SERVER,
     HICACHE_FILE,
     NIXL,
@@ -237,13 +236,12 @@ class HF3FSDriver(FileDriver):
         self.fill()
 
     def options(self) -> dict[str, object]:
-        url = self.setup.url
         return {
             "path": str(self.setup.directory),
             # A page and its envelope end on a block.
             "file_size": FILE_BATCHES * PAGES * (self.setup.page_bytes + 4096),
             "engine": "posix",
-            **({"metadata_url": url} if url else {"quarantine_seconds": QUARANTINE_SECONDS}),
+            "metadata_url": self.setup.url,
         }
 
     def remove(self) -> None:
@@ -334,7 +332,6 @@ class PeerNIXL(HostPoolSide):
 
 SIDES = {
     FILE: FileDriver,
-    HF3FS: HF3FSDriver,
     HF3FS_SERVER: HF3FSDriver,
     HICACHE_FILE: PeerFile,
     SGLANG_HF3FS: PeerHF3FS,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAGES = 128
 """Of the memory of each side."""
-LIMIT, FILE, HF3FS, HF3FS_SERVER = "limit", "file", "hf3fs, local map", "hf3fs, server"
+LIMIT, FILE, HF3FS_SERVER = "limit", "file", "hf3fs, server"
 TIER, ADAPTER = "vLLM `HiCacheTier`", "LMCache `HiCacheL2Adapter`"
 HICACHE_FILE, NIXL = "SGLang `HiCacheFile`", "SGLang NIXL POSIX"
 SGLANG_HF3FS, SGLANG_HF3FS_SERVER = "SGLang hf3fs (mock)", "SGLang hf3fs (mock), server"

@@ -40,7 +40,7 @@ def store(
     """A store of a driver in an empty directory.
 
     The options are those that the driver registers for a throwaway store, except addresses of
-    servers that do not run; `hf3fs` without is its local client.
+    servers that do not run.
 
     Args:
         given: options that take precedence.

@@ -1,2 +1,1 @@
-"""The metadata server of the 3FS driver, its protocol, and the state machine that works without a
-server too."""
+"""The metadata server of the 3FS driver, and its protocol."""

@@ -218,7 +218,6 @@ ELSEWHERE = {"master_server_address": "10.0.0.1:50051"}
         # Servers that the options do not name are not started.
         ("hf3fs", {}, None, 1, ()),
         ("hf3fs", {"file_size": "32MiB"}, None, 1, ()),
-        ("hf3fs", {"metadata_url": ""}, None, 0, ()),
         ("hf3fs", {"metadata_url": AT}, None, 0, ()),
         ("hf3fs", {"metadata_url": AT}, OWN, 1, ()),
         # Stores that no option names are started for cases about several.

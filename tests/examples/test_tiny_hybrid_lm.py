@@ -90,9 +90,10 @@ def played(example, tmp_path, **fields):
     went."""
     talk = example.chat.Talk(clients=5, rounds=fields.pop("rounds", 3), running=2, seed=SEED)
     options = example.main.Options(talk=talk, **fields)
-    storage = example.places.store(options.storage, options.given, tmp_path, "tests", {})
     conversation = example.chat.Conversation([[] for _ in range(talk.clients)])
-    example.main.run(options, storage, conversation)
+    with example.places.servers(options.storage, tmp_path / "servers") as ports:
+        storage = example.places.store(options.storage, options.given, tmp_path, "tests", ports)
+        example.main.run(options, storage, conversation)
     example.main.report(options, conversation, "test")
     return options, storage, conversation
 

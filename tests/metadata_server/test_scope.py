@@ -130,19 +130,6 @@ def test_a_commit_can_be_repeated_however_long_ago_it_was():
     assert len(scope.leases.log) < 20_000, "what was deleted long ago is forgotten"
 
 
-@pytest.mark.parametrize("slots", [range(1, 4), [1, 2, 3], [3, 1, 2], [2, -1, 1], []])
-def test_lengths_are_compared_alike_in_neighbouring_slots_and_in_others(slots):
-    table = SlotTable()
-    table.grow(5)
-    for slot, length in enumerate([7, 7, 7, 8, 7]):
-        table.lengths[slot] = length
-    for length in (7, 8, 9):
-        expected = [slot >= 0 and table.lengths[slot] == length for slot in slots]
-        assert table.have_length(slots, length) == expected
-    table.lengths[3] = 7
-    assert table.have_length(slots, 7) == [slot >= 0 for slot in slots]
-
-
 def test_the_log_of_leases_stays_short(monkeypatch):
     """However scattered the slots are that are leased together."""
     monkeypatch.setattr(slot_table, "CHUNK", 4)

@@ -36,7 +36,6 @@ HEAVY = {"torch", "numpy", "pytest", "hypothesis", "starlette"}
             f"hicache_backends.hf3fs.driver, {SERVER}.client.http_client",
             PARTS_OF_SERVER - {f"{SERVER}.client", f"{SERVER}.protocol"},
         ),
-        # The driver's local client uses them in processes that have neither Starlette nor SQLite open.
         (
             f"{SERVER}.core.service, {SERVER}.core.sglang, {SERVER}.cli.main",
             HEAVY | {"uvicorn", "pydantic", "prometheus_client", "structlog", "sqlite3"},

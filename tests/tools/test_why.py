@@ -277,7 +277,8 @@ def test_the_command_line_of_an_engine(tmp_path):
         (["k", "--driver", "file", "-c", "path={tmp}", "--identity", '{"tp_size": "2"}'], "int"),
         (["k", "--driver", "file", "-c", "path={tmp}", "--identity", '{"tp'], "--identity is no"),
         (["k", "--driver", "file", "-c", "path={tmp}", "--identity", "gone.json"], "gone.json"),
-        (["k", "--driver", "hf3fs", "-c", "path={tmp}"], "to no other process"),
+        (["k", "--driver", "hf3fs", "-c", "path={tmp}"], "hicache metadata serve"),
+        (["k", "--driver", "dictionary"], "to no other process"),
         (
             ["k", "--driver", "hf3fs", "-c", "path={tmp}", "-c", "metadata_url=http://127.0.0.1:9"],
             "does not answer",
@@ -285,7 +286,8 @@ def test_the_command_line_of_an_engine(tmp_path):
         (["k", "sglang", "--model-path", "m"], "name a --driver"),
     ],
 )
-def test_what_cannot_be_asked(tmp_path, words, said):
+def test_what_cannot_be_asked(tmp_path, site, words, said):
+    site.here("dictionary")
     done = run_here("why", *[word.replace("{tmp}", str(tmp_path)) for word in words])
     assert done.exit_code == 2
     assert said in done.stderr

@@ -32,13 +32,13 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         ),
     ]
     metadata_url: Annotated[
-        str | tuple[str, ...] | None,
+        str | tuple[str, ...],
         Meta(
-            description="Address of the metadata server, such as http://meta:18000, or of several "
-            "servers on one store, as a list or separated by commas. Without it, the map is kept "
-            "in this process: one process for each directory, and nothing outlives it."
+            description="Required. Address of the metadata server that `hicache metadata serve` "
+            "starts, such as http://meta:18000, or of several servers on one store, as a list or "
+            "separated by commas."
         ),
-    ] = None
+    ] = ""
     token: Annotated[
         str,
         Meta(
@@ -105,14 +105,6 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "call, such as those of open."
         ),
     ] = 5.0
-    quarantine_seconds: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Time between the release of a slot and its reuse, without a metadata "
-            "server.",
-        ),
-    ] = 0.1
     verify_checksums: Annotated[
         bool,
         Meta(
@@ -151,6 +143,11 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
                 raise ValueError(f"{name}: {error}") from error
             if not size:
                 raise ValueError(f"{name} must not be 0")
+        if not self.metadata_url:
+            raise ValueError(
+                "metadata_url is missing: the address of a metadata server, which `hicache "
+                "metadata serve` starts"
+            )
         try:
             _ = self.metadata_urls
         except ValueError as error:
@@ -178,8 +175,8 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
 
     @property
     def metadata_urls(self) -> tuple[str, ...]:
-        """Addresses of the metadata servers; empty for embedded metadata."""
-        return () if self.metadata_url in (None, "") else addresses(self.metadata_url)
+        """Addresses of the metadata servers."""
+        return addresses(self.metadata_url)
 
     @property
     def file_bytes(self) -> int:

@@ -43,27 +43,24 @@ MARGIN_SECONDS: Final = 0.1
 class Hf3fsStorage(ObjectStorage):
     """Storage whose pages lie in slots.
 
-    With a metadata server, a stored page is visible to the next call of any storage on the same
-    directory and server. It survives the death of all of them and of the server. Without a server,
-    it is visible in this process only.
+    A stored page is visible to the next call of any storage on the same directory and metadata
+    server. It survives the death of all of them and of the server.
     """
 
-    caches_lookups = True
     writes_find_existing = True
 
     def __init__(self, identity: StorageIdentity, config: Hf3fsConfig) -> None:
-        remote = bool(config.metadata_url)
         super().__init__(
             identity,
             driver_name="hf3fs",
             capabilities=Capabilities(
-                sharing=Sharing.PROCESSES if remote else Sharing.PROCESS,
-                durability=Durability.PROCESS if remote else Durability.NONE,
+                sharing=Sharing.PROCESSES,
+                durability=Durability.PROCESS,
                 deletes=True,
                 clears=True,
                 evicts=True,
                 removals=RemovalScope.STORE,
-                networked=remote,
+                networked=True,
                 hung_reads=HungReads.WAIT
                 if config.hung_reads == "wait"
                 else HungReads.BOUNCE_BUFFER,
@@ -91,15 +88,12 @@ class Hf3fsStorage(ObjectStorage):
 
     def connect(self) -> None:
         store = self._store = Store(self._config, self.recorder.count_failover)
-        self.caches_lookups = store.is_embedded
         self._reader = PageReader(store)
         self._writer = PageWriter(store, self._count_evicted)
-        about, durability = store.metadata.about, self._capabilities.durability
-        if durability is Durability.PROCESS and about.durability is p.StoreDurability.NONE:
-            durability = Durability.REOPEN
+        is_in_memory = store.metadata.about.durability is p.StoreDurability.NONE
         self._capabilities = replace(
             self._capabilities,
-            durability=durability,
+            durability=Durability.REOPEN if is_in_memory else Durability.PROCESS,
             hung_reads=HungReads.BOUNCE_BUFFER if store.engine.buffered else HungReads.WAIT,
         )
 
@@ -114,25 +108,14 @@ class Hf3fsStorage(ObjectStorage):
         problem, stuck = self.store.metadata.problem(), self.store.engine.stuck()
         reasons = [*filter(None, [problem]), *self.store.refusals()]
         hanging = f"; {stuck} reads hang" if stuck else ""
-        where = f" at {self.store.metadata.endpoint}" if self.store.metadata.endpoint else ""
         rate = about.limits.sustained(self._config.file_bytes) / 1e6
         return Health(
             ok=True,
-            detail=f"{about.server}{where}, engine {self.store.engine.name}, a full file takes "
-            f"{rate:.3g} MB/s for long{hanging}{''.join(f'; {reason}' for reason in reasons)}",
+            detail=f"{about.server} at {self.store.metadata.endpoint}, engine "
+            f"{self.store.engine.name}, a full file takes {rate:.3g} MB/s for long{hanging}"
+            f"{''.join(f'; {reason}' for reason in reasons)}",
             writable=not reasons,
         )
-
-    def objects_exist_cached(
-        self, batches: Sequence[LookupBatch], call: Call
-    ) -> list[list[bool]] | None:
-        store = self.store
-        known = [store.known_scope(batch.namespace) for batch in batches]
-        scopes = [scope for scope in known if scope is not None]
-        if len(scopes) < len(known):
-            return None
-        lengths = [batch.namespace.object_bytes for batch in batches]
-        return store.metadata.present_in_memory(_lookups(scopes, batches), lengths)
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         scopes = self.store.scopes([batch.namespace for batch in batches])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hicache_backends.hf3fs.config import Hf3fsConfig
     from hicache_backends.hf3fs.slots.engine import SlotEngine
-    from hicache_metadata_server.client.metadata_client import MetadataClient
+    from hicache_metadata_server.client.http_client import HttpMetadataClient
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ class Store:
         self.path = os.path.abspath(config.path)
         self._create()
         self.is_local = mount_of(self.path).is_local
-        self.is_embedded = not config.metadata_urls
         self._scopes: dict[str, SlotScope] = {}
         self._lock = threading.Lock()
         self.metadata = self._open_metadata(count_failover)
@@ -69,10 +68,6 @@ class Store:
         return [
             self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces
         ]
-
-    def known_scope(self, namespace: Namespace) -> SlotScope | None:
-        """Return the scope of a namespace, without I/O; None if it is new."""
-        return self._scopes.get(namespace.name)
 
     def described_namespaces(self) -> list[Namespace]:
         """Return the namespaces of the slot files in the directory that are of this store."""
@@ -103,10 +98,12 @@ class Store:
             scope = self._scopes.get(namespace.name)
             if scope is None:
                 scope = self._scope_of(namespace)
-                # Without a server, the lock of the directory excludes other writing processes.
-                lease_seconds = self.config.lease_seconds if self.config.metadata_urls else 0.0
-                model = namespace.identity.model
-                self.metadata.declare(scope.geometry, lease_seconds, scope.file.is_written, model)
+                self.metadata.declare(
+                    scope.geometry,
+                    self.config.lease_seconds,
+                    scope.file.is_written,
+                    namespace.identity.model,
+                )
                 shape = scope.file.geometry
                 logger.info(
                     "hf3fs: %s has %d slots of %d bytes; full, it takes %s for long",
@@ -135,24 +132,18 @@ class Store:
         try:
             make_last(self.path)
             # Drawn before the server is asked, which may not be there.
-            self._id = store_id(self.path) if self.config.metadata_urls else ""
+            self._id = store_id(self.path)
         except OSError as error:
             raise StorageUnavailableError(
                 f"cannot use the directory {self.path!r}: {error}"
             ) from error
 
-    def _open_metadata(self, count_failover: Callable[[], None]) -> MetadataClient:
-        config, urls = self.config, self.config.metadata_urls
-        if not urls:
-            from hicache_metadata_server.client.embedded import EmbeddedMetadata
-
-            embedded = EmbeddedMetadata(self.path, quarantine_seconds=config.quarantine_seconds)
-            self._id = embedded.store_id
-            return embedded
+    def _open_metadata(self, count_failover: Callable[[], None]) -> HttpMetadataClient:
         from hicache_metadata_server.client.http_client import HttpMetadataClient
 
+        config = self.config
         return HttpMetadataClient(
-            urls,
+            config.metadata_urls,
             config.bearer,
             timeout_seconds=config.timeout_seconds,
             tls=self._tls(),

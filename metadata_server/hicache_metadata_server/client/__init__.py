@@ -1,1 +1,1 @@
-"""Clients of the metadata protocol, which import no server code but for `embedded`."""
+"""Clients of the metadata protocol, which import no server code."""

@@ -110,15 +110,6 @@ class MetadataClient(ABC):
             self._check_slots(part.scope, columns.slots)
         return found.scopes
 
-    def present_in_memory(
-        self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
-    ) -> list[list[bool]] | None:
-        """Look up which pages are live, and mark them as used; None where that takes a request.
-
-        `lengths` has the bytes of a page of each scope; a page of another length is absent.
-        """
-        return None
-
     def reserve(
         self, scopes: Sequence[p.ReserveScope], call: Call, *, lease_seconds: float
     ) -> p.Leases:

@@ -60,7 +60,7 @@ _PartT = TypeVar("_PartT", p.CommitScope, p.LeaseScope)
 
 
 class MetadataService:
-    """All scopes of one server, or of one process with embedded metadata.
+    """All scopes of one server.
 
     Not thread-safe. An operation that cannot be done raises `RequestError` and changes nothing. The
     owner calls `take_changes` and writes the result, or calls `forget_changes`.
@@ -283,11 +283,6 @@ class MetadataService:
                 for part, scope in zip(request.scopes, scopes, strict=True)
             ]
         )
-
-    def present(self, name: str, keys: Sequence[str], length: int) -> list[bool]:
-        """Return for each page whether it is live and of a length, in bytes; mark live ones as used."""
-        scope = self.scopes[name]
-        return scope.table.have_length(scope.lookup(keys), length)
 
     def reserve(self, request: p.Reserve, now: float) -> p.Leases:
         """Lease slots for keys that are neither live nor leased."""

@@ -80,16 +80,6 @@ class SlotTable:
         """Number of slots in a state; a scan of the column, a millisecond for a million."""
         return self.states.count(state)
 
-    def have_length(self, slots: Sequence[int], length: int) -> list[bool]:
-        """Return for each slot whether its live page has a length, in bytes; False for -1."""
-        lengths = self.lengths
-        # Mostly all have, and two arrays are compared without a Python object for each item.
-        if isinstance(slots, range):
-            count = len(slots)
-            if lengths[slots.start : slots.stop] == array("Q", [length]) * count:
-                return [True] * count
-        return [slot >= 0 and lengths[slot] == length for slot in slots]
-
     def quarantine_all(self) -> dict[str, int]:
         """Quarantine every live or leased slot; returns the old index by key.
 

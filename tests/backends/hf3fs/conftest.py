@@ -12,22 +12,13 @@ from tests.support.metadata import Served
 SERVE = (
     f"{servers.SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.05 --lease-seconds 1"
 )
-LEASE_SECONDS = 10.0
-"""More than a busy machine takes from a reservation to its commit."""
+opened = opened_rigs(Rig)
 
 
-rig = opened_rigs(Rig)
-
-
-@pytest.fixture(params=["local", "remote"])
-def mine(request, rig):
-    """Storages on one store, without and with a server."""
-    if request.param == "remote":
-        url = request.getfixturevalue("kept_server").url
-        return lambda **options: rig(
-            **{"metadata_url": url, "lease_seconds": LEASE_SECONDS, **options}
-        )
-    return rig
+@pytest.fixture
+def rig(opened, kept_server):
+    """Opens storages on one store; their metadata server is `kept_server` unless another is named."""
+    return lambda *path, **options: opened(*path, **{"metadata_url": kept_server.url, **options})
 
 
 @pytest.fixture
@@ -36,9 +27,9 @@ def race_seconds():
     return float(os.environ.get("HICACHE_RACE_SECONDS", "2"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kept_server():
-    """A metadata server of the module's, for tests that only talk to it; scopes are of one directory each."""
+    """A metadata server for all tests that only talk to it; scopes are of one directory each."""
     with Served(command=SERVE) as served:
         yield served
 

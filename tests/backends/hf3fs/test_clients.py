@@ -1,4 +1,4 @@
-"""Both metadata clients, and the HTTP client with faulty servers."""
+"""The metadata client: long requests, and faulty servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client import failover
-from hicache_metadata_server.client.embedded import EmbeddedMetadata
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.failover import ATTEMPTS
 from hicache_metadata_server.client.http_client import HttpMetadataClient
@@ -32,23 +31,7 @@ pytestmark = pytest.mark.slow(seconds=100)
 PATIENCE_SECONDS = 60.0
 
 
-def test_local_clients_of_one_directory_share_one_state(tmp_path):
-    def client():
-        return closing(ScopeClient(EmbeddedMetadata(str(tmp_path), quarantine_seconds=0)))
-
-    with client() as one:
-        one.store(["a"])
-        with client() as two:
-            assert two.lookup().slots[0] >= 0
-            part = two.reserve(["b"])
-            assert one.reserve(["b"]).states == [p.Reserved.BUSY]
-            two.metadata.abort([p.LeaseScope(scope=two.scope, leases=part.leases)])
-            assert one.reserve(["b"]).states == [p.Reserved.LEASED]
-    with client() as later:
-        assert later.lookup().slots == [-1]
-
-
-def test_requests_are_split_and_responses_merged(tmp_path):
+def test_requests_are_split_and_responses_merged():
     limits = msgspec.structs.replace(DEFAULTS, keys=10, scopes=2)
     request = p.Lookup(
         scopes=[
@@ -58,7 +41,7 @@ def test_requests_are_split_and_responses_merged(tmp_path):
     )
     sent = list[p.Lookup]()
 
-    class Limited(EmbeddedMetadata):
+    class Limited(HttpMetadataClient):
         about = p.About(
             protocol="2", server="", instance="", durability=p.StoreDurability.NONE, limits=limits
         )
@@ -72,7 +55,7 @@ def test_requests_are_split_and_responses_merged(tmp_path):
                 return p.Leases(scopes=parts, lease_seconds=next(seconds))
             return p.LookedUp(scopes=[_echo(part.keys) for part in request.scopes])
 
-    with closing(Limited(str(tmp_path), quarantine_seconds=0)) as client:
+    with closing(Limited("http://127.0.0.1:1")) as client:
         for part in request.scopes:
             client.declare(p.ScopeGeometry(scope=part.scope, slots=100))
         found = client.lookup(request.scopes, Call(10))

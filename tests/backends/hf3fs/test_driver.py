@@ -1,4 +1,4 @@
-"""The driver on both clients: what is recycled, damaged, torn, refused."""
+"""The driver: what is recycled, damaged, torn, refused."""
 
 from __future__ import annotations
 
@@ -16,26 +16,19 @@ import torch
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import AdminClient
-from hicache_metadata_server.client.embedded import EmbeddedMetadata, _State
-from hicache_metadata_server.client.errors import MetadataError
-from hicache_metadata_server.core.errors import RequestError
 from hicache_storage import create_storage
 from hicache_storage.objects import Call
 from hicache_storage.spec import (
     ConfigError,
-    MayHangError,
     PoolTransfer,
-    StorageUnavailableError,
-    from_memory,
     parse_config,
 )
 from hicache_storage.testing import BytePool
 from tests.backends.file.harness import identity
-from tests.backends.hf3fs.conftest import LEASE_SECONDS
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain, content, interrupted, recycle
-from tests.support.forking import in_child
-from tests.support.metadata import HttpClient
+from tests.metadata_server import servers
+from tests.support.metadata import HttpClient, Served
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=20)
@@ -43,8 +36,8 @@ pytestmark = pytest.mark.slow(seconds=20)
 PATIENCE_SECONDS = 60.0
 
 
-def test_a_set_over_several_pools_asks_two_requests(rig, kept_server):
-    one, keys = rig(metadata_url=kept_server.url), chain("a", 4)
+def test_a_set_over_several_pools_asks_two_requests(rig):
+    one, keys = rig(), chain("a", 4)
     one.storage.register_mem_host_pool_v2(BytePool(page_size=4), "mamba")
     indices = torch.arange(16, dtype=torch.int64)
 
@@ -66,9 +59,9 @@ def test_a_set_over_several_pools_asks_two_requests(rig, kept_server):
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_page_whose_slot_was_given_away_is_a_miss_and_no_damage(mine, times):
+def test_a_page_whose_slot_was_given_away_is_a_miss_and_no_damage(rig, times):
     """D2: between the lookup and the read, every slot is recycled; at every attempt but one, too."""
-    reader, writer, keys = mine(file_size="64KiB"), mine(file_size="64KiB"), chain("a", 8)
+    reader, writer, keys = rig(file_size="64KiB"), rig(file_size="64KiB"), chain("a", 8)
     assert all(writer.put(keys))
 
     def again():
@@ -88,8 +81,8 @@ def test_a_page_whose_slot_was_given_away_is_a_miss_and_no_damage(mine, times):
     assert stats.faults == 0
 
 
-def test_a_page_that_has_moved_is_read_from_where_it_is(mine):
-    one, other, keys = mine(), mine(), chain("a", 4)
+def test_a_page_that_has_moved_is_read_from_where_it_is(rig):
+    one, other, keys = rig(), rig(), chain("a", 4)
     assert all(one.put(keys))
 
     def move():
@@ -108,54 +101,24 @@ def test_sets_that_wait_for_a_quarantine_are_refused_with_what_a_file_takes_for_
     tmp_path, rig, caplog
 ):
     caplog.set_level("INFO")
-    one = rig(file_size=20 * 4608, quarantine_seconds=600.0, wait_seconds=0.0)
-    assert all(one.put(chain("a", 20)))
-    takes = "it takes 0.0167 pages/s (7.68e-05 MB/s) for long"
-    assert takes in caplog.text
-    assert "a full file takes 7.68e-05 MB/s for long" in one.storage.health().detail
-    caplog.clear()
-    assert one.put(chain("b", 2)) == [False, False]
-    stats = one.storage.get_stats()
-    assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 2)
-    assert takes in caplog.text
-    health = one.storage.health()
-    assert (health.ok, health.writable) == (True, False)
-    assert takes in health.detail
+    with Served(command=f"{servers.SERVE} --quarantine-seconds 600") as served:
+        one = rig(metadata_url=served.url, file_size=20 * 4608, wait_seconds=0.0)
+        assert all(one.put(chain("a", 20)))
+        takes = "it takes 0.0167 pages/s (7.68e-05 MB/s) for long"
+        assert takes in caplog.text
+        assert "a full file takes 7.68e-05 MB/s for long" in one.storage.health().detail
+        caplog.clear()
+        assert one.put(chain("b", 2)) == [False, False]
+        stats = one.storage.get_stats()
+        assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 2)
+        assert takes in caplog.text
+        health = one.storage.health()
+        assert (health.ok, health.writable) == (True, False)
+        assert takes in health.detail
 
 
-def without_io(one, keys):
-    token = from_memory.set(True)
-    try:
-        return one.storage.batch_present(keys)
-    finally:
-        from_memory.reset(token)
-
-
-def test_without_a_server_lookups_are_answered_from_memory_and_count_as_uses(rig):
-    one, old, new = rig(file_size="64KiB"), chain("old", 7), chain("new", 7)
-    # The first call of a scope makes a file.
-    with pytest.raises(MayHangError):
-        without_io(one, old)
-    assert all(one.put(old))
-    assert all(one.put(new[:4]))
-    assert without_io(one, new) == [True] * 4 + [False] * 3
-    assert without_io(one, old) == [True] * 7
-    # 14 slots, and 11 pages: `new` is least recently used now.
-    assert all(one.put(chain("more", 7)))
-    assert without_io(one, old) == [True] * 7
-    assert without_io(one, new) == [False] * 7
-    one.storage.clear()
-    assert without_io(one, old) == [False] * 7
-
-
-def test_with_a_server_lookups_are_not_answered_from_memory(rig, kept_server):
-    one, keys = rig(metadata_url=kept_server.url, lease_seconds=LEASE_SECONDS), chain("a", 2)
-    assert all(one.put(keys))
-    assert not one.storage.answers_from_memory("lookup")
-
-
-def test_a_write_that_comes_too_late_is_not_published(mine):
-    one, keys = mine(), chain("a", 2)
+def test_a_write_that_comes_too_late_is_not_published(rig):
+    one, keys = rig(), chain("a", 2)
     with interrupted(one.store.engine, "write", lambda: time.sleep(0.4), late=True):
         assert one.put(keys, seconds=0.3) == [False, False]
     assert one.hit(keys) == 0
@@ -163,8 +126,8 @@ def test_a_write_that_comes_too_late_is_not_published(mine):
     one.expect(keys)
 
 
-def test_a_lost_lease_is_a_fault_that_is_counted(mine, caplog):
-    one, keys = mine(lease_seconds=0.2), chain("a", 2)
+def test_a_lost_lease_is_a_fault_that_is_counted(rig, caplog):
+    one, keys = rig(lease_seconds=0.2), chain("a", 2)
     with interrupted(one.store.engine, "write", lambda: time.sleep(0.5), times=99, late=True):
         assert one.put(keys) == [False, False]
     assert one.storage.fault_count() == 1
@@ -190,10 +153,10 @@ def test_a_set_pauses_only_where_it_waits(rig, monkeypatch):
     assert sum(pauses) == pytest.approx(1.0, abs=0.2)
 
 
-def test_slow_writes_renew_their_leases(mine, monkeypatch):
+def test_slow_writes_renew_their_leases(rig, monkeypatch):
     from hicache_backends.hf3fs import writer
 
-    one, keys = mine(lease_seconds=3.2), chain("a", 4)
+    one, keys = rig(lease_seconds=3.2), chain("a", 4)
     monkeypatch.setattr(writer, "CHUNK_BYTES", 2 * 4160)
     real, ends = one.store.engine.write, []
 
@@ -210,8 +173,8 @@ def test_slow_writes_renew_their_leases(mine, monkeypatch):
     one.expect(keys)
 
 
-def test_people_are_told_whose_pages_a_file_has(mine):
-    writer, keys = mine(), chain("a", 2)
+def test_people_are_told_whose_pages_a_file_has(rig):
+    writer, keys = rig(), chain("a", 2)
     assert all(writer.put(keys))
     [slots] = Path(writer.store.path).glob("*.slots")
     about = slots.with_suffix(".json")
@@ -219,14 +182,14 @@ def test_people_are_told_whose_pages_a_file_has(mine):
     assert (told["pool"], told["identity.model"]) == ("kv", writer.storage.identity.model)
     about.unlink()
     about.mkdir()
-    mine().expect(keys)
+    rig().expect(keys)
 
 
-def test_a_file_that_was_removed_is_made_anew(mine, monkeypatch):
+def test_a_file_that_was_removed_is_made_anew(rig, monkeypatch):
     from hicache_backends.hf3fs.slots import files
 
     monkeypatch.setattr(files, "POLL_SECONDS", 0.0)
-    one, other, keys = mine(), mine(), chain("a", 2)
+    one, other, keys = rig(), rig(), chain("a", 2)
     assert all(one.put(keys))
     os.unlink(one.scope.file.path)
     assert one.get(keys) == [None, None]
@@ -234,79 +197,21 @@ def test_a_file_that_was_removed_is_made_anew(mine, monkeypatch):
     other.expect(keys)
 
 
-@pytest.mark.parametrize("first", ["local", "remote"])
-@pytest.mark.parametrize("second", ["local", "remote"])
-def test_a_directory_that_was_emptied_has_another_file_for_another_map(
-    rig, kept_server, tmp_path, monkeypatch, first, second
-):
+def test_a_directory_that_was_emptied_has_another_file_for_another_map(rig, tmp_path, monkeypatch):
     """Two maps of one file give out its slots twice: acknowledged pages would be overwritten."""
     from hicache_backends.hf3fs.slots import files
 
     monkeypatch.setattr(files, "POLL_SECONDS", 0.0)
-    options = {
-        "local": {},
-        "remote": {"metadata_url": kept_server.url, "lease_seconds": LEASE_SECONDS},
-    }
-    a, before, store = rig(**options[first]), chain("a", 5), tmp_path / "store"
+    a, before, store = rig(), chain("a", 5), tmp_path / "store"
     assert all(a.put(before))
     for path in store.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    b, more, others = rig(**options[second]), chain("b", 20), chain("c", 20)
+    b, more, others = rig(), chain("b", 20), chain("c", 20)
     for start in range(0, 20, 5):
         assert all(a.put(more[start : start + 5]))
         assert all(b.put(others[start : start + 5]))
     a.expect(more)
     b.expect(others)
-
-
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes, tmp_path):
-    """It has the lock's descriptor; nor does it let go of what is the parent's."""
-    one = rig()
-    assert all(one.put(chain("a", 1)))
-    (ends, end), (readiness, ready) = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        if closes:
-            one.storage.store.metadata.close()
-        os.write(ready, b".")
-        os.read(ends, 1)
-        os._exit(0)
-    os.close(ends)
-    try:
-        assert os.read(readiness, 1)
-        with pytest.raises(MetadataError, match="another process"):
-            _State("store", os.open(tmp_path / "store" / "local.lock", os.O_RDWR), 0.0)
-        one.storage.close()
-        again = rig()
-        assert all(again.put(chain("a", 1)))
-    finally:
-        os.close(end)
-        os.waitpid(child, 0)
-        os.close(readiness)
-        os.close(ready)
-
-
-def test_a_child_forked_while_a_directory_is_opened_opens_one_of_its_own(tmp_path):
-    def open_another():
-        EmbeddedMetadata(str(tmp_path), quarantine_seconds=0.0).close()
-        return "opened"
-
-    with EmbeddedMetadata._states_lock:
-        assert in_child(open_another) == "opened"
-
-
-def test_without_a_server_a_clear_that_did_not_happen_says_so_too(rig):
-    one = rig()
-    namespaces = [one.scope.namespace]
-    one.store.metadata._state._operations["/v2/clear"] = refuse_clear
-    with pytest.raises(StorageUnavailableError, match="no"):
-        one.storage.clear_namespaces(namespaces, Call(1.0))
-
-
-def refuse_clear(request, now):
-    raise RequestError(503, "unavailable", "no", "")
 
 
 @pytest.mark.parametrize(
@@ -321,7 +226,8 @@ def refuse_clear(request, now):
             {"metadata_url": ["http://a:1", "http://b:1", "http://a:1/"]},
             "metadata_url: 'http://a:1' is named twice",
         ),
-        ({"metadata_url": []}, "metadata_url: an empty list"),
+        ({}, "metadata_url is missing.*hicache metadata serve"),
+        ({"metadata_url": []}, "metadata_url is missing.*hicache metadata serve"),
         ({"metadata_url": ["http://a:1", 2]}, "metadata_url"),
         ({"engine": "magic"}, "engine"),
         ({"metadata_url": "http://me:secret@meta:18000"}, "meta:18000' is given with a user"),
@@ -338,8 +244,6 @@ def test_bad_options_are_named_and_no_password_is(tmp_path, options, message):
     [
         ("http://a:1, https://b/", ("http://a:1", "https://b")),
         (["http://a:1/", "https://b"], ("http://a:1", "https://b")),
-        (None, ()),
-        ("", ()),
     ],
 )
 def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, given, urls):
@@ -388,9 +292,9 @@ def test_a_storage_names_its_model_once(rig, server):
     assert described in client.get("/metrics").body
 
 
-def test_a_namespace_that_was_emptied_just_now_is_removed_by_one_request(rig, kept_server):
+def test_a_namespace_that_was_emptied_just_now_is_removed_by_one_request(rig):
     """Each is a line in the audit log: polling for the end of the quarantine wrote fifty."""
-    one, keys = rig(metadata_url=kept_server.url), chain("a", 4)
+    one, keys = rig(), chain("a", 4)
     assert all(one.put(keys))
     assert one.storage.delete(keys) == [True] * 4
     with interrupted(one.store.metadata, "drop") as drops:

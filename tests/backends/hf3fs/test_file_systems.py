@@ -22,28 +22,24 @@ def mount(tmp_path):
         yield mount
 
 
-def test_symbolic_links_are_not_needed(mount, rig, server):
+def test_symbolic_links_are_not_needed(mount, rig):
     path, keys = mount.point / "store", chain("a", 20)
     with ThreadPoolExecutor(4) as threads:
         path.mkdir()
         assert len(set(threads.map(store_id, [str(path)] * 8))) == 1
-    one, other, local = (rig(path, metadata_url=url) for url in (server.url, server.url, ""))
+    one, other = rig(path), rig(path)
     assert all(one.put(keys))
     other.expect(keys)
-    assert all(local.put(keys))
-    local.expect(keys)
-    assert sorted(name.suffix for name in path.iterdir()) == [
-        *(".id", ".json", ".json", ".lock", ".slots", ".slots")
-    ]
+    assert sorted(name.suffix for name in path.iterdir()) == [".id", ".json", ".slots"]
 
 
-def test_a_directory_of_an_earlier_version_keeps_its_id(tmp_path, rig, kept_server):
+def test_a_directory_of_an_earlier_version_keeps_its_id(tmp_path, rig):
     """There the id was the text of a symbolic link; its pages are named by it."""
     path, keys = tmp_path / "store", chain("a", 2)
     path.mkdir()
     os.symlink("0123abcd", path / "store.id")
     assert store_id(str(path)) == "0123abcd"
-    one, other = (rig(path, metadata_url=kept_server.url) for _ in range(2))
+    one, other = (rig(path), rig(path))
     assert all(one.put(keys))
     assert one.scope.name.endswith("-0123abcd")
     other.expect(keys)
@@ -74,8 +70,8 @@ def read_only(source, point):
         subprocess.run(["umount", "-l", point], check=True)
 
 
-def test_a_reader_without_write_access_reads_and_is_refused(tmp_path, rig, server):
-    options = {"metadata_url": server.url, "file_size": 20 * 4608, "lease_seconds": 10.0}
+def test_a_reader_without_write_access_reads_and_is_refused(tmp_path, rig):
+    options = {"file_size": 20 * 4608}
     writer, keys = rig(**options), chain("a", 20)
     assert all(writer.put(keys))
     with read_only(tmp_path / "store", tmp_path / "mount"):

@@ -11,8 +11,8 @@ import pytest
 
 from hicache_backends.hf3fs.slots import posix
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.client.embedded import EmbeddedMetadata
 from hicache_metadata_server.client.errors import UnknownScopeError
+from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
 from tests.backends.hf3fs.harness import chain, interrupted
 from tests.metadata_server import servers
@@ -21,18 +21,12 @@ from tests.support.metadata import Served
 SLOTS, SLOT_BYTES = 4, 4608
 PATIENCE_SECONDS = 60.0
 MEMORY = f"{servers.SERVE} --quarantine-seconds 0.05"
-SCOPE = "0:kv-test"
 
 
-@pytest.fixture(params=["local", "memory"])
-def mine(request, rig):
-    """Storages of four slots on one store, without a server and with one."""
-    options = {"file_size": SLOTS * SLOT_BYTES, "wait_seconds": 0.0}
-    if request.param == "local":
-        yield lambda **more: rig(**(options | more))
-        return
-    with Served(command=MEMORY) as served:
-        yield lambda **more: rig(**(options | {"metadata_url": served.url} | more))
+@pytest.fixture
+def mine(rig):
+    """Storages of four slots on one store."""
+    return lambda **more: rig(file_size=SLOTS * SLOT_BYTES, wait_seconds=0.0, **more)
 
 
 @contextmanager
@@ -118,11 +112,11 @@ def test_what_a_stalled_write_damages_is_deleted_when_it_comes_back(mine, caplog
     other.expect(keys)
 
 
-class Forgetful(EmbeddedMetadata):
+class Forgetful(HttpMetadataClient):
     """Knows no scope when it is told so, and keeps what it was sent."""
 
-    def __init__(self, path):
-        super().__init__(path, quarantine_seconds=0.0)
+    def __init__(self, url):
+        super().__init__(url)
         self.sent, self.forgets = [], False
 
     def send(self, path, request, kind, call):
@@ -134,17 +128,18 @@ class Forgetful(EmbeddedMetadata):
         return super().send(path, request, kind, call)
 
 
-def test_a_client_says_how_long_leases_may_last_where_somebody_may_write(tmp_path):
-    client = Forgetful(str(tmp_path))
+def test_a_client_says_how_long_leases_may_last_where_somebody_may_write(kept_server):
+    client = Forgetful(kept_server.url)
     try:
+        client.refresh(Call(PATIENCE_SECONDS))
         for number, is_written in enumerate((lambda: False, lambda: True)):
-            geometry = p.ScopeGeometry(scope=f"{number}:kv", slots=4)
+            geometry = p.ScopeGeometry(scope=f"{number}:kv-leases", slots=4)
             client.declare(geometry, 7.0, is_written)
             client.lookup([p.LookupScope(scope=geometry.scope, keys=["a"])], Call(5))
         assert client.sent == [[0.0], [7.0]]
         # Others may have written since a server knew the scope.
         client.forgets = True
-        client.lookup([p.LookupScope(scope="0:kv", keys=["a"])], Call(5))
+        client.lookup([p.LookupScope(scope="0:kv-leases", keys=["a"])], Call(5))
         assert client.sent[2:] == [[7.0]]
     finally:
         client.close()

@@ -20,7 +20,6 @@ from hicache_backends.hf3fs.slots import posix as posix_module
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import AdminClient
 from hicache_storage.objects import Call
-from tests.backends.hf3fs.conftest import LEASE_SECONDS
 from tests.backends.hf3fs.harness import Rig, chain, content, interrupted, recycle
 from tests.support.waiting import eventually, repeated
 
@@ -39,18 +38,9 @@ def shared(rig, server):
         **{
             "metadata_url": server.url,
             "file_size": SMALL,
-            "lease_seconds": LEASE_SECONDS,
             **options,
         }
     )
-
-
-@pytest.fixture(params=["local", "remote"])
-def mine(request, rig):
-    """Storages on one small store, without and with a server."""
-    if request.param == "remote":
-        return request.getfixturevalue("shared")
-    return lambda **options: rig(**{"file_size": SMALL, "quarantine_seconds": 0.02, **options})
 
 
 def check(server, rig):
@@ -75,7 +65,6 @@ def test_d2_slots_are_recycled_in_the_middle_of_a_page(rig):
         "components": (300_000, 600_000),
         "pages": 8,
         "file_size": "4MiB",
-        "quarantine_seconds": 0.0,
     }
     reader, writer, keys = rig(**options), rig(**options), chain("a", 2)
     assert all(writer.put(keys))
@@ -87,12 +76,12 @@ def test_d2_slots_are_recycled_in_the_middle_of_a_page(rig):
     assert reader.storage.get_stats().pools["kv"].pages_damaged == 0
 
 
-def test_d2_unforced(mine, race_seconds):
+def test_d2_unforced(shared, race_seconds):
     """A writer recycles a small store as fast as it can, and a reader asks for what was just
     there."""
     writer, reader = (
-        mine(components=(65_536,), file_size="1MiB"),
-        mine(components=(65_536,), file_size="1MiB"),
+        shared(components=(65_536,), file_size="1MiB"),
+        shared(components=(65_536,), file_size="1MiB"),
     )
     written, numbers, chance, seen = list[str](), count(), random.Random(1), Counter[str]()
 
@@ -184,8 +173,8 @@ def test_d3_unforced(shared, server, race_seconds):
 # D4: more is asked for than there is.
 
 
-def test_d4_a_batch_beyond_capacity_costs_nothing_for_ever(mine):
-    one, early = mine(pages=64), chain("early", 4)
+def test_d4_a_batch_beyond_capacity_costs_nothing_for_ever(shared):
+    one, early = shared(pages=64), chain("early", 4)
     assert all(one.put(early))
     for number in range(3):
         answers = one.put(chain(f"huge-{number}", 60))
@@ -252,10 +241,10 @@ def test_d5_one_key_takes_one_slot(shared, server):
 # D6: what is confirmed or released is not one's own any more.
 
 
-def test_d6_a_commit_after_a_clear_maps_nothing(mine):
+def test_d6_a_commit_after_a_clear_maps_nothing(shared):
     """Meanwhile the slots are other pages' by another writer."""
     # No slot is given to another page before the lease under which it may be written is over.
-    one, other, keys, others = mine(lease_seconds=1.0), mine(), chain("a", 8), chain("b", SLOTS)
+    one, other, keys, others = shared(lease_seconds=1.0), shared(), chain("a", 8), chain("b", SLOTS)
 
     def clear():
         other.storage.clear()

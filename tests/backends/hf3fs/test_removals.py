@@ -1,4 +1,4 @@
-"""Removals on both clients: what others have removed, and what is asked again."""
+"""Removals: what others have removed, and what is asked again."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Listener:
         return answer.removed
 
 
-def test_evictions_name_the_process_that_needed_room(mine):
-    one, other = mine(file_size="64KiB"), mine(file_size="64KiB")
+def test_evictions_name_the_process_that_needed_room(rig):
+    one, other = rig(file_size="64KiB"), rig(file_size="64KiB")
     assert all(one.put(["first"]))
     listener = Listener(one.storage)
     recycle(other, ["first"])
@@ -45,9 +45,9 @@ def test_evictions_name_the_process_that_needed_room(mine):
     assert max(one.slot(page.key) for page in gone) < 0
 
 
-def test_what_a_failed_call_has_read_comes_with_the_next(mine, monkeypatch):
+def test_what_a_failed_call_has_read_comes_with_the_next(rig, monkeypatch):
     """Scopes are asked for one by one, and the second request fails."""
-    one = mine()
+    one = rig()
     one.storage.register_mem_host_pool_v2(BytePool(), "mamba")
     assert all(one.put(["a", "b"]))
     listener, metadata = Listener(one.storage), one.store.metadata
@@ -79,13 +79,13 @@ def recalled(rig, keys):
     return [(page.key, page.reason) for page in found]
 
 
-def test_the_store_remembers_removals_of_before(mine):
-    one = mine()
+def test_the_store_remembers_removals_of_before(rig):
+    one = rig()
     assert all(one.put(KEYS))
     assert all(one.storage.delete(KEYS[:2]))
     assert all(one.put(KEYS[:1]))
     one.storage.clear()
-    late = mine()
+    late = rig()
     late.storage.open()
     expected = [("", REASON.DELETED), ("", REASON.CLEARED)]
     assert recalled(late, ["", "none"]) == expected
