@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,12 +26,12 @@ from hicache_metadata_server.client.errors import (
 )
 from hicache_metadata_server.client.failover import ServerPool, addresses
 from hicache_metadata_server.client.http_transport import HttpTransport, PendingRequest
-from hicache_metadata_server.client.metadata_client import MetadataClient
+from hicache_metadata_server.client.splitting import check_shape, chunks_of, joined
 from hicache_storage.observability.request_ids import HEADER, call_request_id
 from hicache_storage.spec import StorageTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from ssl import SSLContext
 
     from hicache_metadata_server.client.failover import AttemptPlan, ServerEndpoint
@@ -49,12 +49,18 @@ CLOSE_SECONDS: Final = 2.0
 UNAWAITED_SECONDS: Final = 2.0
 """Deadline of requests that no caller waits for."""
 INITIALIZE: Final = "/v2/initialize"
+MAX_REINITIALIZATIONS: Final = 2
+"""Of scopes that the server has lost, in one call."""
 MAX_MOVES: Final = 4
 """Redirections of one attempt."""
 
 
-class HttpMetadataClient(MetadataClient):
-    """A client of protocol 2. A request runs in the thread of its caller.
+class HttpMetadataClient:
+    """A client of protocol 2: maps pages to slots, on several scopes with each request.
+
+    Safe for many threads. A request runs in the thread of its caller, and every operation ends by
+    the call's deadline. Initializes scopes at their first use, and again when the server has lost
+    them. Splits long requests and checks the shape of responses.
 
     Of several servers, all on one store, it uses one. A request that fails there goes to the next
     server, within the call's deadline and under the same idempotency key.
@@ -66,6 +72,7 @@ class HttpMetadataClient(MetadataClient):
 
     Raises:
         ValueError: no address, or a malformed one.
+        StorageUnavailableError: from any operation that has failed.
     """
 
     def __init__(
@@ -78,7 +85,11 @@ class HttpMetadataClient(MetadataClient):
         on_failover: Callable[[], None] = lambda: None,
         rng: random.Random | None = None,
     ) -> None:
-        super().__init__()
+        self.owner = ""
+        """Name of this client, for operators."""
+        self._declared: dict[str, _Declared] = {}
+        self._initialized = set[str]()
+        self._lock = threading.Lock()
         self._rng = rng or random.Random()
         self._transport = HttpTransport(tls)
         self._probing = HttpTransport(tls)
@@ -119,9 +130,11 @@ class HttpMetadataClient(MetadataClient):
 
     @property
     def endpoint(self) -> str:
+        """Description of the server in use, for logs."""
         return self._servers.describe()
 
     def refresh(self, call: Call) -> p.About:
+        """Request the server's information and limits."""
         self._about = self.send("/v2", None, p.About, call)
         if self._about.protocol != p.PROTOCOL:
             raise MetadataError(
@@ -130,9 +143,215 @@ class HttpMetadataClient(MetadataClient):
         return self._about
 
     def problem(self) -> str:
+        """Request the reason that the server in use takes no changes; empty if it does."""
         return self._transport.problem(self._servers.first)
 
+    def declare(
+        self,
+        geometry: p.ScopeGeometry,
+        lease_seconds: float = 0.0,
+        is_written: Callable[[], bool] = bool,
+        model: str = "",
+    ) -> None:
+        """Declare a scope before its first operation. Sends nothing.
+
+        Args:
+            geometry: slots, bytes and identity, equal for all clients.
+            lease_seconds: length of the leases of its slots.
+            is_written: called when the scope is initialized; True if any client may have written
+                into its slots. The server then gives no slot until unknown leases have ended.
+            model: name of the model whose pages these are, for operators; sent once the server has
+                the scope.
+        """
+        with self._lock:
+            self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written, model)
+
+    def initialize(self, scopes: Sequence[str], call: Call) -> None:
+        """Initialize declared scopes. Sends nothing for those that a server has already."""
+        if not self._initialized.issuperset(scopes):
+            self._initialize(scopes, call)
+
+    def lookup(
+        self, scopes: Sequence[p.LookupScope], call: Call, *, touch: bool = True
+    ) -> list[p.FoundPages]:
+        """Look up the slots of pages, for each scope."""
+        request = p.Lookup(scopes=list(scopes), touch=touch)
+        found = self._send_split("/v2/lookup", request, p.LookedUp, call)
+        for columns, part in zip(found.scopes, scopes, strict=True):
+            self._check_slots(part.scope, columns.slots)
+        return found.scopes
+
+    def reserve(
+        self, scopes: Sequence[p.ReserveScope], call: Call, *, lease_seconds: float
+    ) -> p.Leases:
+        """Lease slots."""
+        request = p.Reserve(scopes=list(scopes), owner=self.owner, lease_seconds=lease_seconds)
+        leased = self._send_split("/v2/reserve", request, p.Leases, call)
+        for columns, part in zip(leased.scopes, scopes, strict=True):
+            self._check_slots(part.scope, columns.slots)
+        return leased
+
+    def commit(self, scopes: Sequence[p.CommitScope], call: Call) -> list[list[bool]]:
+        """Make pages live. False for each lease that is not held any more."""
+        return self._settle("/v2/commit", p.Commit(scopes=list(scopes)), call)
+
+    def renew(
+        self, scopes: Sequence[p.LeaseScope], call: Call, *, lease_seconds: float
+    ) -> list[list[bool]]:
+        """Renew leases from now on. False for each lease that is not held any more."""
+        return self._settle(
+            "/v2/renew", p.Renew(scopes=list(scopes), lease_seconds=lease_seconds), call
+        )
+
+    def abort(self, scopes: Sequence[p.LeaseScope]) -> None:
+        """Give leases back, without waiting for the response: lost ones end by themselves."""
+        request = p.Abort(scopes=[part for part in scopes if part.leases])
+        if request.scopes:
+            for _, chunk in chunks_of(request, self.about.limits):
+                self.send_later("/v2/abort", chunk)
+
+    def delete(self, scopes: Sequence[p.DeleteScope], call: Call) -> list[list[bool]]:
+        """Delete pages. False for each key that was not live."""
+        request = p.Delete(scopes=list(scopes), owner=self.owner)
+        marked = self._send_split("/v2/delete", request, p.Marked, call)
+        return [scope.done for scope in marked.scopes]
+
+    def inspect(self, scope: str, slots: Sequence[int], call: Call) -> list[p.SlotStatus]:
+        """Request the status of slots."""
+        limit, found = self.about.limits.keys, list[p.SlotStatus]()
+        for start in range(0, len(slots), limit):
+            request = p.Inspect(scope=scope, slots=list(slots[start : start + limit]))
+            found += filter(
+                None, self._with_scopes("/v2/inspect", request, [scope], p.Inspected, call).slots
+            )
+        return found
+
+    def clear(self, scopes: Sequence[str], call: Call) -> list[int]:
+        """Delete all pages of scopes, and return their number for each scope."""
+        limit, deleted = self.about.limits.scopes, list[int]()
+        for start in range(0, len(scopes), limit):
+            some = list(scopes[start : start + limit])
+            request = p.Clear(scopes=some, owner=self.owner)
+            deleted += self._with_scopes(
+                "/v2/clear", request, request.scopes, p.Cleared, call
+            ).pages
+        return deleted
+
+    def removals(
+        self, cursors: dict[str, str | None], call: Call
+    ) -> Iterator[tuple[str, p.RemovedPages]]:
+        """Yield removals behind cursors of scopes, which it moves, until none is left."""
+        left = list(cursors)
+        while left:
+            some = left[: self.about.limits.scopes]
+            left = left[len(some) :]
+            asked = [p.RemovalCursor(scope=name, cursor=cursors[name]) for name in some]
+            request = p.CollectRemovals(scopes=asked)
+            answer = self._with_scopes("/v2/removals", request, some, p.CollectedRemovals, call)
+            for name, part in zip(some, answer.scopes, strict=True):
+                cursors[name] = part.cursor
+                left += [name] * part.more
+                yield name, part
+
+    def drop(self, scopes: Sequence[str], call: Call) -> None:
+        """Remove empty scopes. A scope that does not exist is no error.
+
+        Raises:
+            InUseError: a slot is live, leased or quarantined.
+        """
+        for scope in scopes:
+            with suppress(UnknownScopeError):
+                self.send("/v2/drop", p.Drop(scopes=[scope]), p.Dropped, call)
+            with self._lock:
+                self._initialized.discard(scope)
+
+    def close(self) -> None:
+        """Release connections and threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            sender, self._sender = self._sender, None
+        self._probing.close(0.0)
+        self._servers.close()
+        until = time.monotonic() + CLOSE_SECONDS
+        if sender is not None:
+            self._unawaited.put(None)
+            sender.join(CLOSE_SECONDS)
+        self._transport.close(max(0.0, until - time.monotonic()))
+        if sender is not None:
+            sender.join()
+
+    # Requests.
+
+    def _settle(self, path: str, request: p.Commit | p.Renew, call: Call) -> list[list[bool]]:
+        settled = self._send_split(path, request, p.SettledLeases, call)
+        return [[state is p.Settled.DONE for state in scope.states] for scope in settled.scopes]
+
+    def _send_split(self, path: str, request: Any, response_type: type[A], call: Call) -> A:
+        """Send a request in chunks that are within the limits; returns the response as if one
+        request had been sent."""
+        done = list[tuple[int, Any, A]]()
+        for number, chunk in chunks_of(request, self.about.limits):
+            scopes = [part.scope for part in chunk.scopes]
+            response = self._with_scopes(path, chunk, scopes, response_type, call)
+            check_shape(chunk, response)
+            done.append((number, chunk, response))
+        return done[0][2] if len(done) == 1 else joined(done)
+
+    def _with_scopes(
+        self,
+        path: str,
+        request: p.Request,
+        scopes: Sequence[str],
+        response_type: type[A],
+        call: Call,
+    ) -> A:
+        self.initialize(scopes, call)
+        # Bounded: servers with separate stores would send a client back and forth for ever.
+        for _ in range(MAX_REINITIALIZATIONS):
+            try:
+                return self.send(path, request, response_type, call)
+            except UnknownScopeError:
+                # The server has lost its state. It may have other limits now, too.
+                with self._lock:
+                    self._initialized.clear()
+                self.refresh(call)
+                self._initialize(scopes, call)
+        return self.send(path, request, response_type, call)
+
+    def _initialize(self, scopes: Iterable[str], call: Call) -> None:
+        with self._lock:
+            wanted = [
+                self._declared[name]
+                for name in dict.fromkeys(scopes)
+                if name not in self._initialized
+            ]
+        # Without the lock: two threads may initialize a scope at once, which does no harm, and no
+        # thread waits for the request of another.
+        if wanted:
+            geometries = [one.geometry for one in wanted]
+            earlier = [
+                one.lease_seconds if one.was_initialized or one.is_written() else 0.0
+                for one in wanted
+            ]
+            request = p.Initialize(scopes=geometries, earlier_lease_seconds=earlier)
+            self.send("/v2/initialize", request, p.Initialized, call)
+            with self._lock:
+                self._initialized.update(geometry.scope for geometry in geometries)
+                self._declared |= {
+                    one.geometry.scope: one._replace(was_initialized=True) for one in wanted
+                }
+            for one in (one for one in wanted if one.model):
+                described = p.Describe(scope=one.geometry.scope, model=one.model)
+                # No page depends on it.
+                with suppress(MetadataError):
+                    self.send_later("/v2/describe", described)
+
+    def _check_slots(self, scope: str, slots: Sequence[int]) -> None:
+        if slots and not -1 <= min(slots) <= max(slots) < self._declared[scope].geometry.slots:
+            raise MetadataError(f"the metadata server names a slot outside of scope {scope!r}")
+
     def send(self, path: str, request: p.Request | None, response_type: type[A], call: Call) -> A:
+        """Send one request that is within the limits. A change is made once, despite retries."""
         left = call.remaining()
         seconds = self._timeout_seconds if left is None else left
         try:
@@ -142,6 +361,7 @@ class HttpMetadataClient(MetadataClient):
             raise StorageTimeoutError(message) from error
 
     def send_later(self, path: str, request: p.Request) -> None:
+        """Send a request without waiting for its response. The request may be lost."""
         until = time.monotonic() + UNAWAITED_SECONDS
         # With the request id of this call.
         context = contextvars.copy_context()
@@ -161,20 +381,6 @@ class HttpMetadataClient(MetadataClient):
                 self._sender = sender
             ask = partial(self._request, path, request, p.Answer, until)
             self._unawaited.put(partial(context.run, ask))
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            sender, self._sender = self._sender, None
-        self._probing.close(0.0)
-        self._servers.close()
-        until = time.monotonic() + CLOSE_SECONDS
-        if sender is not None:
-            self._unawaited.put(None)
-            sender.join(CLOSE_SECONDS)
-        self._transport.close(max(0.0, until - time.monotonic()))
-        if sender is not None:
-            sender.join()
 
     def _send_unawaited(self) -> None:
         while (send := self._unawaited.get()) is not None:
@@ -255,6 +461,17 @@ class HttpMetadataClient(MetadataClient):
                 server.url,
                 self._initialized_at,
             )
+
+
+class _Declared(NamedTuple):
+    """A declared scope."""
+
+    geometry: p.ScopeGeometry
+    lease_seconds: float
+    is_written: Callable[[], bool]
+    model: str = ""
+    was_initialized: bool = False
+    """A server has known the scope, so other clients may have written into it since."""
 
 
 def _scope_of(request: p.Request | None) -> str:
