@@ -63,26 +63,6 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "usrbio on a 3FS mount where the package is installed."
         ),
     ] = "auto"
-    threads: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="Maximum number of threads that move the bytes of one call (posix). By "
-            "default 4, or the number of cores if less, on a local disk; 8 elsewhere."
-        ),
-    ] = None
-    hung_reads: Annotated[
-        Literal["auto", "wait", "bounce_buffer"],
-        Meta(
-            description="What a get does with a read that has not returned at the deadline "
-            "(posix): 'bounce_buffer' returns, because pages are read into the driver's own "
-            "buffers; 'wait' waits, because they are read straight into the host pool. By default "
-            "'wait' on a local disk, and 'bounce_buffer' elsewhere."
-        ),
-    ] = "auto"
-    usrbio_buffer: Annotated[
-        int | str,
-        Meta(description="Size of the shared memory of one ring (usrbio)."),
-    ] = "64MiB"
     lease_seconds: Annotated[
         Seconds,
         Meta(
@@ -136,13 +116,11 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_path(self.path)
-        for name in ("file_size", "usrbio_buffer"):
-            try:
-                size = parse_bytes(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            if not size:
-                raise ValueError(f"{name} must not be 0")
+        try:
+            if not self.file_bytes:
+                raise ValueError("must not be 0")
+        except ValueError as error:
+            raise ValueError(f"file_size: {error}") from error
         if not self.metadata_url:
             raise ValueError(
                 "metadata_url is missing: the address of a metadata server, which `hicache "
@@ -182,11 +160,6 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     def file_bytes(self) -> int:
         """`file_size` in bytes."""
         return parse_bytes(self.file_size)
-
-    @property
-    def usrbio_buffer_bytes(self) -> int:
-        """`usrbio_buffer` in bytes."""
-        return parse_bytes(self.usrbio_buffer)
 
     @property
     def bearer(self) -> str:

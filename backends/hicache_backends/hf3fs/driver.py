@@ -61,9 +61,7 @@ class Hf3fsStorage(ObjectStorage):
                 evicts=True,
                 removals=RemovalScope.STORE,
                 networked=True,
-                hung_reads=HungReads.WAIT
-                if config.hung_reads == "wait"
-                else HungReads.BOUNCE_BUFFER,
+                hung_reads=HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
         )

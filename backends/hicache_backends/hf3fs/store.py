@@ -49,7 +49,6 @@ class Store:
         self.config = config
         self.path = os.path.abspath(config.path)
         self._create()
-        self.is_local = mount_of(self.path).is_local
         self._scopes: dict[str, SlotScope] = {}
         self._lock = threading.Lock()
         self.metadata = self._open_metadata(count_failover)
@@ -168,21 +167,16 @@ class Store:
             ) from error
 
     def _open_engine(self) -> SlotEngine:
-        config = self.config
-        if config.engine != "posix":
+        if self.config.engine != "posix":
             usrbio = self._open_usrbio()
             if usrbio is not None:
                 return usrbio
-        return PosixEngine(
-            threads=config.threads
-            or (min(LOCAL_THREADS, os.cpu_count() or 1) if self.is_local else NETWORK_THREADS),
-            buffered=config.hung_reads == "bounce_buffer"
-            or (config.hung_reads == "auto" and not self.is_local),
-        )
+        if mount_of(self.path).is_local:
+            return PosixEngine(threads=min(LOCAL_THREADS, os.cpu_count() or 1), buffered=False)
+        return PosixEngine(threads=NETWORK_THREADS, buffered=True)
 
     def _open_usrbio(self) -> SlotEngine | None:
         """Open the USRBIO engine; None if it is optional and not possible."""
-        config = self.config
         try:
             library = load_library()
         except ImportError as error:
@@ -190,8 +184,8 @@ class Store:
         else:
             mount_point = library.extract_mount_point(self.path)
             if mount_point is not None:
-                return UsrbioEngine(library, mount_point, buffer_bytes=config.usrbio_buffer_bytes)
+                return UsrbioEngine(library, mount_point)
             missing = f"a 3FS mount, and {self.path!r} is on none"
-        if config.engine == "usrbio":
+        if self.config.engine == "usrbio":
             raise ConfigError(f"engine 'usrbio' needs {missing}")
         return None

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+from types import SimpleNamespace
 
 import pytest
 
+from hicache_backends.hf3fs import store as store_module
 from hicache_backends.hf3fs.slots import posix as posix_module
 from hicache_backends.hf3fs.slots.posix import IO_BYTES
 from tests.backends.hf3fs.harness import chain, content
 
 
-@pytest.fixture(params=["wait", "bounce_buffer"])
-def one(request, rig):
-    return rig(hung_reads=request.param, components=(30_000, 35_536), pages=24, file_size="4MiB")
+@pytest.fixture(params=["local disk", "elsewhere"])
+def one(request, rig, monkeypatch):
+    """A rig that reads straight to the host pool, and one that reads through bounce buffers."""
+    mount = SimpleNamespace(is_local=request.param == "local disk")
+    monkeypatch.setattr(store_module, "mount_of", lambda path: mount)
+    return rig(components=(30_000, 35_536), pages=24, file_size="4MiB")
 
 
 class Requests:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,18 +30,6 @@ def test_symbolic_links_are_not_needed(mount, rig):
     assert all(one.put(keys))
     other.expect(keys)
     assert sorted(name.suffix for name in path.iterdir()) == [".id", ".json", ".slots"]
-
-
-def test_a_directory_of_an_earlier_version_keeps_its_id(tmp_path, rig):
-    """There the id was the text of a symbolic link; its pages are named by it."""
-    path, keys = tmp_path / "store", chain("a", 2)
-    path.mkdir()
-    os.symlink("0123abcd", path / "store.id")
-    assert store_id(str(path)) == "0123abcd"
-    one, other = (rig(path), rig(path))
-    assert all(one.put(keys))
-    assert one.scope.name.endswith("-0123abcd")
-    other.expect(keys)
 
 
 def test_a_full_disk_is_known_before_a_set(tmp_path, rig):

@@ -28,11 +28,8 @@ def library(tmp_path, monkeypatch):
 @pytest.fixture
 def usrbio(rig, library, monkeypatch):
     monkeypatch.setattr(usrbio_module, "ENTRIES", 8)
-
-    def make(**options):
-        return rig(engine="usrbio", **{"usrbio_buffer": "256KiB", **options})
-
-    return make
+    monkeypatch.setattr(usrbio_module, "RING_BYTES", 256 << 10)
+    return lambda **options: rig(engine="usrbio", **options)
 
 
 def test_pages_come_back_whatever_the_order_of_results(usrbio, library):
@@ -122,8 +119,9 @@ def test_a_write_that_hangs_is_not_published_and_its_slot_not_given_away(usrbio,
     mine.expect(others)
 
 
-def test_a_page_longer_than_the_memory_is_a_miss(usrbio):
-    mine = usrbio(usrbio_buffer="4KiB")
+def test_a_page_longer_than_the_memory_is_a_miss(usrbio, monkeypatch):
+    monkeypatch.setattr(usrbio_module, "RING_BYTES", 4 << 10)
+    mine = usrbio()
     assert mine.put(chain("a", 1)) == [False]
     assert mine.storage.fault_count() == 1
 

@@ -74,9 +74,8 @@ def store_id(directory: str) -> str:
             # Another process may have been first: a directory that is not empty is not replaced.
             if not os.path.lexists(path):
                 raise
-    # Of several processes that draw an id, the first one's is the directory's. Earlier versions
-    # made a symbolic link with the id as its text.
-    found = os.readlink(path) if os.path.islink(path) else "".join(os.listdir(path))
+    # Of several processes that draw an id, the first one's is the directory's.
+    found = "".join(os.listdir(path))
     # It becomes a part of file names.
     if not re.fullmatch("[0-9a-f]{8}", found):
         raise OSError(errno.EINVAL, f"{path} has no id of a store")

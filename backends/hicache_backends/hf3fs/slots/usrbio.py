@@ -40,6 +40,8 @@ CLOSE_SECONDS: Final = 2.0
 
 ENTRIES: Final = 256
 """Requests in flight in one ring."""
+RING_BYTES: Final = 64 << 20
+"""Shared memory of one ring."""
 SHARED_MEMORY: Final = "/dev/shm"
 
 
@@ -83,16 +85,15 @@ class UsrbioEngine(SlotEngine):
     Args:
         library: `hf3fs_fuse.io`.
         mount_point: of 3FS.
-        buffer_bytes: shared memory of one ring.
     """
 
     name = "usrbio"
     buffered = True
 
-    def __init__(self, library: Any, mount_point: str, *, buffer_bytes: int) -> None:
+    def __init__(self, library: Any, mount_point: str) -> None:
         self._library = library
-        self._reading = _Ring(library, mount_point, buffer_bytes, for_read=True)
-        self._writing = _Ring(library, mount_point, buffer_bytes, for_read=False)
+        self._reading = _Ring(library, mount_point, for_read=True)
+        self._writing = _Ring(library, mount_point, for_read=False)
 
     def adopt(self, descriptor: int) -> Handle:
         try:
@@ -204,7 +205,7 @@ def _prepared(ring: _Ring, job: SlotRead | SlotWrite, start: int, call: Call) ->
     if job.size > ring.size:
         raise OSError(
             errno.EMSGSIZE,
-            f"a page is longer than usrbio_buffer, {ring.size} bytes; make that larger",
+            f"a page is longer than the shared memory, {ring.size} bytes; use the engine 'posix'",
         )
     handle = job.file.borrow(writes=isinstance(job, SlotWrite))
     if isinstance(job, SlotWrite):
@@ -224,10 +225,8 @@ class _Ring:
     A ring with abandoned requests is not used again before these have returned.
     """
 
-    def __init__(
-        self, library: Any, mount_point: str, buffer_bytes: int, *, for_read: bool
-    ) -> None:
-        self.size = buffer_bytes
+    def __init__(self, library: Any, mount_point: str, *, for_read: bool) -> None:
+        self.size = RING_BYTES
         self.in_flight = 0
         """Number of prepared requests without a result."""
         self._library = library
