@@ -40,13 +40,6 @@ DEFAULTS: Final = {
     "local_buffer_size": "16mb",
     "tenant_id": "default",
 }
-UNSUPPORTED: Final = {
-    "standalone_storage": "set global_segment_size to 0 instead: a pure client of a store service "
-    "on any node",
-    "enable_ssd_offload": "offload in the store service instead (mooncake_client "
-    "--enable_offload=true)",
-}
-"""Entries of Mooncake's file that the driver refuses, and the alternatives."""
 MIN_SEGMENT_BYTES: Final = 16 << 20
 """Memory that a client lends at least, if it lends any; the library refuses less."""
 
@@ -131,10 +124,6 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
             "a copy there cannot be stored.",
         ),
     ] = 1
-    buffer_size: Annotated[
-        int | str,
-        Meta(description="Size of each buffer for reads over tcp. A page has to fit into one."),
-    ] = "64mb"
     rpc_timeout_seconds: Annotated[
         Seconds,
         Meta(
@@ -187,7 +176,7 @@ def client_settings(
     """Resolve a client's settings.
 
     Raises:
-        ConfigError: a setting is missing or invalid; the message names its origin and a valid form.
+        ConfigError: a setting is missing or invalid; the message names it and a valid form.
     """
     environment = os.environ if environment is None else environment
     given = msgspec.structs.asdict(config)
@@ -195,17 +184,15 @@ def client_settings(
         (environment[name] for name in FILE_VARIABLES if environment.get(name)), ""
     )
     file = _read(path) if path else {}
-    found, origins = dict[str, object](), dict[str, str]()
+    found = dict[str, object]()
     for name, variables in VARIABLES.items():
         candidates = [
-            (given[name], f"option {name!r}"),
-            *((environment.get(v) or None, f"${v}") for v in variables),
-            (file.get(name), f"{name!r} in {path}"),
-            (DEFAULTS.get(name), f"the default of {name!r}"),
+            given[name],
+            *(environment.get(variable) or None for variable in variables),
+            file.get(name),
+            DEFAULTS.get(name),
         ]
-        found[name], origins[name] = next(
-            ((value, origin) for value, origin in candidates if value is not None), (None, "")
-        )
+        found[name] = next((value for value in candidates if value is not None), None)
     if found["master_server_address"] is None:
         raise ConfigError(
             "no master: set the option 'master_server_address' to its HOST:PORT, or "
@@ -213,35 +200,23 @@ def client_settings(
             "the option 'config_path'"
         )
     for name, value in found.items():
-        found[name] = (size_of if name.endswith("_size") else _text)(value, origins[name])
+        found[name] = (size_of if name.endswith("_size") else _text)(value, name)
     found["protocol"] = str(found["protocol"]).lower()
     settings = msgspec.convert(
         {**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings
     )
-    _check_address(settings.master_server_address, origins["master_server_address"])
+    _check_address(settings.master_server_address)
     if 0 < settings.global_segment_size < MIN_SEGMENT_BYTES:
         raise ConfigError(
-            f"{origins['global_segment_size']} is {settings.global_segment_size:,} bytes, and "
-            f"Mooncake takes {MIN_SEGMENT_BYTES:,} or more; write '16mb', or 0 for a pure client"
+            f"global_segment_size is {settings.global_segment_size:,} bytes, and Mooncake takes "
+            f"{MIN_SEGMENT_BYTES:,} or more; write '16mb', or 0 for a pure client"
         )
     return settings
 
 
-def buffer_bytes(config: MooncakeConfig, settings: ClientSettings) -> int | None:
-    """Bytes of each bounce buffer; None if pages are read into the host pool directly.
-
-    Raises:
-        ConfigError: the size is malformed.
-    """
-    size = size_of(config.buffer_size, "option 'buffer_size'")
-    if not size:
-        raise ConfigError("option 'buffer_size' must not be 0")
-    return size if settings.protocol == "tcp" else None
-
-
 def _read(path: str) -> dict[str, object]:
     try:
-        entries = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
+        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
     except OSError as error:
         raise ConfigError(
             f"Mooncake's file {path!r} cannot be read ({error.strerror}); correct 'config_path'"
@@ -250,39 +225,37 @@ def _read(path: str) -> dict[str, object]:
         raise ConfigError(
             f"Mooncake's file {path!r} is no JSON object ({error}); correct it"
         ) from error
-    for name, instead in UNSUPPORTED.items():
-        if entries.get(name) not in (None, False, "", "false", "0", 0):
-            raise ConfigError(f"{name!r} in {path} is not offered here; {instead}")
-    return entries
 
 
-def size_of(value: object, origin: str) -> int:
+def size_of(value: object, name: str) -> int:
     """Parse a size in Mooncake's notation: '4gb' is 4 times 1024 to the power of 3.
 
     Raises:
-        ConfigError: the value is malformed; the message names its origin.
+        ConfigError: the value of this setting is malformed.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ConfigError(
-            f"{origin} is {value!r}, which is no size; write for example '4gb', '512mb' or a "
+            f"{name} is {value!r}, which is no size; write for example '4gb', '512mb' or a "
             f"number of bytes"
         )
     number, unit = match.groups()
     return int(float(number) * 1024 ** _POWERS[unit.lower()])
 
 
-def _text(value: object, origin: str) -> str:
+def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{origin} is {value!r}, and has to be text")
+        raise ConfigError(f"{name} is {value!r}, and has to be text")
     return value.strip()
 
 
-def _check_address(address: str, origin: str) -> None:
+def _check_address(address: str) -> None:
     if address.startswith(_NAMED_SERVICES):
         return
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match[1]) < 65536:
-        raise ConfigError(f"{origin} is {address!r}; write HOST:PORT, such as 10.0.0.1:50051")
+        raise ConfigError(
+            f"master_server_address is {address!r}; write HOST:PORT, such as 10.0.0.1:50051"
+        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.mooncake.client.connection import max_lookup_seconds
 from hicache_backends.mooncake.client.handle import ConnectionHandle
-from hicache_backends.mooncake.config import buffer_bytes, client_settings
+from hicache_backends.mooncake.config import client_settings
 from hicache_backends.mooncake.memory import BLOCK_BYTES, regions_of
 from hicache_backends.mooncake.names import names_of, object_names, prefix_of
 from hicache_backends.mooncake.reader import PageReader, read_verified
@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 HEALTH_OBJECT = "hicache-health"
 CLOSE_SECONDS = 1.0
 """Limit of `close` for threads whose transfers go on after their calls have been given up."""
+BUFFER_BYTES = 256 << 20
+"""Size of each buffer for reads over TCP, which one object fits into at least. Little of it is in
+memory: requests are shorter, unless an object is longer."""
 HOSTNAME_FIX = "set it to an address of this node that every node reaches"
 HOSTNAME_SECONDS = 2.0
 _HOST = re.compile(r"\[(.+)\](?::\d+)?|([^:]+)(?::\d+)?")
@@ -76,7 +79,7 @@ class MooncakeStorage(ObjectStorage):
     def __init__(self, identity: StorageIdentity, config: MooncakeConfig) -> None:
         self._config = config
         self._settings = client_settings(config)
-        self._buffer_bytes = buffer_bytes(config, self._settings)
+        self._is_over_tcp = self._settings.protocol == "tcp"
         super().__init__(
             identity,
             driver_name="mooncake",
@@ -90,9 +93,7 @@ class MooncakeStorage(ObjectStorage):
                 clears=True,
                 networked=True,
                 lookup_seconds=max_lookup_seconds(self._settings),
-                hung_reads=HungReads.WAIT
-                if self._buffer_bytes is None
-                else HungReads.BOUNCE_BUFFER,
+                hung_reads=HungReads.BOUNCE_BUFFER if self._is_over_tcp else HungReads.WAIT,
             ),
             verifies_checksums=config.verify_checksums,
         )
@@ -113,18 +114,16 @@ class MooncakeStorage(ObjectStorage):
         return self._handle
 
     def admit_pool(self, pool: RegisteredPool) -> None:
-        protocol, size = self._settings.protocol, self._buffer_bytes
-        if protocol != "tcp" and not regions_of(pool.access):
+        if not self._is_over_tcp and not regions_of(pool.access):
             raise InvalidPoolError(
-                f"pool {pool.name!r} has no addresses in host memory, which {protocol} needs; use "
-                f"a layout that has "
+                f"pool {pool.name!r} has no addresses in host memory, which "
+                f"{self._settings.protocol} needs; use a layout that has "
                 "(page_first, page_first_direct), or protocol 'tcp'"
             )
-        if size is not None and pool.namespace.object_bytes > size:
+        if self._is_over_tcp and pool.namespace.object_bytes > BUFFER_BYTES:
             raise InvalidPoolError(
                 f"pool {pool.name!r}: a page and its envelope have {pool.namespace.object_bytes} "
-                f"bytes, and the option "
-                f"'buffer_size' is {size}; make it larger"
+                f"bytes, and over tcp {BUFFER_BYTES} are the most; use a smaller page"
             )
         with self._connecting:
             if self._handle is not None:
@@ -140,7 +139,6 @@ class MooncakeStorage(ObjectStorage):
                 ThreadPool("hicache-mooncake-get", POOL_THREADS, MAX_HUNG),
                 ThreadPool("hicache-mooncake-set", POOL_THREADS, MAX_HUNG_SETS),
             ]
-            over_tcp = self._buffer_bytes is not None
             make_buffers = partial(
                 Buffers, limit=POOL_THREADS + MAX_HUNG, on_new=handle.register_buffer
             )
@@ -148,18 +146,18 @@ class MooncakeStorage(ObjectStorage):
                 for pool in self._admitted.values():
                     _register(handle, pool)
                 self._reader = PageReader(
-                    make_buffers(self._buffer_bytes or BLOCK_BYTES),
+                    make_buffers(BUFFER_BYTES if self._is_over_tcp else BLOCK_BYTES),
                     thread_pools[0],
                     handle,
-                    direct=not over_tcp,
+                    direct=not self._is_over_tcp,
                 )
                 self._writer = PageWriter(
-                    make_buffers(CHUNK_BYTES if over_tcp else BLOCK_BYTES),
+                    make_buffers(CHUNK_BYTES if self._is_over_tcp else BLOCK_BYTES),
                     self._config.replica_num,
                     self._config.wait_seconds,
                     thread_pools[1],
                     handle,
-                    gathers=over_tcp,
+                    gathers=self._is_over_tcp,
                 )
             except BaseException:
                 handle.close()

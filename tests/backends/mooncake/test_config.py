@@ -5,17 +5,12 @@ import json
 import pytest
 
 from hicache_backends.mooncake.client.connection import max_lookup_seconds
-from hicache_backends.mooncake.config import MooncakeConfig, buffer_bytes, client_settings, size_of
+from hicache_backends.mooncake.config import MooncakeConfig, client_settings, size_of
 from hicache_storage.spec import ConfigError, parse_config
 
 
 def settings(environment=None, **options):
     return client_settings(parse_config(MooncakeConfig, options), environment or {})
-
-
-def buffer(**options):
-    config = parse_config(MooncakeConfig, {"master_server_address": "m:1", **options})
-    return buffer_bytes(config, client_settings(config, {}))
 
 
 def test_what_counts_first(tmp_path):
@@ -25,7 +20,7 @@ def test_what_counts_first(tmp_path):
         json.dumps(
             {
                 "master_server_address": "file:1",
-                "protocol": "rdma",
+                "protocol": "RDMA",
                 "device_name": "mlx5_0",
                 "global_segment_size": "3gb",
                 "local_hostname": "file",
@@ -65,23 +60,23 @@ def test_sizes_are_mooncakes():
         (
             {},
             {"master_server_address": "master"},
-            "option 'master_server_address' is 'master'; write HOST:PORT",
+            "master_server_address is 'master'; write HOST:PORT",
         ),
-        ({"MOONCAKE_MASTER": "m:99999"}, {}, r"\$MOONCAKE_MASTER is 'm:99999'"),
+        ({"MOONCAKE_MASTER": "m:99999"}, {}, "master_server_address is 'm:99999'"),
         (
             {"MOONCAKE_MASTER": "m:1", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "lots"},
             {},
-            r"\$MOONCAKE_GLOBAL_SEGMENT_SIZE is 'lots'.*'4gb'",
+            "global_segment_size is 'lots'.*'4gb'",
         ),
         (
             {},
             {"master_server_address": "m:1", "local_buffer_size": -1},
-            "'local_buffer_size' is -1",
+            "local_buffer_size is -1",
         ),
         (
             {"MOONCAKE_GLOBAL_SEGMENT_SIZE": "15mb"},
             {"master_server_address": "m:1"},
-            r"\$MOONCAKE_GLOBAL_SEGMENT_SIZE is 15,728,640 bytes.*16,777,216 or more",
+            "global_segment_size is 15,728,640 bytes.*16,777,216 or more",
         ),
         ({}, {"master_adress": "m:1"}, "did you mean"),
         ({}, {"config_path": "/nowhere/mooncake.json"}, "'/nowhere/mooncake.json' cannot be read"),
@@ -92,27 +87,13 @@ def test_errors_name_the_setting_and_the_fix(environment, options, complaint):
         settings(environment, **options)
 
 
-def test_how_reads_go():
-    """Over tcp through buffers; where the memory of a pool is registered, straight into it."""
-    assert buffer() == 64 << 20
-    assert buffer(buffer_size="1mb") == 1 << 20
-    assert buffer(protocol="RDMA") is None
-    with pytest.raises(ConfigError, match="'buffer_size' must not be 0"):
-        buffer(buffer_size="0")
-
-
-def test_a_file_that_asks_for_more(tmp_path):
+def test_a_malformed_file(tmp_path):
     file = tmp_path / "mooncake.json"
-    file.write_text(json.dumps({"master_server_address": "m:1", "standalone_storage": True}))
-    with pytest.raises(ConfigError, match=r"'standalone_storage'.*global_segment_size to 0"):
-        settings(config_path=str(file))
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="no JSON object"):
         settings(config_path=str(file))
     file.write_text(json.dumps({"master_server_address": 5}))
-    with pytest.raises(
-        ConfigError, match=r"'master_server_address' in .* is 5, and has to be text"
-    ):
+    with pytest.raises(ConfigError, match="master_server_address is 5, and has to be text"):
         settings(config_path=str(file))
 
 

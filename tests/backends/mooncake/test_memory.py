@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_backends.mooncake import driver as driver_module
 from hicache_conformance.harness.pools import EngineHostPool
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 from hicache_storage.testing import BytePool
@@ -119,11 +120,12 @@ def test_memory_that_the_transport_refuses(registering, monkeypatch):
     assert registered(one) == known
 
 
-def test_a_page_larger_than_a_buffer(rig):
-    one = rig(buffer_size=8192)
+def test_a_page_larger_than_a_buffer(rig, monkeypatch):
+    monkeypatch.setattr(driver_module, "BUFFER_BYTES", 8192)
+    one = rig()
     with pytest.raises(
         InvalidPoolError,
-        match=r"pool 'kv': a page and its envelope have 9064 bytes.*'buffer_size' is 8192",
+        match=r"pool 'kv': a page and its envelope have 9064 bytes, and over tcp 8192",
     ):
         one.storage.register_mem_host_pool_v2(BytePool(components=(9000,)), "kv")
     assert one.put(["fits"]) == [True]
