@@ -82,11 +82,6 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
         "verdict": str(judgement.verdict),
         "reason": judgement.reason,
         "totals": {str(outcome): judgement.count(outcome) for outcome in Outcome},
-        "totals_by_level": {
-            str(level): {str(outcome): judgement.count(outcome, level) for outcome in Outcome}
-            for level in Level
-            if level in header.levels
-        },
         "interface": header.interface,
         # What `hicache conformance verify` reads, beyond what stands above.
         "replay": header.replay and asdict(header.replay),
