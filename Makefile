@@ -6,7 +6,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis s3
 
-.PHONY: demo push test test-merge merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark quickstarts soak fuzz races servers hostile clean
+.PHONY: demo push test test-merge merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark quickstarts fuzz races servers hostile clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/hicache demo
@@ -26,7 +26,7 @@ merge:
 
 # Whoever changes a package runs its long tests: `make long PACKAGE=metadata_server`, with a folder of tests/.
 PACKAGE :=
-long: $(if $(PACKAGE),package-long,soak races servers quickstarts fuzz hostile test-long)
+long: $(if $(PACKAGE),package-long,races servers quickstarts fuzz hostile test-long)
 
 package-long: $(VENV)/.installed
 	$(PYTEST_UNIT) -m "$(PLAIN) and long" tests/$(PACKAGE)
@@ -117,10 +117,6 @@ judged:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	scripts/make_vllm_env.sh $(VLLM_VENV)
 	scripts/make_matrix.sh $(SGLANG_VENV) $(VLLM_VENV) out/matrix out/matrix.md hf3fs mooncake sglang-bridge
-
-# The suite's own long test, one hour and a half on two cores: every mutant and every right driver on 20 seeds.
-soak: $(VENV)/.installed
-	failed=0; for seed in $$(seq 20); do HICACHE_SEED=$$seed $(PYTHON) -m pytest -q tests/conformance/test_mutants.py || failed=1; done; exit $$failed
 
 # 20,000 malformed and random requests to the metadata server; long random programs of the hybrid cache.
 fuzz: $(VENV)/.installed

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hicache", "HiCacheStorage conformance")
     for name, metavar, default, text in (
         ("level", "LEVELS", "all", "levels to run, comma-separated (default: all)"),
-        ("profile", "NAME", "default", "smoke, default or soak"),
+        ("profile", "NAME", "default", "smoke or default"),
         ("page-bytes", "BYTES", "0", "make every page a multiple of so many bytes, such as 4KiB"),
         ("report", "DIR", None, "write the report here; without 'conformant' exit with 1"),
     ):

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).with_name("mutants")))
 from drivers_plugin import SAMPLES
 
 SEED = int(os.environ.get("HICACHE_SEED", "1"))
-"""`make soak` tries more than one."""
+"""A change of the suite is tried with more than one."""
 OWN = ["memory"]
 """The project's own drivers, which have to be conformant; `make conformance` and `make matrix`
 judge those with a store."""

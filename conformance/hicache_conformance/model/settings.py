@@ -175,19 +175,6 @@ PROFILES = {
             grace_seconds=2.0,
         ),
         Profile(name="default"),
-        Profile(
-            name="soak",
-            histories=1500,
-            steps=120,
-            chains=20_000,
-            thread_calls=5_000,
-            store_fills=40,
-            plans=400,
-            plan_steps=40,
-            process_calls=2_000,
-            kills=200,
-            outages=9,
-        ),
     )
 }
 
