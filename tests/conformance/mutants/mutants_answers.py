@@ -199,14 +199,7 @@ lookup("EX-8 FailsWithoutKeys", "no keys", fold=no_keys)
 # ------------------------------------------------------------------------------------------------
 
 
-def to_a_hole(right, store, keys, *, pool=PoolName.KV, extra_info=None):
-    found = right(keys, pool=pool)
-    leading = [*found, False].index(False)
-    return [True] * leading + [False] * (len(keys) - leading)
-
-
 present = partial(objects, breaks="EX-11", where="Existence")
-present("PresenceEndsAtAHole", "must be", batch_present=to_a_hole)
 present(
     "PresenceInOrderOfKeys",
     "must be",
@@ -217,13 +210,6 @@ present("PresenceOfKV", "'mamba'", batch_present=lambda right, store, keys, **_:
 
 # Counters
 # ------------------------------------------------------------------------------------------------
-
-
-def drained(right, store):
-    stats = right()
-    for name, pool in stats.pools.items():
-        store.recorder.count(name, pages_read=-pool.pages_read)
-    return stats
 
 
 def misses_of_lookups(right, store, keys, *more, **named):
@@ -242,7 +228,6 @@ def without_bytes(right, store):
 
 counts = partial(objects, breaks="OB-1", where="Stats")
 counts("CountsNoBytes", "bytes_read of pool 'kv' is 0, must be 1024", stats=without_bytes)
-counts("DrainsItsCounters", "pages_read", stats=drained)
 counts("CountsLookupsAsMisses", "pages_missed", exists=misses_of_lookups)
 
 

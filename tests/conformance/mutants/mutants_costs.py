@@ -15,8 +15,7 @@ from drivers_network import ACROSS, Networked, joined, name_of, split
 from drivers_server import message, received
 from mutant import mutant, right, works_as
 
-from hicache_storage.objects import Namespace, ObjectWrite, RegisteredPool
-from hicache_storage.pools.adapter import page_access
+from hicache_storage.objects import ObjectWrite
 from hicache_storage.spec import PoolName
 
 objects = partial(mutant, base=Objects)
@@ -169,12 +168,6 @@ waits = partial(mutant, breaks="EX-10", where=ROUND_TRIPS)
 right(f"OneRequestAPage {ROUND_TRIPS}", OneRequestAPage)
 right(f"Pipelines {ROUND_TRIPS}", Networked, asked=in_packets)
 waits(
-    "EightRequestsInFlight",
-    "times for the server with 32 requests in flight, must be 12 at most",
-    base=OneRequestAPage,
-    in_flight=8,
-)
-waits(
     "AsksTwiceForEachPage",
     "made 768 requests, must be 384 at most",
     base=OneRequestAPage,
@@ -209,13 +202,6 @@ def rearranged(change):
 def swapped(identity, pool, shards):
     pairs = zip(shards, reversed(shards), strict=True)
     return [replace(shard, namespace=other.namespace) for shard, other in pairs]
-
-
-def whole_ranks(right, store, host_pool, name):
-    right(host_pool, name)
-    name, access = PoolName(name), page_access(host_pool)
-    pool = RegisteredPool(name, access, Namespace(store.identity, name, access.geometry))
-    store._pools = {**store._pools, name: pool}
 
 
 def first_holder(identity):
@@ -302,7 +288,6 @@ shards(
     "was not written",
     register=rearranged(lambda identity, pool, held: held[:4] if len(held) == 8 else held),
 )
-shards("ID-7 StoresRanks", "a get answers False", register=whole_ranks)
 shards(
     "ID-7 BindsAllPools",
     "'indexer': 0",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy
 from drivers_memory import Objects, Plain, PlainPath, fill
-from mutant import after, always, instead, mutant
+from mutant import always, instead, mutant
 
 from hicache_storage.objects import ObjectWrite
 from hicache_storage.objects.requests import PoolRequest
@@ -35,12 +35,6 @@ def always_true(right, store, *page):
 
 def disk_gone(right, store, request):
     raise OSError("the disk is gone")
-
-
-def swapped(right, store, request):
-    if len(request.keys) > 1 and all(store.there(request.pool, key) for key in request.keys):
-        request.keys[:2] = request.keys[1::-1]
-    return right(request)
 
 
 def without_holes(right, store, request):
@@ -104,7 +98,6 @@ def indices_by_memory(right, store, transfers, *more):
 plain("SET-1 Misses", "page 0 key", there=always(False), take=always(False))
 plain("GET-1 EX-2 AlwaysTrue", "was not written", there=always(True), take=always_true)
 plain("GET-1 SET-7 Raises", "batch_get_v2 raised OSError: the disk is gone", read=disk_gone)
-plain("GET-1 SwappedKeys Reading", "holds bytes of key", read=swapped)
 plain("GET-1 CompactsHoles Reading", "was not written at byte 0", read=without_holes)
 plain("GET-1 GET-4 LosesV Reading", "was not written at byte 96", take=first_component)
 plain("GET-4 StoresK Reading", "holds zeros", put=without_the_last, take=what_there_is)
@@ -115,21 +108,6 @@ plain("GET-1 CachesIndices Key", "page", get=indices_by_memory)
 
 # What a call touches
 # ------------------------------------------------------------------------------------------------
-
-
-def overrun(right, store, request):
-    """The page behind each destination is cleared."""
-    done = right(request)
-    geometry = request.pool.namespace.geometry
-    blank(request, [max(request.slots, default=0) + geometry.page_size])
-    return done
-
-
-def blank(request, slots):
-    size = request.pool.namespace.geometry.size
-    for page in request.pool.access.targets([slot for slot in slots if slot < size]):
-        for buffer in page:
-            buffer[:] = bytes(len(buffer))
 
 
 def of_the_plain_tensor(right, store, transfers, *more):
@@ -223,7 +201,6 @@ def aligned_down(right, store, request):
     return done
 
 
-plain("GET-2 OverrunsPages Reading", "touched page", read=overrun)
 plain("GET-2 ReadsThePlainTensor Reading", "touched page", get=of_the_plain_tensor)
 plain("GET-2 ScramblesItsSources Writing", "changed host page", write=scrambled_sources)
 plain("ID-6 EmptiesItsKeys Key", "keys", set=emptied_keys)
@@ -331,14 +308,6 @@ def without_ranks(store, pool):
     return alone.fingerprint(pool.name)
 
 
-def one_state(right, store, pool, key):
-    """Mamba state beside replicated KV is taken for replicated too."""
-    if not store.identity.kv_replicated:
-        return right(pool, key)
-    one = replace(store.identity, tp_rank=0, tp_size=1)
-    return (one.fingerprint(PoolName.KV), str(pool.name), key)
-
-
 def by_prefix(step):
     """A page is named by the last prefix key of the call, too."""
 
@@ -381,7 +350,6 @@ plain(
     **by_pool(lambda store, pool, key: (store.identity.fingerprint(pool.name), key)),
 )
 plain("ID-3 EveryRankWrites Identity", "rank 1 is not the writer", writes=always(True))
-plain("ID-3 OneStateForAllRanks Identity", "tp_rank", place=one_state)
 plain(
     "ID-4 IgnoresRanks test_ranks_of_one_group",
     "ID-4: page",
@@ -547,12 +515,6 @@ def put_under(right, store, batches, call):
 
 
 damage = partial(objects, where="CorruptObject")
-damage(
-    "GET-5 TrustsBytes",
-    "is damaged (flipped bit), and a get delivers it",
-    verifies=False,
-    stats=after(lambda stats: replace(stats, verifies_checksums=True)),
-)
 damage(
     "GET-5 VerifiesTheFirstPage",
     "is damaged",

@@ -57,7 +57,7 @@ objects(
 # ------------------------------------------------------------------------------------------------
 
 
-def read_cache(*forgets):
+def read_cache():
     """Pages that were read are delivered again, until this storage removes them itself."""
 
     def take(right, store, pool, key, page):
@@ -77,8 +77,7 @@ def read_cache(*forgets):
         right()
         store.memo.clear()
 
-    steps = {"drop": drop, "wipe": wipe}
-    return {"take": take, **{step: steps[step] for step in forgets}}
+    return {"take": take, "drop": drop, "wipe": wipe}
 
 
 def lookup_cache(name):
@@ -109,11 +108,10 @@ def set_here(right, store, pool, key, page):
     return right(pool, key, page)
 
 
-plain("LC-4 ClearKeepsTheReadCache Clearing History", "was cleared", **read_cache("drop"))
 plain(
     "SET-1 LC-4 ReadCacheMissesOthersRemovals Writing Clearing",
     "by another storage",
-    **read_cache("drop", "wipe"),
+    **read_cache(),
 )
 plain(
     "SET-1 DeleteKeepsTheLookupCache Writing",
@@ -170,11 +168,6 @@ def put_back(right, store):
     right()
 
 
-def own_side_pools(right, store, pool, key):
-    shared = right(pool, key)
-    return shared if pool.name == PoolName.KV else (*shared, id(store))
-
-
 def wiped_once(right, store):
     if not store.seen and store.doomed():
         right()
@@ -221,7 +214,6 @@ plain(
 )
 plain("SET-1 DeletesInAllPools Pool", "of pool 'kv' was stored", delete=from_all_pools)
 plain("SET-1 NoKeysDeleteEverything Writing", "get answers False", delete=all_for_none)
-plain("ID-2 SharesKVOnly Identity", "of pool 'mamba' was stored (True)", place=own_side_pools)
 clears = partial(plain, breaks="LC-4", where="Clearing")
 clears("ClearsEqualPages", "of equal bytes", wipe=with_all_equal)
 clears("ReopeningUndoesClears", "was cleared", close=put_back, wipe=kept_aside(Plain.doomed))
@@ -232,7 +224,6 @@ clears(
     "which has no pools",
     doomed=lambda right, store: right() if store.pools else [*store.pages],
 )
-clears("ClearsEverything", "another's clear removed it", doomed=lambda right, store: [*store.pages])
 clears(
     "ClearsStrangersFiles",
     "a file of somebody else",
@@ -360,7 +351,6 @@ life("LC-2 WorksWhenClosed", "after close() raised nothing", check_open=always(N
 plain(
     "LC-2 ClearsWhenClosed test_calls_after_close", "clear after close", clear=instead(Plain.wipe)
 )
-life("LC-3 InstallsAHandler", "the handler of SIGUSR2", open=opening(handling))
 alone(
     "ConfiguresLogging",
     "the root logger's level",
