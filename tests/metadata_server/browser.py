@@ -21,11 +21,9 @@ class Browser:
     def __init__(self, driver):
         self.driver = driver
 
-    def open(self, url, *, width=1200, dark=False):
+    def open(self, url, *, width=1200):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         # Otherwise another fragment of the same page would not load it anew.
         self.driver.get("about:blank")
         self.driver.get(url)
@@ -35,21 +33,13 @@ class Browser:
 
     def texts(self, selector):
         """Of all elements at once, also of those that are scrolled away."""
-        return self.run(
-            "return [...document.querySelectorAll(arguments[0])].map((found) => found.textContent)",
-            selector,
-        )
-
-    def text(self, selector):
-        return "".join(self.texts(selector)[:1])
+        return ["".join(parts) for parts in self.table(selector)]
 
     def table(self, selector):
         """Texts of the cells of rows."""
-        return self.run(
-            "return [...document.querySelectorAll(arguments[0])].map((row) => "
-            "[...row.children].map((cell) => cell.textContent))",
-            selector,
-        )
+        script = """return [...document.querySelectorAll(arguments[0])].map((row) =>
+            [...row.childNodes].map((cell) => cell.textContent))"""
+        return self.run(script, selector)
 
     def facts(self):
         """Terms and what stands beside them."""
@@ -87,23 +77,10 @@ class Browser:
         self.until(clicked, f"{selector} {text or ''}")
 
     def enter(self, selector, text):
-        def entered():
-            for field in self.all(selector)[:1]:
-                field.clear()
-                field.send_keys(text)
-                return True
-            return False
-
-        self.until(entered, selector)
-
-    def ask_now(self):
-        """Let the page ask its server before its time, as it does when its tab is looked at
-        again."""
-        self.run("document.dispatchEvent(new Event('visibilitychange'))")
-
-    @property
-    def fragment(self):
-        return self.run("return location.hash")
+        self.has(selector, 1)
+        [field] = self.all(selector)
+        field.clear()
+        field.send_keys(text)
 
     def complaints(self):
         """Errors that the console has shown since the last call."""
