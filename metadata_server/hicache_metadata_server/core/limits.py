@@ -202,7 +202,7 @@ def request_size(request: object) -> RequestSize:
             if isinstance(value, list)
         ]
         scope: str = getattr(request, "scope", "")
-        return RequestSize(sum(map(len, columns)), bool(scope), scope)
+        return RequestSize(sum(map(len, columns)), 1 if scope else 0, scope)
     # All columns of a part have the same length, so that the first one is enough.
     first = p.COLUMNS.get(type(request), ("",))[0]
     entries = sum(len(getattr(part, first)) for part in parts) if first else 0
