@@ -97,6 +97,17 @@ async def test_a_get_is_answered_whatever_it_calls_its_body(content_type, answer
             assert (reply.status, reply.headers["content-type"]) == (200, answered)
 
 
+async def test_heads_of_requests_and_answers():
+    """Load balancers ask by HEAD; a 204 says nothing of a body."""
+    async with running() as caller:
+        for path in (*HEALTH, "/metrics"):
+            assert (await caller.send("HEAD", path)).status == 200
+        made = await caller.post("/0/initialize", {"num_pages": 5})
+        assert (made.status, made.headers, made.body) == (204, {}, b"")
+        refused = await caller.send("POST", "/0/exists", headers={"content-length": "9" * 15})
+        assert (refused.status, refused.headers["connection"]) == (413, "close")
+
+
 async def test_scopes_are_limited():
     async with running(service=MetadataService(max_scopes=2)) as caller:
         for i, status in ((0, 204), (1, 204), (2, 413), (1, 204)):
