@@ -10,7 +10,6 @@ import os
 import shutil
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
 
 import redis
 from redis.exceptions import RedisError
@@ -27,53 +26,16 @@ PATIENCE = 30.0
 SLOTS = 16_384
 
 
-class Secured:
-    """PEM files of a server that speaks TLS alone, and asks for its clients' certificates."""
-
-    def __init__(self, ca: Path, certificate: Path, key: Path) -> None:
-        self.ca, self.certificate, self.key = ca, certificate, key
-
-    @property
-    def config(self) -> dict[str, object]:
-        files = {"ca-cert": self.ca, "cert": self.certificate, "key": self.key}
-        asked = {"auth-clients": "yes", "replication": "yes", "cluster": "yes"}
-        config = {f"tls-{name}-file": file for name, file in files.items()}
-        return config | {f"tls-{name}": word for name, word in asked.items()}
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options for redis-py."""
-        files = {"ca_certs": self.ca, "certfile": self.certificate, "keyfile": self.key}
-        named = {f"ssl_{name}": str(file) for name, file in files.items()}
-        return {"ssl": True, "ssl_check_hostname": False, **named}
-
-    @property
-    def query(self) -> str:
-        """Query of an address."""
-        files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
-        return "?" + urlencode(files, safe="/")
-
-
 class RedisServer(ServerProcess):
-    """One server process. What it has written outlives `kill`, and the next `start` reads it. The
-    password is that of the user `default`. A setting of redis.conf that is given
-    several times is a list."""
+    """One server process. What it has written outlives `kill`, and the next `start` reads it. A
+    setting of redis.conf that is given several times is a list."""
 
     mode: tuple[str, ...] = ()
 
-    def __init__(
-        self, directory: Path, *, tls: Secured | None = None, password: str = "", **config: object
-    ) -> None:
+    def __init__(self, directory: Path, **config: object) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.file = directory / "redis.conf"
-        self.tls = tls
-        self.password = password
-        port = (
-            ("--port", "{port:server}")
-            if tls is None
-            else ("--port", "0", "--tls-port", "{port:server}")
-        )
-        super().__init__([binary(), str(self.file), *port, *self.mode])
+        super().__init__([binary(), str(self.file), "--port", "{port:server}", *self.mode])
         self.config = {
             "save": "",
             "appendonly": "no",
@@ -82,25 +44,13 @@ class RedisServer(ServerProcess):
             # Replicas need not wait for others that may come.
             "repl-diskless-sync-delay": 0,
         } | {name.replace("_", "-"): value for name, value in config.items()}
-        if password:
-            self.config |= {"requirepass": password, "masterauth": password}
-        if tls is not None:
-            self.config |= tls.config
 
     @property
     def url(self) -> str:
-        return self.url_of()
-
-    def url_of(self, login: str = "") -> str:
-        """Its address, with a login, which ends with `@`."""
-        if self.tls is not None:
-            return f"rediss://{login}127.0.0.1:{self.port}/0{self.tls.query}"
-        return f"redis://{login}127.0.0.1:{self.port}/0"
+        return f"redis://127.0.0.1:{self.port}/0"
 
     def client(self) -> redis.Redis:
-        secure = self.tls.options if self.tls is not None else {}
-        login = {"password": self.password} if self.password else {}
-        return redis.Redis(port=self.port, socket_timeout=PATIENCE, **(login | secure))
+        return redis.Redis(port=self.port, socket_timeout=PATIENCE)
 
     def start(self) -> None:
         """Start it, and wait until it serves."""
@@ -162,12 +112,7 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        return self.url_of()
-
-    def url_of(self, login: str = "") -> str:
-        tls = self.nodes[0].tls
-        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
-        return f"redis{'s' if tls else ''}+cluster://{login}{hosts}{tls.query if tls else ''}"
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
 
     def client(self) -> redis.RedisCluster:
         return redis.RedisCluster(
