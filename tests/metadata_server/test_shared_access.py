@@ -246,7 +246,7 @@ def test_any_password_can_be_written_and_none_is_told_however_wrong_the_address_
     escaped, plain = url.format(quote(password, safe="")), url.format(password)
     options = parse_address(escaped).options
     assert (options["username"], options["password"]) == ("me", password)
-    for written in (escaped, plain, plain.rpartition("@")[0], f"{plain}?x=1"):
+    for written in (escaped, plain, f"{plain}?x=1", f"redis://me:{password}"):
         told = ""
         try:
             parse_address(written)
