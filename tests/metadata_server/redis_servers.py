@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE = 30.0
-SLOTS = 16_384
 
 
 class RedisServer(ServerProcess):
@@ -104,52 +104,39 @@ class Sentinel(RedisServer):
 
 
 class RedisCluster:
-    """Masters that share all hash slots, and replicas in the order of their masters."""
+    """Masters that share all hash slots, and replicas."""
 
-    def __init__(self, nodes: list[RedisServer], replicas: list[RedisServer]) -> None:
-        self.nodes = nodes
-        self.replicas = replicas
+    def __init__(self, servers: list[RedisServer], replicas: int) -> None:
+        self.servers = servers
+        self.nodes = servers[: len(servers) - replicas]
+        """The masters."""
 
     @property
     def url(self) -> str:
-        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
-
-    def client(self) -> redis.RedisCluster:
-        return redis.RedisCluster(
-            host="127.0.0.1", port=self.nodes[0].port, socket_timeout=PATIENCE
-        )
+        return f"redis+cluster://{','.join(map(self._host, self.nodes))}"
 
     def join(self) -> None:
-        """Give each node its share of the hash slots, and wait until all know of all."""
-        share, first = -(-SLOTS // len(self.nodes)), self.nodes[0]
-        for number, node in enumerate([*self.nodes, *self.replicas]):
-            with node.client() as client:
-                client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
-                if node in self.nodes:
-                    own = range(number * share, min((number + 1) * share, SLOTS))
-                    client.execute_command("CLUSTER ADDSLOTS", *own)
-                if node is not first:
-                    address = "127.0.0.1", first.port, first.config["cluster-port"]
-                    client.execute_command("CLUSTER MEET", *address)
+        """Make one cluster of all, and wait until all know of all."""
+        share = len(self.servers) // len(self.nodes) - 1
+        made = [*map(self._host, self.servers), "--cluster-replicas", str(share), "--cluster-yes"]
+        cli = binary().replace("-server", "-cli")
+        subprocess.run([cli, "--cluster", "create", *made], check=True, capture_output=True)
         self.wait()
-        for node, replica in zip(self.nodes, self.replicas, strict=False):
-            with node.client() as one, replica.client() as client:
-                name = one.execute_command("CLUSTER MYID").decode()
-                client.execute_command("CLUSTER REPLICATE", name)
-                eventually(
-                    lambda node=node, replica=replica, client=client: replica.follows(client, node)
-                )
 
     def wait(self) -> None:
         """Wait until every node says that the cluster is whole."""
-        every = [*self.nodes, *self.replicas]
-        eventually(lambda: all(map(self._is_whole, every)), "the cluster does not become whole")
+        eventually(
+            lambda: all(map(self._is_whole, self.servers)), "the cluster does not become whole"
+        )
+
+    def _host(self, server: RedisServer) -> str:
+        return f"127.0.0.1:{server.port}"
 
     def _is_whole(self, node: RedisServer) -> bool:
         with node.client() as client:
             fields = client.cluster("INFO")
-        known = len(self.nodes) + len(self.replicas)
-        return fields["cluster_state"] == "ok" and int(fields["cluster_known_nodes"]) == known
+        known = int(fields["cluster_known_nodes"]) == len(self.servers)
+        return fields["cluster_state"] == "ok" and known
 
 
 @contextmanager
@@ -170,7 +157,7 @@ def redis_cluster(
             more = {"cluster_enabled": "yes", "cluster_port": port, "cluster_node_timeout": 2000}
             server = redis_server(directory, f"redis-{number}", **(more | config))
             servers.append(stack.enter_context(server))
-        cluster = RedisCluster(servers[:nodes], servers[nodes:])
+        cluster = RedisCluster(servers, replicas)
         cluster.join()
         yield cluster
 
