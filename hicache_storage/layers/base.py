@@ -203,6 +203,10 @@ class StorageLayer(HiCacheStorage):
     def fault_count(self) -> int:
         return self.inner.fault_count()
 
+    @property
+    def notes_faults(self) -> bool:
+        return self.inner.notes_faults
+
     def health(self) -> Health:
         return self.inner.health()
 

@@ -160,6 +160,7 @@ class CircuitBreakerLayer(StorageLayer):
             kind: CircuitBreaker(threshold, cooldown_seconds, clock, kind) for kind in BREAKERS
         }
         """By kind of operation."""
+        self._notes_faults = inner.notes_faults
         self._closed = False
 
     def get_stats(self) -> StorageStats:
@@ -192,13 +193,16 @@ class CircuitBreakerLayer(StorageLayer):
                     f"and the circuit breaker of {kind}s is open"
                 )
             )
+        # A storage that does not report faults to the call has a counter, which calls of other
+        # threads increase as well.
+        before = None if self._notes_faults else self.inner.fault_count()
         faults, raised = FaultScope(), True
         try:
             with faults:
                 answer = ask(info)
             raised = False
         finally:
-            if faults.count:
+            if faults.count or (before is not None and self.inner.fault_count() != before):
                 breaker.failed()
             elif raised or not faults.store_asked:
                 # Neither misuse nor an answer without the store shows that it works.

@@ -311,6 +311,10 @@ class ObjectStorage(ObjectDriver):
     def fault_count(self) -> int:
         return self.recorder.faults
 
+    @property
+    def notes_faults(self) -> bool:
+        return True
+
     def health(self) -> Health:
         try:
             with self._lifecycle.lock(), self._lifecycle:

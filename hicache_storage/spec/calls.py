@@ -221,7 +221,7 @@ class FaultScope:
 def note_fault() -> None:
     """Report a fault of the store to the call in this context.
 
-    Consecutive ones open a circuit breaker. A storage that is no `ObjectStorage` calls it itself.
+    Consecutive ones open a circuit breaker.
     """
     scope = _faults.get()
     if scope is not None:

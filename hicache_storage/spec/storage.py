@@ -214,6 +214,14 @@ class HiCacheStorage(ABC):
         """
         return self.get_stats().faults
 
+    @property
+    def notes_faults(self) -> bool:
+        """True if faults are reported to the call that meets them (`note_fault`).
+
+        Otherwise only by `fault_count`.
+        """
+        return False
+
     @abstractmethod
     def health(self) -> Health:
         """Check that the storage can serve, and store; never raises for a fault of the environment."""

@@ -11,6 +11,7 @@ from hicache_storage.layers import (
     CircuitBreaker,
     CircuitBreakerLayer,
     DeadlineLayer,
+    StorageLayer,
     StorageOptions,
     wrap,
 )
@@ -182,6 +183,22 @@ def test_a_missed_deadline_is_a_fault_of_its_kind(kit, hangs, kind):
     assert len(storage.operations) == asked + (kind == "write")
     release.set()
     layer.close()
+
+
+class Foreign(StorageLayer):
+    """A storage that counts its faults and tells them to nobody, as one that is not an
+    `ObjectStorage` may."""
+
+    notes_faults = False
+
+
+def test_a_storage_that_only_counts_faults_opens_it_too(kit):
+    storage, _pool = kit.memory_storage()
+    storage.before = failing(OSError("down"))
+    layer = CircuitBreakerLayer(Foreign(storage), 2, 10.0)
+    for _ in range(2):
+        layer.batch_exists_v2(["a"])
+    assert layer.breakers["read"].state is BreakerState.OPEN
 
 
 @pytest.mark.parametrize("deadline", [None, 60.0])
