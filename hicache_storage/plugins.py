@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity
 
 logger = logging.getLogger(__name__)
-
-DISABLED_PLUGINS_VARIABLE = "HICACHE_DISABLED_PLUGINS"
-"""Environment variable: comma-separated entry-point names that are not loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +92,7 @@ def discover(points: Iterable[EntryPoint] | None = None) -> Registry:
     Returns a new registry; raises nothing.
     """
     registry = Registry()
-    disabled = {name.strip() for name in os.environ.get(DISABLED_PLUGINS_VARIABLE, "").split(",")}
     for point in entry_points(group=ENTRY_POINT_GROUP) if points is None else points:
-        if point.name in disabled:
-            continue
         owner = f"{point.dist.name if point.dist else 'local'}:{point.name}"
         try:
             for spec in _specs(point, owner):

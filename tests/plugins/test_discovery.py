@@ -86,12 +86,6 @@ def test_two_plugins_with_one_name(plugin):
     assert registry.get("three").name == "three"
 
 
-def test_plugins_can_be_disabled(plugin, monkeypatch):
-    monkeypatch.setenv(plugins.DISABLED_PLUGINS_VARIABLE, "bad, other")
-    registry = plugins.discover([plugin("bad", "raise RuntimeError"), plugin("good")])
-    assert (list(registry.drivers), registry.broken) == (["good"], [])
-
-
 def test_a_driver_whose_dependency_is_missing(plugin):
     spec = plugins.discover([plugin("acme")]).get("acme")
     with pytest.raises(

@@ -83,8 +83,6 @@ def test_broken_and_rival_plugins(monkeypatch):
     assert rival.fix == "pip uninstall all but one of one, two"
     _, broken, rival = drivers.check_plugins(DoctorTarget(driver="other"))
     assert broken.status is rival.status is Status.WARN
-    monkeypatch.setenv("HICACHE_DISABLED_PLUGINS", "file")
-    assert "hides file" in list(drivers.check_plugins(DoctorTarget()))[-1].detail
 
 
 def test_a_driver_that_nobody_registers(monkeypatch):

@@ -3,18 +3,16 @@ lack. The rest of what they declare is judged by the conformance suite."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import (
-    DISABLED_PLUGINS_VARIABLE,
     config_model,
     driver_class,
     registry,
 )
 from hicache_storage.spec import Capabilities, DriverError, HiCacheStorage
-from hicache_storage.tools.doctor.finding import Finding, Status, fail, ok, warn
+from hicache_storage.tools.doctor.finding import Finding, Status, fail, ok
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +40,7 @@ def check_plugins(target: DoctorTarget) -> Iterator[Finding]:
         # A broken plugin of another driver does not affect the target.
         status = Status.FAIL if target.driver in (None, name) else Status.WARN
         detail = f"{plugin.owner} is broken: {type(plugin.error).__name__}: {plugin.error}"
-        fix = f"reinstall {distribution}, or pip uninstall {distribution}, or hide it: {DISABLED_PLUGINS_VARIABLE}={name}"
+        fix = f"reinstall {distribution}, or pip uninstall {distribution}"
         yield Finding("plugins", status, detail, fix)
     for driver, owners in found.conflicts.items():
         status = Status.FAIL if target.driver in (None, driver) else Status.WARN
@@ -50,9 +48,6 @@ def check_plugins(target: DoctorTarget) -> Iterator[Finding]:
         detail = f"driver {driver!r} is registered by {' and '.join(owners)}"
         fix = f"pip uninstall all but one of {', '.join(distributions)}"
         yield Finding("plugins", status, detail, fix)
-    if disabled := os.environ.get(DISABLED_PLUGINS_VARIABLE):
-        detail = f"{DISABLED_PLUGINS_VARIABLE} hides {disabled}"
-        yield warn("plugins", detail, f"unset {DISABLED_PLUGINS_VARIABLE}")
 
 
 def check_drivers(target: DoctorTarget) -> Iterator[Finding]:
