@@ -112,14 +112,20 @@ def test_create_storage(kit, tmp_path):
 
 
 def test_nothing_heavy_is_imported_until_it_is_needed(tmp_path):
-    """Discovery, configuration and construction load no torch, and never a test or server
-    library."""
+    """Discovery, construction and host pools of the protocol load no torch, and never a test or server
+    library; test support does neither."""
     source = f"""
-import sys
+import contextlib, sys
 from hicache_storage import StorageIdentity, create_storage
 from hicache_storage.plugins import registry
+from hicache_storage.pools import page_access
+from hicache_storage.spec import InvalidPoolError
+from hicache_storage.testing import BytePool
 assert "file" in registry().drivers
 storage = create_storage("file", StorageIdentity(model="m", kv_dtype="b", page_size=1, layout="l"), {{"path": {str(tmp_path / "x")!r}}})
+assert len(page_access(BytePool()).sources([2, 4])) == 2
+with contextlib.suppress(InvalidPoolError):
+    page_access(object())
 heavy = {{"torch", "numpy", "mooncake", "hf3fs_fuse", "starlette", "aiohttp", "hypothesis", "pytest", "typer", "rich", "jinja2"}}
 print(sorted(heavy & set(sys.modules)))
 storage.close()
