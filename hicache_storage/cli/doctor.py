@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from hicache_storage.tools.doctor import DoctorTarget, Finding, Role, Status, examine
+from hicache_storage.tools.doctor import DoctorTarget, Finding, Role, Status
 from hicache_storage.tools.options import parse_pairs
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ def doctor(
     name; options of doctor stand before the engine's name. Exits with 0 if nothing failed, 1 if
     something did, 2 for bad arguments.
     """
+    # Here, so that `hicache --help` does not import all checks.
+    from hicache_storage.tools.doctor.examination import examine
+
     try:
         target = _target(driver, command_line or [], config or [])
         throwaway = target.driver is not None and not target.options and not target.engine
@@ -127,8 +130,7 @@ def _target(name: str | None, command_line: list[str], pairs: list[str]) -> Doct
     for word in command_line:
         if word.partition("=")[0] in OWN_OPTIONS:
             raise ValueError(f"put {word} before {name}: what follows is {name}'s own")
-    # Here, so that `hicache --help` does not import all checks.
-    from hicache_storage.tools.doctor.plan import with_engines_driver
+    from hicache_storage.tools.doctor.examination import with_engines_driver
 
     return with_engines_driver(DoctorTarget(engine=name, command_line=command_line))
 

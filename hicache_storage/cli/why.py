@@ -79,8 +79,8 @@ def _report(
     # Here, so that `hicache --help` imports neither the checks of doctor nor the base of drivers.
     from hicache_storage.tools.doctor.engine_command import read_object
     from hicache_storage.tools.doctor.engine_identity import identity_fields
+    from hicache_storage.tools.doctor.examination import BRIDGE_OPTIONS, with_engines_driver
     from hicache_storage.tools.doctor.finding import DoctorTarget
-    from hicache_storage.tools.doctor.plan import BRIDGE_OPTIONS, with_engines_driver
     from hicache_storage.tools.why import WantedIdentity, explain
 
     keys, fields, chosen = words, dict[str, object](), dict[str, object](options)

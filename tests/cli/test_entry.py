@@ -27,18 +27,13 @@ def test_a_locale_without_the_characters_that_are_printed():
     assert "?" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "status"),
-    [(["doctor"], 1), (["bench", "file"], 2), (["conformance", "run", "file"], 2)],
-    ids=["doctor", "bench", "conformance"],
-)
-def test_without_a_temporary_directory_the_cause_is_told(tmp_path, command, status):
+@pytest.mark.parametrize("command", [["doctor"], ["bench", "file"], ["conformance", "run", "file"]])
+def test_without_a_temporary_directory_the_cause_is_told(tmp_path, command):
     missing = tmp_path / "missing"
     ran = run_program(sys.executable, "-c", MISSING, missing, *command)
-    assert ran.returncode == status
+    assert ran.returncode == 2
     assert f"No such file or directory: '{missing}/hicache-" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stderr
-    assert ("fix: set TMPDIR" in ran.stdout) == (command == ["doctor"])
 
 
 @pytest.mark.merge

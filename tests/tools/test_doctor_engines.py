@@ -9,7 +9,7 @@ import pytest
 
 from hicache_storage.tools.doctor import DoctorTarget, Status, engine_command, lmcache, vllm
 from hicache_storage.tools.doctor.engine_command import EngineCommand
-from hicache_storage.tools.doctor.plan import planned, with_engines_driver
+from hicache_storage.tools.doctor.examination import planned, with_engines_driver
 from tests.support.commands import run_here, run_hicache
 
 

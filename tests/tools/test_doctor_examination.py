@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from hicache_storage.tools.doctor import DoctorTarget, Role, Status, examine
-from hicache_storage.tools.doctor.plan import planned
+from hicache_storage.tools.doctor import DoctorTarget, Role, Status
+from hicache_storage.tools.doctor.examination import examine, planned
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.support.commands import run_hicache
 from tests.tools.conftest import FAULTY
@@ -109,7 +109,7 @@ def test_a_faulty_driver(site, name):
 
 def test_a_driver_that_cannot_be_imported_alive_is_one_failure(site):
     site.add("exits", "os._exit(7)")
-    sound, fatal = diagnose("exits", "open files", "drivers", "options", "round trip")
+    sound, fatal = diagnose("exits", "open files", "drivers", "round trip")
     assert (sound.check, fatal.check) == ("open files", "drivers")
     assert "ended the process with status 7" in fatal.detail
 
@@ -145,7 +145,7 @@ def test_a_store_that_cannot_be_opened_has_the_remedy_of_its_cause(site, said, f
     ("driver", "options", "said", "fix"),
     [
         ("file", {"path": "{tmp}/not-mounted/store"}, "there is no directory", "mount"),
-        ("file", {"path": "{tmp}/file"}, "is a file; name a directory", "its options"),
+        ("file", {"path": "{tmp}/file"}, "is a file; name a directory", "lists the options"),
         (
             "hf3fs",
             {"path": "{tmp}/store", "metadata_url": "http://127.0.0.1:1"},
@@ -173,7 +173,7 @@ def test_what_is_not_there_is_one_failure(tmp_path, driver, options, said, fix):
 @pytest.mark.parametrize("role", Role)
 def test_a_role_is_asked_what_it_can_mend(role):
     names = planned(DoctorTarget(driver="file", role=role))
-    assert {"python", "drivers", "options", "round trip"} <= set(names)
+    assert {"python", "drivers", "round trip"} <= set(names)
     assert ("torch" in names) is (role is not Role.OPERATOR)
     assert ("locked memory" in names) is (role is Role.ENGINE)
     assert ("open files" in names) is (role is not Role.AUTHOR)
@@ -191,15 +191,15 @@ def test_no_page_is_stored_that_could_not_be_removed(site):
 
 
 def test_a_driver_that_needs_a_server_is_not_opened(site):
-    site.add("remote", spec="trial_config={'url': 'http://127.0.0.1:{port:meta}'}")
-    (finding,) = diagnose("remote", "options", "round trip")
+    site.here("remote", spec="trial_config={'url': 'http://127.0.0.1:{port:meta}'}")
+    (finding,) = check_round_trip(DoctorTarget(driver="remote"))
     assert finding.status is Status.WARN
     assert "a throwaway store needs a server" in finding.detail
 
 
 def test_bad_options_are_named_once(site):
-    site.add("sound")
-    (finding,) = diagnose("sound", "options", "round trip", options={"ulr": "x"})
+    site.here("sound")
+    (finding,) = check_round_trip(DoctorTarget(driver="sound", options={"ulr": "x"}))
     assert finding.status is Status.FAIL
     assert "did you mean 'url'?" in finding.detail
 
@@ -219,7 +219,6 @@ def test_the_command_on_a_sound_driver(site):
     # The rest is as it should be.
     assert done.stdout.count("ok  ") == 1
     said = doctor("file", "--role", "engine", "--verbose").stdout
-    assert "ok    file: options" in said
     assert "locked memory" in said
 
 

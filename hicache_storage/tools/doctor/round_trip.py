@@ -16,7 +16,6 @@ from hicache_storage.spec import (
     HiCacheError,
     StorageIdentity,
     StorageUnavailableError,
-    parse_config,
 )
 from hicache_storage.tools.bench.client import (
     PAGE_SIZE,
@@ -27,10 +26,10 @@ from hicache_storage.tools.bench.client import (
 )
 from hicache_storage.tools.bench.results import Operation
 from hicache_storage.tools.doctor.finding import fail, ok, warn
-from hicache_storage.tools.options import redacted, trial_options
+from hicache_storage.tools.options import trial_options
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Mapping
 
     from hicache_storage.hookspecs import DriverSpec
     from hicache_storage.spec import HiCacheStorage
@@ -63,50 +62,30 @@ FIXES: Final = (
 """Remedies by a part of the error."""
 
 
-def _refusal(target: DoctorTarget) -> Finding | None:
-    """Return why there are no options to open a storage with; None if there are.
-
-    The driver refuses its options or is unknown, or a throwaway store would need servers.
-    """
-    check = f"{target.driver}: options"
-    try:
-        spec = registry().get(target.driver or "")
-        model = config_model(spec)
-        chosen = target.options or trial_options(spec, target.throwaway)
-        if chosen is None:
-            needs = ", ".join(f"-c {name}=..." for name in spec.trial_config)
-            detail = "none given, and a throwaway store needs a server: it was not opened"
-            return warn(check, detail, needs)
-        parse_config(model, chosen)
-    except ConfigError as error:
-        fix = f"`hicache drivers {target.driver}` lists the options; -c key=value"
-        return fail(check, str(error), fix)
-    except DriverError as error:
-        return fail(check, str(error), "see above")
-    return None
-
-
-def check_options(target: DoctorTarget) -> Iterator[Finding]:
-    """Check that the driver accepts the options."""
-    if refusal := _refusal(target):
-        yield refusal
-        return
-    given = ", ".join(f"{name}={value}" for name, value in redacted(target.options).items())
-    yield ok(f"{target.driver}: options", given or "none given; a throwaway store was examined")
-
-
 def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
     """Open a storage, set, find, get and remove pages, and close it.
 
-    Its health is queried as well.
+    Its health is queried as well. Nothing is said of a driver that cannot be loaded, which
+    `check_drivers` finds.
     """
-    check = f"{target.driver}: round trip"
-    if _refusal(target):
+    try:
+        spec = registry().get(target.driver or "")
+        config_model(spec)
+    except DriverError:
         return
-    spec = registry().get(target.driver or "")
+    options = target.options or trial_options(spec, target.throwaway)
+    if options is None:
+        needs = ", ".join(f"-c {name}=..." for name in spec.trial_config)
+        detail = "none given, and a throwaway store needs a server: it was not opened"
+        yield warn(f"{spec.name}: options", detail, needs)
+        return
+    check = f"{spec.name}: round trip"
     with _logged_warnings() as messages:
         try:
-            yield from _examine(check, spec, target)
+            yield from _examine(check, spec, options, target)
+        except ConfigError as error:
+            fix = f"`hicache drivers {spec.name}` lists the options; -c key=value"
+            yield fail(f"{spec.name}: options", str(error), fix)
         except DriverError as error:
             detail = f"cannot be constructed: {error}"
             yield fail(check, detail, "correct the driver or its options")
@@ -126,8 +105,9 @@ def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
                 yield warn(check, message, "the message, logged by the driver, says what to do")
 
 
-def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Finding]:
-    options = target.options or trial_options(spec, target.throwaway) or {}
+def _examine(
+    check: str, spec: DriverSpec, options: Mapping[str, object], target: DoctorTarget
+) -> Iterator[Finding]:
     storage, other = (
         create_storage(
             spec.name,

@@ -1,4 +1,5 @@
-"""Examination: the checks run in a process of their own, which a driver can hang or crash."""
+"""The checks, in the order of the report, and their run in a process of its own, which a driver can
+hang or crash."""
 
 from __future__ import annotations
 
@@ -10,20 +11,72 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.tools.doctor.finding import Finding, fail
+from hicache_storage.tools.doctor import (
+    drivers,
+    engine_identity,
+    lmcache,
+    machine,
+    round_trip,
+    vllm,
+)
+from hicache_storage.tools.doctor.engine_command import object_of
+from hicache_storage.tools.doctor.finding import Finding, Role, fail
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
 
     from hicache_storage.tools.doctor.finding import DoctorTarget
 
+CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
+    "python": machine.check_python,
+    "torch": machine.check_torch,
+    "locked memory": machine.check_locked_memory,
+    "open files": machine.check_open_files,
+    "plugins": drivers.check_plugins,
+    "vllm": vllm.check_vllm,
+    "lmcache": lmcache.check_lmcache,
+    "drivers": drivers.check_drivers,
+    "round trip": round_trip.check_round_trip,
+}
+BRIDGE_OPTIONS: Final = {
+    "vllm": vllm.tier_options,
+    "lmcache": lmcache.adapter_options,
+    "sglang": engine_identity.sglang_options,
+}
+"""Options of the bridge on an engine's command line, by engine."""
+LEFT_OUT: Final = {
+    Role.ENGINE: frozenset[str](),
+    Role.AUTHOR: frozenset({"locked memory", "open files"}),
+    Role.OPERATOR: frozenset({"torch", "locked memory"}),
+}
+"""Checks of no concern, by role."""
 GRACE_SECONDS: Final = 20.0
 """Time that a check may take beyond two deadlines, in seconds.
 
 Importing torch from a cold disk is its slowest part.
 """
 _SPAWN: Final = multiprocessing.get_context("spawn")
+
+
+def planned(target: DoctorTarget) -> list[str]:
+    """Return the names of the checks for a target."""
+    return [
+        name
+        for name in CHECKS
+        if name not in LEFT_OUT[target.role]
+        and (target.driver is not None or name != "round trip")
+        and (name not in BRIDGE_OPTIONS or name == target.engine)
+    ]
+
+
+def with_engines_driver(target: DoctorTarget) -> DoctorTarget:
+    """Return the target with the driver that the engine's command line names, and its options."""
+    options = BRIDGE_OPTIONS[target.engine](target)
+    driver = options.get("driver")
+    if not isinstance(driver, str):
+        return target
+    return replace(target, driver=driver, options=object_of(options, "driver_config"))
 
 
 def examine(
@@ -34,22 +87,14 @@ def examine(
     A driver's failure raises nothing. A check that takes its process along is the last one: those
     after it would meet the same fault, and report it once more.
     """
-    if checks is None:
-        # Here, so that `hicache --help` does not import all checks.
-        from hicache_storage.tools.doctor.plan import planned
-
-        checks = planned(target)
     limit = 2 * target.deadline_seconds + grace_seconds
-    try:
-        created = tempfile.TemporaryDirectory(prefix="hicache-doctor-", ignore_cleanup_errors=True)
-    except OSError as error:
-        fix = "set TMPDIR to a directory that can be written, such as /dev/shm"
-        yield fail("temporary directory", str(error), fix)
-        return
-    with created as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="hicache-doctor-", ignore_cleanup_errors=True
+    ) as directory:
         store, log = Path(directory, "store"), Path(directory, "log")
         store.mkdir()
-        yield from _run(replace(target, throwaway=str(store)), checks, limit, log)
+        target = replace(target, throwaway=str(store))
+        yield from _run(target, checks or planned(target), limit, log)
 
 
 def _run(target: DoctorTarget, checks: list[str], limit: float, log: Path) -> Iterator[Finding]:
@@ -87,8 +132,6 @@ def _make_checks(notes: Connection, target: DoctorTarget, checks: list[str], log
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    from hicache_storage.tools.doctor.plan import CHECKS
-
     for check in checks:
         for finding in CHECKS[check](target):
             notes.send(finding)
