@@ -11,12 +11,10 @@ import multiprocessing
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from hicache_storage import (
@@ -35,7 +33,7 @@ from hicache_storage.pools import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from multiprocessing.connection import Connection
 
     from rich.console import Console
@@ -45,6 +43,7 @@ CALL_PAGES = 112
 """KV pages in one call; an engine sends up to 128."""
 STATE_EVERY = 14
 """One Mamba state per this many KV pages: the checkpoints that a hybrid model can resume from."""
+COLUMNS = ("pages", "hits", "damaged", "wrong")
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -95,46 +94,33 @@ class Model:
             ),
         ]
 
-    def write(self, transfers: list[PoolTransfer]) -> int:
-        """Compute the pages of a call, as a forward pass would; returns their bytes."""
-        total = 0
+    def pages(self, transfers: list[PoolTransfer]) -> Iterator[tuple[str, str, list[memoryview]]]:
+        """Yield pool, key and buffers of each page of a call."""
         for transfer in transfers:
-            pool = self.pools[transfer.name]
-            for index, key in enumerate(transfer.keys or ()):
-                data, start = memoryview(expected_page(pool, transfer.name, key)), 0
-                for buffer in pool.page_buffers([index * pool.page_size])[0]:
-                    buffer[:] = data[start : start + len(buffer)]
-                    start += len(buffer)
-                total += pool.geometry.page_bytes
-        return total
+            pool, keys = self.pools[transfer.name], transfer.keys or []
+            slots = range(0, len(keys) * pool.page_size, pool.page_size)
+            for key, buffers in zip(keys, pool.page_buffers(slots), strict=True):
+                yield transfer.name, key, buffers
 
-    def wrong_pages(self, transfers: list[PoolTransfer], name: str, delivered: list[bool]) -> int:
-        """Count the pages in a pool that differ from the computed ones."""
-        pool = self.pools[name]
-        keys = next(transfer.keys or () for transfer in transfers if transfer.name == name)
-        return sum(
-            ok
-            and b"".join(pool.page_buffers([index * pool.page_size])[0])
-            != expected_page(pool, name, key)
-            for index, (key, ok) in enumerate(zip(keys, delivered, strict=True))
-        )
+    def write(self, transfers: list[PoolTransfer]) -> None:
+        """Compute the pages of a call, as a forward pass would."""
+        for name, key, buffers in self.pages(transfers):
+            data, start = memoryview(self.expected_page(name, key)), 0
+            for buffer in buffers:
+                buffer[:] = data[start : start + len(buffer)]
+                start += len(buffer)
+
+    def expected_page(self, name: str, key: str) -> bytes:
+        """The page of a key: every 8 bytes of it differ from those of every other page."""
+        seed = xxhash.xxh3_64_intdigest(f"{name}/{key}".encode()) >> 1
+        words = torch.arange(self.pools[name].geometry.page_bytes // 8, dtype=torch.int64)
+        return bytes(byte_view(words.mul_(0x9E3779B97F4A7C1).add_(seed)))
 
     def forget(self) -> None:
         """Fill the host pools with junk, so that nothing can be right by accident."""
         for pool in self.pools.values():
             for buffer in pool.buffers:
                 buffer.view(torch.uint8).fill_(0xEE)
-
-
-def expected_page(pool: PagedHostPool, name: str, key: str) -> bytes:
-    """The page that belongs to a key: every 8 bytes of it differ from those of every other page."""
-    seed = xxhash.xxh3_64_intdigest(f"{name}/{key}".encode()) >> 1
-    words = (
-        torch.arange(pool.geometry.page_bytes // 8, dtype=torch.int64)
-        .mul_(0x9E3779B97F4A7C1)
-        .add_(seed)
-    )
-    return bytes(byte_view(words))
 
 
 def chain(conversation: str, pages: int) -> list[str]:
@@ -150,23 +136,28 @@ def store(driver: str, path: str, conversation: str, pages: int, calls: Connecti
     """Store a conversation, call by call.
 
     Args:
-        calls: is sent 0 when a call begins, and its bytes when the storage has acknowledged it.
+        calls: is sent False when a call begins, and True when the storage has acknowledged it.
     """
     model, keys = Model(), chain(conversation, pages)
     with model.open(driver, path) as storage:
         for start in range(0, pages, CALL_PAGES):
             transfers = model.transfers(keys[start : start + CALL_PAGES])
-            size = model.write(transfers)
-            calls.send(0)
+            model.write(transfers)
+            calls.send(False)
             storage.batch_set_v2(transfers)
-            calls.send(size)
+            calls.send(True)
 
 
-def restore(driver: str, path: str, acknowledged: Mapping[str, int]) -> dict[str, Any]:
-    """Restore the acknowledged pages of each conversation, and verify every byte."""
-    model, size, seconds = Model(), 0, 0.0
+def restore(
+    driver: str, path: str, acknowledged: Mapping[str, int]
+) -> tuple[dict[str, Counter[str]], dict[str, int]]:
+    """Restore the acknowledged pages of each conversation, and verify every byte.
+
+    Returns:
+        Counts by pool; and of each conversation the pages from which it can be resumed.
+    """
+    model, prefixes = Model(), dict[str, int]()
     counts = {name: Counter[str]() for name in model.pools}
-    prefixes = dict[str, int]()
     window = PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
     with model.open(driver, path) as storage:
         for conversation, pages in acknowledged.items():
@@ -174,17 +165,15 @@ def restore(driver: str, path: str, acknowledged: Mapping[str, int]) -> dict[str
             for start in range(0, pages, CALL_PAGES):
                 transfers = model.transfers(keys[start : start + CALL_PAGES])
                 model.forget()
-                started = time.perf_counter()
                 delivered = storage.batch_get_v2(transfers)
-                seconds += time.perf_counter() - started
-                for name, found in delivered.items():
-                    wrong = model.wrong_pages(transfers, name, found)
-                    counts[name].update(pages=len(found), hits=sum(found), wrong=wrong)
-                    size += sum(found) * model.pools[name].geometry.page_bytes
+                hits = [hit for transfer in transfers for hit in delivered[transfer.name]]
+                for (name, key, buffers), hit in zip(model.pages(transfers), hits, strict=True):
+                    wrong = hit and b"".join(buffers) != model.expected_page(name, key)
+                    counts[name].update(pages=1, hits=hit, wrong=wrong)
             prefixes[conversation] = storage.batch_exists_v2(keys, [window]).kv_hit_pages
         for name, stats in storage.get_stats().pools.items():
             counts[name]["damaged"] += stats.pages_damaged
-    return {"pools": counts, "speed": f"{size / seconds / 1e9:.2f}", "prefixes": prefixes}
+    return counts, prefixes
 
 
 def run(driver: str, path: str, gib: float, console: Console) -> bool:
@@ -193,86 +182,62 @@ def run(driver: str, path: str, gib: float, console: Console) -> bool:
     Returns:
         Whether everything acknowledged came back and every byte was right.
     """
-    page_bytes = sum(
-        pool.geometry.page_bytes / (STATE_EVERY if name == "mamba" else 1)
-        for name, pool in Model().pools.items()
-    )
-    pages = max(CALL_PAGES, round(gib * 2**30 / page_bytes / CALL_PAGES) * CALL_PAGES)
+    kv, mamba = (pool.geometry.page_bytes for pool in Model().pools.values())
+    calls = max(1, round(gib * 2**30 / (kv + mamba / STATE_EVERY) / CALL_PAGES))
     acknowledged = dict[str, int]()
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=console,
-    ) as progress:
-        for conversation, kill_after in (("first", None), ("second", pages // 2)):
-            task = progress.add_task(f"{conversation} conversation", total=pages * page_bytes)
-            calls, theirs = SPAWN.Pipe(duplex=False)
-            arguments = (driver, path, conversation, pages, theirs)
-            # A daemon is killed with this process.
-            process = SPAWN.Process(target=store, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            acknowledged[conversation] = follow(
-                calls, process.kill, kill_after, partial(progress.advance, task)
-            )
-            process.join()
-            if kill_after is None and process.exitcode:
-                return False
+    for conversation, kill_after in (("first", None), ("second", calls // 2)):
+        reader, writer = SPAWN.Pipe(duplex=False)
+        arguments = (driver, path, conversation, calls * CALL_PAGES, writer)
+        # A daemon is killed with this process.
+        process = SPAWN.Process(target=store, args=arguments, daemon=True)
+        process.start()
+        writer.close()
+        acknowledged[conversation] = follow(reader, process.kill, kill_after) * CALL_PAGES
+        process.join()
+        if kill_after is None and process.exitcode:
+            return False
+        console.print(
+            f"{conversation} conversation: {acknowledged[conversation]} pages acknowledged"
+        )
     console.print("the writer was killed with SIGKILL while it stored the second conversation")
     console.print("another process restores what was acknowledged, and compares every byte ...")
-    with ProcessPoolExecutor(1, SPAWN) as reader:
-        return report(console, reader.submit(restore, driver, path, acknowledged).result())
-
-
-def follow(
-    calls: Connection,
-    kill: Callable[[], None],
-    kill_after: int | None,
-    advance: Callable[[int], None],
-) -> int:
-    """Follow the writer until it ends, and kill it inside the first call after `kill_after` pages.
-
-    Returns:
-        The acknowledged pages.
-    """
-    pages = 0
-    while True:
-        try:
-            size = calls.recv()
-        except EOFError:
-            return pages
-        if size:
-            pages += CALL_PAGES
-            advance(size)
-        elif kill_after is not None and pages >= kill_after:
-            time.sleep(0.02)  # the call takes some 100 ms: now it is in the middle of it
-            kill()
-
-
-def report(console: Console, result: dict[str, Any]) -> bool:
-    """Print the table; returns whether all pages came back and every byte was right."""
-    table = Table(title="restored by another process", title_justify="left")
-    for column in ("pool", "pages acknowledged", "hits", "damaged", "wrong bytes", "GB/s"):
-        table.add_column(column, justify="left" if column == "pool" else "right")
-    columns = ("pages", "hits", "damaged", "wrong")
-    total = Counter[str]()
-    for name, counts in result["pools"].items():
-        total.update(counts)
-        table.add_row(name, *(str(counts.get(column, 0)) for column in columns))
-    table.add_section()
-    table.add_row("all", *(str(total[column]) for column in columns), result["speed"])
+    with ProcessPoolExecutor(1, SPAWN) as executor:
+        counts, prefixes = executor.submit(restore, driver, path, acknowledged).result()
+    table = Table("pool", *COLUMNS, title="restored by another process", title_justify="left")
+    for name, count in counts.items():
+        table.add_row(name, *(str(count[column]) for column in COLUMNS))
     console.print(table)
-    for conversation, prefix in result["prefixes"].items():
+    for conversation, prefix in prefixes.items():
         tokens = prefix * PAGE_SIZE
         console.print(
             f"{conversation} conversation: {prefix} pages ({tokens} tokens) can be resumed"
         )
-    right = total["hits"] == total["pages"] and not (total["wrong"] or total["damaged"])
+    right = all(
+        count["hits"] == count["pages"] and not (count["wrong"] or count["damaged"])
+        for count in counts.values()
+    )
     console.print(
         "[green]every acknowledged page came back, every byte verified"
         if right
         else "[red]pages were lost or wrong"
     )
     return right
+
+
+def follow(calls: Connection, kill: Callable[[], None], kill_after: int | None) -> int:
+    """Follow the writer until it ends, and kill it inside the first call after so many.
+
+    Returns:
+        The acknowledged calls.
+    """
+    acknowledged = 0
+    while True:
+        try:
+            is_acknowledged = calls.recv()
+        except EOFError:
+            return acknowledged
+        if is_acknowledged:
+            acknowledged += 1
+        elif kill_after is not None and acknowledged >= kill_after:
+            time.sleep(0.02)  # the call takes some 100 ms: now it is in the middle of it
+            kill()
