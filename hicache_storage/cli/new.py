@@ -26,13 +26,6 @@ def new(
     store: Annotated[
         str, typer.Option(metavar="STORE", help=f"What it begins with: {', '.join(STORES)}.")
     ] = "memory",
-    repository: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OWNER/NAME",
-            help="Where it will lie on GitHub; the badge in the README points there.",
-        ),
-    ] = None,
 ) -> None:
     """Make a package with a driver that runs and conforms.
 
@@ -43,7 +36,7 @@ def new(
     """
     target = directory or Path(name)
     try:
-        names = check_name(name, repository)
+        names = check_name(name)
         owner = registry().owners.get(name)
         if owner is not None:
             raise ValueError(

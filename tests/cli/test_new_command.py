@@ -106,7 +106,6 @@ def test_an_unusable_name_is_refused(refused, name):
 def test_what_is_taken_or_missing_is_refused(refused, tmp_path):
     assert "hicache-storage:file registers a driver 'file' already" in refused("file")
     assert refused("demo", "--directory", "no/such")
-    assert "'kv' is not of the form OWNER/NAME" in refused("demo", "--repository", "kv")
     assert "no store 'tape'; there are memory, directory" in refused("demo", "--store", "tape")
     (tmp_path / "demo").mkdir()
     assert "demo exists; nothing has been written" in refused("demo")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 MAX_NAME_CHARACTERS: Final = 23
 """With longer names the lines of the templates would be wrapped, at 100 columns."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
-_REPOSITORY: Final = re.compile(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+")
 # The suffix keeps tools that look for Python sources, and git's own look at .gitignore, away from
 # the templates.
 FILES: Final = {
@@ -82,18 +81,13 @@ class PackageNames:
     """Name of the package."""
     prefix: str
     """Beginning of the class names."""
-    repository: str
-    """`OWNER/NAME` on GitHub; where the badge is found."""
-    pages: str
-    """Address of the repository's GitHub Pages."""
 
 
-def check_name(name: str, repository: str | None = None) -> PackageNames:
+def check_name(name: str) -> PackageNames:
     """The names of the package of a driver called `name`.
 
     Raises:
-        ValueError: it cannot be a driver's name, or `repository` is not `OWNER/NAME`; the message
-            says what would do.
+        ValueError: it cannot be a driver's name; the message says what would do.
     """
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARACTERS:
         raise ValueError(
@@ -103,17 +97,11 @@ def check_name(name: str, repository: str | None = None) -> PackageNames:
         )
     words = re.split("[-_]", name)
     distribution = "-".join(("hicache", *words, "driver"))
-    if repository is not None and not _REPOSITORY.fullmatch(repository):
-        raise ValueError(f"{repository!r} is not of the form OWNER/NAME")
-    owner, _, project = (repository or f"OWNER/{distribution}").partition("/")
     return PackageNames(
         driver=name,
         distribution=distribution,
         package=distribution.replace("-", "_"),
         prefix="".join(word.capitalize() for word in words),
-        repository=f"{owner}/{project}",
-        # GitHub Pages serves an owner's sites under the name in lower case.
-        pages=f"https://{owner.lower() if repository else owner}.github.io/{project}",
     )
 
 
