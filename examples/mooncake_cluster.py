@@ -210,7 +210,7 @@ class DevCluster:
             DriverUnavailableError: Mooncake is not installed, or a library that it is linked to.
             StorageUnavailableError: a process does not start. The others are stopped.
         """
-        library.check_installed()
+        library.new_store()
         try:
             for process in (self.master, *self.stores):
                 process.start()

@@ -58,16 +58,6 @@ Store: TypeAlias = Any
 """`mooncake.store.MooncakeDistributedStore`, which has no types. Methods return lengths or codes."""
 
 
-def check_installed() -> None:
-    """Load the library.
-
-    Raises:
-        DriverUnavailableError: the library, or one that it is linked to, is missing. The message
-            says how to install them.
-    """
-    _module()
-
-
 def new_store() -> Store:
     """Create a client that is not set up.
 
