@@ -48,7 +48,6 @@ MAX_PAUSE_SECONDS: Final = 0.2
 CLOSE_SECONDS: Final = 2.0
 UNAWAITED_SECONDS: Final = 2.0
 """Deadline of requests that no caller waits for."""
-INITIALIZE: Final = "/v2/initialize"
 MAX_REINITIALIZATIONS: Final = 2
 """Of scopes that the server has lost, in one call."""
 MAX_MOVES: Final = 4
@@ -108,8 +107,6 @@ class HttpMetadataClient:
             self._headers["Authorization"] = f"Bearer {token}"
         self._timeout_seconds = timeout_seconds
         self._about: p.About | None = None
-        self._initialized_at = ""
-        """URL of the server that has initialized scopes last."""
         self._owners: dict[str, ServerEndpoint] = {}
         """Owners of scopes, as servers have named them. One that is wrong by now names another."""
         self._unawaited: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -226,16 +223,13 @@ class HttpMetadataClient:
             )
         return found
 
-    def clear(self, scopes: Sequence[str], call: Call) -> list[int]:
-        """Delete all pages of scopes, and return their number for each scope."""
-        limit, deleted = self.about.limits.scopes, list[int]()
+    def clear(self, scopes: Sequence[str], call: Call) -> None:
+        """Delete all pages of scopes."""
+        limit = self.about.limits.scopes
         for start in range(0, len(scopes), limit):
             some = list(scopes[start : start + limit])
             request = p.Clear(scopes=some, owner=self.owner)
-            deleted += self._with_scopes(
-                "/v2/clear", request, request.scopes, p.Cleared, call
-            ).pages
-        return deleted
+            self._with_scopes("/v2/clear", request, some, p.Cleared, call)
 
     def removals(
         self, cursors: dict[str, str | None], call: Call
@@ -311,7 +305,12 @@ class HttpMetadataClient:
             try:
                 return self.send(path, request, response_type, call)
             except UnknownScopeError:
-                # The server has lost its state. It may have other limits now, too.
+                logger.warning(
+                    "metadata server %s does not know a scope any more: has it lost its state? If "
+                    "there are several servers, are they one store?",
+                    self.endpoint,
+                )
+                # It may have other limits now, too.
                 with self._lock:
                     self._initialized.clear()
                 self.refresh(call)
@@ -442,25 +441,9 @@ class HttpMetadataClient:
                     raise BusyError(str(moved)) from moved
                 plan.server = owner
                 self._owners[pending.scope] = owner
-            except UnknownScopeError:
-                self._warn_of_separate_stores(server)
-                raise
         if plan.seeks_owner:
             self._owners[pending.scope] = server
-        # Remembered for the warning above only.
-        if pending.path == INITIALIZE:
-            self._initialized_at = server.url
         return response
-
-    def _warn_of_separate_stores(self, server: ServerEndpoint) -> None:
-        """Log that servers may have separate stores: a client cannot tell that from a lost
-        state."""
-        if self._initialized_at not in ("", server.url):
-            logger.warning(
-                "metadata server %s does not know the scopes that %s has made: are they one store?",
-                server.url,
-                self._initialized_at,
-            )
 
 
 class _Declared(NamedTuple):
