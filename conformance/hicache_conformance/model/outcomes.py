@@ -272,11 +272,9 @@ class Judgement:
     reason: str
     rules: list[RuleResult]
 
-    def count(self, outcome: Outcome, level: Level | None = None) -> int:
-        """Count the selected rules of an outcome, in one level or as a whole."""
-        if level is None:
-            return sum(result.selected and result.outcome is outcome for result in self.rules)
-        return sum(result.levels.get(level) is outcome for result in self.rules)
+    def count(self, outcome: Outcome) -> int:
+        """Count the selected rules of an outcome."""
+        return sum(result.selected and result.outcome is outcome for result in self.rules)
 
     def shared_causes(self) -> list[SharedCause]:
         """Return the causes that explain several rules each, those of most rules first.

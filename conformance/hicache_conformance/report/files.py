@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 from jinja2 import Environment, StrictUndefined, Template
 
 from hicache_conformance.model.outcomes import Case, Header, Outcome
-from hicache_conformance.model.rules import Level
 from hicache_conformance.report.results import (
     SUITE,
     as_json,
@@ -46,23 +45,11 @@ def write_report(
     (directory / "index.html").write_text(page(header, judgement, cases), encoding="utf-8")
 
 
-LEVEL_SUMMARIES: Final = {
-    Level.CORE: "One pool: right bytes or none, from open to close",
-    Level.POOLS: "Several pools and hit policies",
-    Level.IDENTITY: "Whose pages are whose",
-    Level.SHARED: "Several processes on one store",
-    Level.DURABLE: "kill -9 and restart",
-    Level.FAULTS: "Full disks, lost servers, hung mounts",
-    Level.BUDGET: "Round trips, copies and counters",
-}
-
-
 def page(header: Header, judgement: Judgement, cases: Mapping[str, Case]) -> str:
     """The text of the file."""
     return template("index.html.j2").render(
         header=header,
         judgement=judgement,
-        levels=[_level(level, header, judgement) for level in Level],
         outcomes=list(Outcome),
         groups=_groups(header, judgement),
         summaries={case.name: case.summary for case in cases.values()},
@@ -108,18 +95,6 @@ def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
             ]
             groups.append({"rule": result.rule, "outcome": result.outcome, "cases": cases})
     return groups
-
-
-def _level(level: Level, header: Header, judgement: Judgement) -> dict[str, object]:
-    counts = {outcome: judgement.count(outcome, level) for outcome in Outcome}
-    return {
-        "name": str(level),
-        "summary": LEVEL_SUMMARIES[level],
-        "selected": level in header.levels,
-        "counts": {outcome: count for outcome, count in counts.items() if count},
-        "total": sum(counts.values()),
-        "passed": counts[Outcome.PASS],
-    }
 
 
 # The test for the repository of a foreign driver
