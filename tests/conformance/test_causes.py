@@ -67,12 +67,9 @@ def test_the_driver_s_frames_come_first_the_innermost_at_the_top(kit):
     assert cause.place.startswith("test_causes.py:")
     assert cause.place.endswith(" in put")
     frames = [line for line in cause.traceback.splitlines() if line.startswith("  File")]
-    # A list comprehension is no line of its own.
-    assert [line.rpartition(" in ")[2] for line in frames[:2]] in (
-        ["put", "write_objects"],
-        ["put", "<listcomp>"],
-    )
-    assert all("hicache_storage" in line for line in frames[2:])
+    names = [line.rpartition(" in ")[2] for line in frames if "test_causes.py" in line]
+    assert [name for name in names if name != "<listcomp>"] == ["put", "write_objects"]
+    assert all("hicache_storage" in line for line in frames[len(names) :])
     assert cause.traceback.endswith("KeyError: 'gone'")
     assert (cause.expected, cause.injected) == (False, False)
 
@@ -198,16 +195,10 @@ class TestReports:
 def test_a_violation_carries_the_stacks_of_threads_that_hang_each_place_once(kit):
     release, entered = threading.Event(), threading.Semaphore(0)
 
-    def deep(left):
-        if left:
-            deep(left - 1)
-        else:
-            entered.release()
-            release.wait(30)
-
     class Hangs(MemoryStorage):
         def objects_exist(self, batches, call):
-            deep(30)
+            entered.release()
+            release.wait(30)
             return super().objects_exist(batches, call)
 
     storage, pool = Hangs(kit.identity()), kit.pool()
@@ -225,16 +216,10 @@ def test_a_violation_carries_the_stacks_of_threads_that_hang_each_place_once(kit
         for thread in threads:
             thread.join(30)
     stacks = detail.partition("Meanwhile inside the driver:\n")[2]
-    assert stacks.startswith("2 threads, such as")
-    assert stacks.count("threads, such as") == 1
-    # Both ends: what it waits for, and where the driver was entered.
-    assert "release.wait(30)" in stacks
-    assert "in objects_exist" in stacks
-    assert "  ... " in stacks
-    assert len(places) == 2
-    assert all(
-        place.startswith("test_causes.py:") and place.endswith(" in deep") for place in places
-    )
+    assert stacks.startswith("thread ")
+    assert stacks.count("in objects_exist") == stacks.count("release.wait(30)") == 1
+    assert [place.partition(":")[0] for place in places] == ["test_causes.py"] * 2
+    assert all(place.endswith(" in objects_exist") for place in places)
     assert (places_in_driver(), stacks_in_driver()) == ([], "")
 
 

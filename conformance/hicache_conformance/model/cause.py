@@ -31,7 +31,6 @@ _MAX_TEXT: Final = 300
 _MAX_CHAIN: Final = 4
 _MAX_TRACEBACK: Final = 4_000
 _MAX_STACKS: Final = 3
-_MAX_FRAMES: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,29 +122,15 @@ def damage(defect: str) -> Cause:
 def stacks_in_driver() -> str:
     """Stacks of the other threads that are inside a call of the driver, innermost frame first.
 
-    Threads at the same place are shown together. Empty if there is none.
+    Of threads at the same place one is shown. Empty if there is none.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = dict[str, list[str]]()
-    for ident, frames in _threads_in_driver():
-        found.setdefault(_stack(frames), []).append(repr(names.get(ident, ident)))
-    stacks = [
-        f"thread {threads[0]}:\n{stack}"
-        if len(threads) == 1
-        else f"{len(threads)} threads, such as {threads[0]}:\n{stack}"
-        for stack, threads in found.items()
-    ]
-    return "\n".join(stacks[:_MAX_STACKS])
-
-
-def _stack(frames: list[FrameType]) -> str:
-    """Frames as text; of a long stack both ends, because the driver's are the outermost ones."""
-    shown = [(frame, frame.f_lineno) for frame in frames]
-    if len(shown) <= _MAX_FRAMES:
-        return "\n".join(_lines(shown))
-    half = _MAX_FRAMES // 2
-    left_out = f"  ... {len(shown) - 2 * half} more"
-    return "\n".join([*_lines(shown[:half]), left_out, *_lines(shown[-half:])])
+    found = {
+        "\n".join(_lines([(frame, frame.f_lineno) for frame in frames])): names.get(ident, ident)
+        for ident, frames in _threads_in_driver()
+    }
+    shown = [f"thread {name!r}:\n{stack}" for stack, name in found.items()]
+    return "\n".join(shown[:_MAX_STACKS])
 
 
 def places_in_driver() -> list[str]:
@@ -195,11 +180,4 @@ def _is_foreign(frame: FrameType) -> bool:
 
 
 def _lines(frames: list[tuple[FrameType, int]]) -> list[str]:
-    # A list comprehension has a frame of its own, with the line of the function around it.
-    distinct = [
-        (frame, line)
-        for (frame, line), before in zip(frames, [None, *frames], strict=False)
-        if before is None
-        or (frame.f_code.co_filename, line) != (before[0].f_code.co_filename, before[1])
-    ]
-    return "".join(traceback.StackSummary.extract(iter(distinct)).format()).rstrip().splitlines()
+    return "".join(traceback.StackSummary.extract(iter(frames)).format()).rstrip().splitlines()
