@@ -37,17 +37,6 @@ def disk_gone(right, store, request):
     raise OSError("the disk is gone")
 
 
-def without_holes(right, store, request):
-    """The stored pages land in the first places, whatever is missing between them."""
-    done = [store.there(request.pool, key) for key in request.keys]
-    stored = [key for key, there in zip(request.keys, done, strict=True) if there]
-    targets = request.pool.access.targets(request.slots)
-    for key, page in zip(stored, targets, strict=False):
-        store.take(request.pool, key, page)
-    request.pool.access.deliver(request.slots, targets)
-    return done
-
-
 def first_component(right, store, pool, key, page):
     kept = [bytes(buffer) for buffer in page[1:]]
     done = right(pool, key, page)
@@ -98,7 +87,6 @@ def indices_by_memory(right, store, transfers, *more):
 plain("SET-1 Misses", "page 0 key", there=always(False), take=always(False))
 plain("GET-1 EX-2 AlwaysTrue", "was not written", there=always(True), take=always_true)
 plain("GET-1 SET-7 Raises", "batch_get_v2 raised OSError: the disk is gone", read=disk_gone)
-plain("GET-1 CompactsHoles Reading", "was not written at byte 0", read=without_holes)
 plain("GET-1 GET-4 LosesV Reading", "was not written at byte 96", take=first_component)
 plain("GET-4 StoresK Reading", "holds zeros", put=without_the_last, take=what_there_is)
 plain("GET-1 ReadsSixtyFourPages Reading", "was not written", read=first_pages)
@@ -435,18 +423,7 @@ def listed_first(right, store, pool, key, page):
     return True
 
 
-def half_first(right, store, pool, key, page):
-    """A page is published when half of it is there."""
-    place, whole = store.place(pool, key), b"".join(page)
-    if place not in store.pages:
-        store.pages[place] = whole[: len(whole) // 2].ljust(len(whole), b"\0")
-        time.sleep(WINDOW_SECONDS)
-        store.pages[place] = whole
-    return True
-
-
 threads = partial(plain, where="Concurrency")
-threads("GET-1 HalfFirst", "read while it was set", put=half_first)
 threads(
     "ID-6 FindsBeforeItStores",
     "said to exist",
