@@ -120,8 +120,8 @@ async def test_ten_minutes_of_seconds_and_a_day_of_minutes_are_kept(past):
 
 async def test_the_slowest_of_the_last_hour_are_those_of_all_calls(past):
     chance, made = random.Random(3), []
-    for _ in range(400):
-        past.sample(past.clock.now - NOW + chance.choice((*[0] * 12, 6, 40, 60, 600)))
+    for _ in range(600):
+        past.sample(past.clock.now - NOW + chance.choice((*[0] * 12, 6, 60, 60, 61)))
         await past.call(chance.randrange(1, 50) / 1000)
         made.append((past.took, past.clock.now))
         found = (await past.fetch()).slowest
