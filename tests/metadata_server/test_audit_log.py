@@ -11,7 +11,7 @@ import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.files import PREFIX, edit_token_file, new_token, record_of
+from hicache_metadata_server.auth.files import PREFIX, new_token
 from hicache_metadata_server.auth.security import BURST, AuditLog
 from hicache_metadata_server.client.http_transport import client_context
 from hicache_metadata_server.core.limits import Caller
@@ -22,6 +22,7 @@ from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import audit_to, running
 from tests.metadata_server.servers import DURABLE, Served
 from tests.metadata_server.test_refusals import bearer, guarded
+from tests.metadata_server.token_files import write_tokens
 from tests.support.metadata import HttpClient
 from tests.support.waiting import eventually
 
@@ -122,81 +123,62 @@ def test_settings_and_options_do_not_show_tokens():
     assert "metadata_url='http://x'" in repr(config)
 
 
-class Given:
-    """A server with every kind of secret, and all that it writes."""
+def asked_by(client):
+    """Replies to all routes."""
+    for asked in every_route(lease=1):
+        body = None if asked.body is None else msgspec.json.encode(asked.body)
+        yield client.send(asked.method, asked.path, body)
+    yield client.send("POST", "/v2/lookup", b"{")
 
-    def __init__(self, directory):
-        self.directory, self.tokens = directory, directory / "tokens.json"
-        names = ("read", "write", "admin", "env", "acme", "late", "later", "never")
-        self.by_name = {name: new_token() for name in names}
-        certificate, key = Authority(directory).sign("server")
-        private = [line for line in key.read_text().splitlines() if "-----" not in line]
-        self.secrets = [*self.by_name.values(), *private]
-        with edit_token_file(self.tokens) as records:
-            for name in ("read", "write", "admin"):
-                records[name] = record_of(self.by_name[name], name, name=name)
-            records["acme"] = record_of(self.by_name["acme"], "admin", name="acme", tenant="acme")
-        (directory / "quotas").write_text("[default]\nmax_scopes = 3\n")
-        self.place = Served(
-            f"{DURABLE} --log-level debug --log-format json --token-file {self.tokens} "
-            f"--tls-certificate {certificate} --tls-key {key} --tenants-file {directory / 'quotas'}"
-        )
 
-    def audited(self):
-        found = [line for line in self.place.log().splitlines() if '"hicache.audit"' in line]
-        return list(map(msgspec.json.decode, found))
-
-    def asked_by(self, token):
-        """Replies to all routes, and to requests with the token in the wrong place."""
-        trusting = client_context(ca=str(self.directory / "authority.pem"))
-        paths = (f"/{token}", f"/0/{token}", f"/v2/{token}", f"/v2?token={token}", "/healthz")
-        client = HttpClient(self.place.url, token, trusting)
-        for asked in every_route(lease=1):
-            body = None if asked.body is None else msgspec.json.encode(asked.body)
-            yield client.send(asked.method, asked.path, body)
-        yield client.send("POST", "/v2/lookup", b"{")
-        # What is wrong in a path or a body may be quoted in its refusal.
-        for path in (*paths, f"/0/exists?{token}", "/readyz"):
-            client.send("GET", path, None)
-            client.send("POST", path, b"{")
-        client.send("POST", "/v2/lookup", token.encode())
-        headers = {"X-Token": token, "Cookie": token, "Idempotency-Key": token}
-        client.send("GET", "/v2", None, headers=headers)
-
-    def spoil(self):
-        """Files that are bad, with tokens in them where none belong, then a good one."""
-        good, never = self.tokens.read_text(), self.by_name["never"]
-        bad = (f"write {never}\n", f'{{"version": 1, "tokens": ["{never}"]}}')
-        for count, text in enumerate(bad, 1):
-            self.tokens.write_text(text)
-            eventually(lambda count=count: self.place.log().count("reload_failed") == count)
-        self.tokens.write_text(good)
-        eventually(lambda: '"reloaded"' in self.place.log())
-        # What other servers take for a request to read their files again does no harm.
-        os.kill(self.place.process.pid, signal.SIGHUP)
-        with edit_token_file(self.tokens) as records:
-            records["later"] = record_of(self.by_name["later"], "write", name="later")
-        eventually(lambda: next(self.asked_by(self.by_name["later"])).status != 401)
+def misplace(client, token):
+    """Requests with the token where none belongs: a refusal may quote it, a log may not."""
+    for path in (f"/{token}", f"/0/{token}", f"/v2/{token}", f"/v2?token={token}", f"/?{token}"):
+        client.send("GET", path, None)
+        client.send("POST", path, b"{")
+    client.send("POST", "/v2/lookup", token.encode())
+    headers = {"X-Token": token, "Cookie": token, "Idempotency-Key": token}
+    client.send("GET", "/v2", None, headers=headers)
 
 
 @pytest.mark.long
 def test_nothing_that_a_server_writes_holds_a_secret(tmp_path, monkeypatch):
-    given = Given(tmp_path)
-    monkeypatch.setenv("HICACHE_METADATA_ADMIN_TOKEN", given.by_name["env"])
-    with given.place as place:
-        answers = []
-        for token in (*given.by_name.values(), "", "Bearer"):
-            answers += given.asked_by(token)
-        given.spoil()
-        for name in ("env", "later"):
-            answers += given.asked_by(given.by_name[name])
+    tokens, quotas = tmp_path / "tokens.json", tmp_path / "quotas"
+    by_name = {name: new_token() for name in ("read", "write", "admin", "env", "acme", "never")}
+    rights = {name: f"{name} {by_name[name]}" for name in ("read", "write", "admin")}
+    write_tokens(tokens, **rights, acme=f"admin {by_name['acme']} acme")
+    quotas.write_text("[default]\nmax_scopes = 3\n")
+    certificate, key = Authority(tmp_path).sign("server")
+    monkeypatch.setenv("HICACHE_METADATA_ADMIN_TOKEN", by_name["env"])
+    command = f"{DURABLE} --log-level debug --log-format json --token-file {tokens} "
+    command += f"--tls-certificate {certificate} --tls-key {key} --tenants-file {quotas}"
+    trusting, answers = client_context(ca=str(tmp_path / "authority.pem")), []
+    with Served(command) as place:
+        for token in (*by_name.values(), "", "Bearer"):
+            client = HttpClient(place.url, token, trusting)
+            answers += asked_by(client)
+            misplace(client, token)
+        # Files that are bad, with tokens in them where none belong, then a good one.
+        good, never = tokens.read_text(), by_name["never"]
+        bad = (f"write {never}\n", f'{{"version": 1, "tokens": ["{never}"]}}')
+        for count, text in enumerate(bad, 1):
+            tokens.write_text(text)
+            eventually(lambda count=count: place.log().count("reload_failed") == count)
+        tokens.write_text(good)
+        eventually(lambda: '"reloaded"' in place.log())
+        # What other servers take for a request to read their files again does no harm.
+        os.kill(place.process.pid, signal.SIGHUP)
+        answers += asked_by(HttpClient(place.url, by_name["env"], trusting))
         command_line = Path(f"/proc/{place.process.pid}/cmdline").read_text()
         place.process.terminate()
         place.process.wait(30)
-        audited, log = given.audited(), place.log()
+        log = place.log()
+    audited = [line for line in log.splitlines() if '"hicache.audit"' in line]
+    events = {msgspec.json.decode(line)["event"] for line in audited}
+    assert events == {"request", "refused", "reload"}
     assert {reply.status for reply in answers} >= {200, 204, 400, 401, 403, 404}
     assert all(event in log for event in ("started", "reload_failed", "reloaded", "stopped"))
-    assert {line["event"] for line in audited} == {"request", "refused", "reload"}
+    private = [line for line in key.read_text().splitlines() if "-----" not in line]
     for text in (log, command_line, *(reply.body.decode("utf-8", "replace") for reply in answers)):
-        for secret in given.secrets:
+        for secret in (*by_name.values(), *private):
             assert secret.removeprefix(PREFIX)[:20] not in text

@@ -219,20 +219,6 @@ async def test_where_there_are_tokens_they_tell():
             assert (await caller.send("GET", "/v2", headers=full)).status == 200
 
 
-@pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
-)
-async def test_what_a_form_can_send_is_refused(kind):
-    """Also where the browser is so old that it does not say where it comes from."""
-    async with running() as caller:
-        await caller.initialize("0:kv")
-        await caller.store("0:kv", ["a"])
-        for path, body in (("/0/clear", b"{}"), ("/v2/clear", b'{"scopes": ["0:kv"]}')):
-            reply = await caller.send("POST", path, body, content_type=kind)
-            assert (reply.status, reply.json["code"]) == (415, "media_type")
-        assert await caller.live("0:kv", ["a"]) == ["a"]
-
-
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", None])
 async def test_the_compatible_part_takes_json_and_what_says_nothing(kind):
     async with running() as caller:

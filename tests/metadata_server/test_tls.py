@@ -197,21 +197,14 @@ def test_settings_and_options_that_cannot_be(tmp_path, authority, others):
     ):
         with pytest.raises(ValueError, match=said):
             make(**arguments)
+    missing = tmp_path / "nope.pem"
+    unreadable = f"{missing} cannot be read: No such file"
     for said, files in (
         (r"settings\.pem cannot be used", (certificate, others.sign("mismatch")[1])),
         (r"nonsense\.pem cannot be used", (certificate, key, nonsense)),
+        (f"--tls-certificate: {unreadable}", (missing, key)),
+        (f"--tls-key: {unreadable}", (certificate, missing)),
+        (f"--tls-client-ca: {unreadable}", (certificate, key, missing)),
     ):
         with pytest.raises(ValueError, match=said):
             ServerTls(*files)
-
-
-@pytest.mark.parametrize("option", ["--tls-certificate", "--tls-key", "--tls-client-ca"])
-def test_a_file_that_is_not_there_is_named_with_its_option(tmp_path, authority, option):
-    certificate, key = installed(tmp_path, *authority.sign("first"))
-    files = {"--tls-certificate": certificate, "--tls-key": key, "--tls-client-ca": authority.file}
-    files[option] = tmp_path / "nope.pem"
-    said = f"{option}: {tmp_path}/nope.pem cannot be read: No such file or directory"
-    arguments = [argument for pair in files.items() for argument in pair]
-    told = run_metadata("serve", "--port", "0", "--store", f"sqlite:///{tmp_path}/m.db", *arguments)
-    assert (told.exit_code, told.stderr.count("\n")) == (2, 1)
-    assert said in told.stderr

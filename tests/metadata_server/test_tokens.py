@@ -191,27 +191,17 @@ def test_tokens_expire_while_the_server_runs():
 
 
 def test_who_asks():
+    """With tokens of the environment, too; those of files are asked of every route elsewhere."""
     assert Tokens().check(b"", Token.ADMIN) is ANYBODY
     tokens = Tokens({"e": Token.ADMIN, "r": Token.READ})
-    tenants = record_of("t", "admin", name="a", tenant="acme")
-    tokens.replace_records([tenants, record_of("o", "admin", name="o")])
-    for text, caller in {
-        "e": ("env-admin", "", True),
-        "r": ("env-read", "", False),
-        "t": ("a", "acme", False),
-        "o": ("o", "", True),
-    }.items():
+    for text, caller in (("e", ("env-admin", "", True)), ("r", ("env-read", "", False))):
         who = tokens.check(b"Bearer " + text.encode(), Token.READ)
         assert (who.token, who.tenant, who.sees_all) == caller
-    for header in (b"", b"Bearer", b"Bearer ", b"Basic t", b"t", b"Bearer t t", b"Bearer \xff"):
-        with pytest.raises(RequestError, match="401"):
-            tokens.check(header, Token.READ)
-    assert status(tokens, "t" * 10_000) == 401
-    tokens.replace_records([])
-    assert status(tokens, "t") == 401, "no token at all does not mean that none is asked for"
+    for token in ("", "e e", "t" * 10_000, "\xff"):
+        assert status(tokens, token) == 401
     only_a_file = Tokens()
     only_a_file.replace_records([])
-    assert status(only_a_file, "") == 401
+    assert status(only_a_file, "") == 401, "no token at all does not mean that none is asked for"
 
 
 def test_a_changed_file_is_taken_as_a_whole_or_not_at_all(tmp_path):

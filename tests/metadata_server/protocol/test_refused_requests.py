@@ -130,6 +130,9 @@ async def test_bodies_of_the_compatible_part_that_cannot_be_read(peer):
             reply = await peer.caller.send("POST", f"/0/{operation}", body)
             assert reply.status in ((400,) if body in UNREADABLE else (400, 422)), (body, reply)
             assert reply.json["message"]
+        # What a form of any site can send.
+        reply = await peer.caller.send("POST", f"/0/{operation}", b"{}", content_type="text/plain")
+        assert (reply.status, reply.json["code"]) == (415, "media_type")
 
 
 async def test_fields_of_the_compatible_part_that_are_missing_or_wrong(peer):
