@@ -20,7 +20,7 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.storage.sqlite import SCOPE_BITS, open_store
-from tests.metadata_server import servers, services
+from tests.metadata_server import services
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.servers import DURABLE, RemoteService, served
 from tests.metadata_server.services import NOW, compact_all, opened
@@ -99,7 +99,7 @@ def test_a_restored_backup_gives_no_slot_that_a_writer_may_still_write(stored, t
     """A lease that was given after the backup is unknown to it, until it has ended."""
     assert backed_up(tmp_path)[0] == 0
     content = (tmp_path / "b.db").read_bytes()
-    assert run_metadata("fsck", "--store", address(tmp_path / "b.db")).exit_code == 0
+    assert fsck(tmp_path / "b.db") == (0, "400 slots checked, no problems")
     assert (tmp_path / "b.db").read_bytes() == content
     restore(tmp_path / "b.db", tmp_path / "r.db")
     now = time.time()
@@ -132,6 +132,7 @@ def test_a_serving_server_is_backed_up(tmp_path):
             for turn in range(20):
                 services.store(service, [f"{number}-{turn}-{i}" for i in range(20)])
         assert [backup.wait(60) for backup in backups] == [0, 0, 0]
+        assert fsck(tmp_path / "m.db") == (0, "5,000 slots checked, no problems")
     for number in range(3):
         with opened_store(address(tmp_path / f"b{number}")) as (service, _):
             keys = {key for _, key in live(service)}
@@ -175,35 +176,12 @@ def test_what_is_no_store_is_not_backed_up(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# fsck.
-
-
-SERVE = f"{servers.SERVE} --store STORE --quarantine-seconds 0.05"
-
-GEOMETRIES = p.Initialize(
-    scopes=[p.ScopeGeometry(scope="0:kv", slots=10), p.ScopeGeometry(scope="1:kv", slots=20)]
-)
-
-
-def fsck(*options):
-    done = run_metadata("fsck", *options)
-    return done.exit_code, " ".join(done.output.split())
-
-
-def test_fsck_of_a_server_that_runs(tmp_path):
-    """MD-OPS-3."""
-    store = address(tmp_path / "m.db")
-    with served(SERVE.replace("STORE", store)) as (server, client):
-        client.call("/v2/initialize", GEOMETRIES, p.Initialized)
-        url = ("--url", server.url)
-        assert fsck(*url) == (0, "30 slots checked, no problems")
-        assert fsck("0:kv", *url) == (0, "10 slots checked, no problems")
-        assert fsck("0:other", *url)[0] == 2
-        assert fsck("--store", store) == (0, "30 slots checked, no problems")
-    assert "checked as a whole" in fsck("0:kv", "--store", store)[1]
-
-
 # A store that contradicts itself.
+
+
+def fsck(file):
+    done = run_metadata("fsck", "--store", address(file))
+    return done.exit_code, " ".join(done.output.split())
 
 
 SPOILED = {
@@ -248,15 +226,14 @@ def test_a_store_that_contradicts_itself_is_mended_by_a_start(tmp_path):
     write(tmp_path / "m.db", service)
     before = live(service)
     spoil(tmp_path / "m.db")
-    store = address(tmp_path / "m.db")
-    status, told = fsck("--store", store)
+    status, told = fsck(tmp_path / "m.db")
     # No invariant is violated once these slots are left out.
     assert (status, f"slots checked, {len(SAID)} problems" in told) == (1, True), told
     assert [said for said in SAID if f"slot {said}" not in told] == []
     status, told = backed_up(tmp_path)
     assert (status, "a start leaves out: 0:kv: slot 91 belongs to" in told) == (1, True), told
-    assert fsck("--store", address(tmp_path / "b.db"))[0] == 1
-    with opened_store(store) as (service, _):
+    assert fsck(tmp_path / "b.db")[0] == 1
+    with opened_store(address(tmp_path / "m.db")) as (service, _):
         assert live(service) == {**before, ("0:kv", "twice"): (90, 3, 7, 7, "")}
         scope = service.scopes["0:kv"]
         lost = list(range(91, 98))

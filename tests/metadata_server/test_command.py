@@ -36,6 +36,7 @@ def told(*arguments, **options):
 
 
 def test_looking_after_a_server(place):
+    """MD-OPS-3 among others."""
     url, token, _ = place
     where = ("--url", url, "--token-file", token)
     status, text = said("status", "--wait", "30", *where)
@@ -45,7 +46,8 @@ def test_looking_after_a_server(place):
     keys = ("--key", "k", "--key", "none", "--slot", "49")
     slot, held, nothing = told("inspect", "0:kv", *keys, *where)
     assert (slot["state"], held["key"], nothing) == ("free", "k", None)
-    assert said("fsck", *where)[0] == said("fsck", "0:kv", *where)[0] == 0
+    checked = (0, "50 slots checked, no problems")
+    assert said("fsck", *where) == said("fsck", "0:kv", *where) == checked
     for wait in ("0", "0.1"):
         assert said("drain", "--wait", wait, *where) == (1, "draining; 1 leases left")
     assert said("status", *where)[0] == 1
@@ -101,6 +103,8 @@ def test_scopes_are_named_by_their_model():
         ("", "status --url http://127.0.0.1:9", "does not answer"),
         ("", "status --wait 0.2 --url http://127.0.0.1:9", "does not answer"),
         ("", "status --url ftp://x", "no http or https address"),
+        ("all", "fsck 0:other", "scope '0:other' is not initialized"),
+        ("", "fsck 0:kv --store sqlite:///m.db", "checked as a whole"),
         ("", "fsck --store memory:", "is not the address of a store of one server"),
         ("", "fsck --store nowhere", "is not the address of a store of one server"),
         ("nobody", "status --token-file /nonexistent", "No such file"),

@@ -257,12 +257,10 @@ def refusal(status, code):
         ({"/v2/scopes": refusal(503, "unavailable")}, "#banner", "cannot answer now: the reason."),
         ({"/v2/scopes": refusal(429, "many")}, "#banner", "asked too often: the reason."),
         ({"/v2/scopes": refusal(500, "internal")}, "#banner", "answered 500 internal: the reason."),
-        ({"/v2": (502, "<html>Bad Gateway</html>")}, "#banner", "something else may stand between"),
         ({"/readyz": (502, "<html>")}, "#banner", "something else may stand between"),
         ({"/readyz": refusal(503, "unavailable")}, ".health", "Not readyThe reason."),
         ({"/readyz": refusal(503, "draining")}, ".health", "DrainingThe reason."),
         ({"/v2/history": refusal(404, "unknown_route")}, "p", "This server keeps no history."),
-        ({"/v2": refusal(403, "forbidden")}, "h1", "This server asks for a token"),
         ({"/v2/scopes": (200, f'{{"scopes": [{FOREIGN}]}}')}, TABLE, "http://one2 KiB"),
     ],
 )
