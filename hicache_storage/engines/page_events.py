@@ -74,8 +74,9 @@ class PageEvents(Generic[PageT]):
         # and never during a call of a storage.
         self._lock = threading.Lock()
         self._cursors = dict[HiCacheStorage, int | None]()
-        self._published = dict[PageId, PageT]()
-        """Pages that the listeners know, in the order of their events."""
+        self._published = dict[PageId, tuple[int, PageT]]()
+        """Pages that the listeners know, with the number of the event, in their order."""
+        self._events = 0
         self._running = defaultdict[PageId, int](int)
         """Number of calls that may store or read a page now."""
         self._doubtful = dict[PageId, bool]()
@@ -149,6 +150,12 @@ class PageEvents(Generic[PageT]):
         with self._lock:
             self._polled = ended
 
+    def published(self, after: int = -1) -> list[tuple[int, PageT]]:
+        """Return the pages that the listeners know, with ascending numbers above `after`."""
+        with self._lock:
+            known = list(self._published.values())
+        return [entry for entry in known if entry[0] > after]
+
     def forget(self, *, again: bool = False) -> None:
         """Publish all pages as removed, as when the engine serves none of them any more.
 
@@ -159,7 +166,7 @@ class PageEvents(Generic[PageT]):
             self._remove(list(known))
             if again:
                 self._published = known
-                self._tell(list(known.values()), removed=False)
+                self._tell([item for _, item in known.values()], removed=False)
 
     def close(self) -> None:
         """End the thread; a call that it makes is waited for, but not for ever. Idempotent."""
@@ -183,7 +190,8 @@ class PageEvents(Generic[PageT]):
                 if page in self._doubtful or (page in self._published and not answer):
                     self._doubtful[page] = True
                 if answer and page not in self._published:
-                    self._published[page] = item
+                    self._published[page] = self._events, item
+                    self._events += 1
                     stored.append(item)
             self._ended += 1
             self._tell(stored, removed=False)
@@ -237,7 +245,7 @@ class PageEvents(Generic[PageT]):
         return True
 
     def _remove(self, pages: Sequence[PageId]) -> None:
-        self._tell([self._published.pop(page) for page in pages], removed=True)
+        self._tell([self._published.pop(page)[1] for page in pages], removed=True)
 
     def _tell(self, items: Sequence[PageT], *, removed: bool) -> None:
         if items:

@@ -152,13 +152,23 @@ def test_a_page_that_is_missed_is_looked_up(listener):
 
 def test_pages_of_a_storage_that_reports_nothing_are_forgotten_in_the_end(monkeypatch):
     monkeypatch.setattr(page_events, "MAX_UNWATCHED", 3)
-    for scope, forgotten in ((RemovalScope.NONE, {"a"}), (RemovalScope.STORE, set())):
+    for scope, kept in ((RemovalScope.NONE, ["b", "c", "d"]), (RemovalScope.STORE, [*"abcd"])):
         listener = Listener(Store(scope))
         listener.call(*"abcd")
+        assert [key for _, key in listener.events.published()] == kept
         assert listener.known == set("abcd")
-        listener.events.forget()
-        assert listener.known == forgotten
         listener.events.close()
+
+
+def test_pages_are_listed_in_the_order_of_their_events(listener):
+    listener.call("b", "a", "c")
+    numbers = [number for number, _ in listener.events.published()]
+    listener.store.remove("b")
+    listener.events.poll()
+    listener.call("b")
+    assert [key for _, key in listener.events.published(after=numbers[1])] == ["c", "b"]
+    listener.events.forget()
+    assert (listener.events.published(), listener.known) == ([], set())
 
 
 def test_it_is_behind_until_a_poll_that_began_after_the_last_call_is_over(listener):

@@ -308,6 +308,25 @@ def test_a_quota_by_salt_frees_what_it_says(server, heard):
     assert sum(used(server).values()) == len(left) * SIZE
 
 
+def test_known_objects_are_listed_page_by_page(server):
+    stored(server, keys(5), keys(2, model_name="other"))
+    server.adapter.delete(keys(5)[2:3])
+    listed, token = [], None
+    while True:
+        page = server.adapter.list_l2_keys("model", page_size=3, cursor=token)
+        assert 0 < len(page.entries) <= 3
+        listed += [(entry.key.to_object_key(), entry.size_bytes) for entry in page.entries]
+        if (token := page.next_page_token) is None:
+            break
+        # What comes or goes meanwhile takes no place of the others.
+        server.adapter.delete(keys(1))
+    assert listed == [(keys(5)[number], SIZE) for number in (0, 1, 3, 4)]
+    assert len(server.adapter.list_l2_keys().entries) == 5
+    for bad in ({"page_size": 0}, {"cursor": "nonsense"}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            server.adapter.list_l2_keys(**bad)
+
+
 def test_the_counters_are_in_the_registry_that_lmcache_serves(server, tmp_path):
     other = Server(tmp_path)
     assert server.store(keys(2), [server.item(0), server.item(1)])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from lmcache.lmcache_native import Bitmap
 from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
@@ -201,7 +202,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         """Report a load task once; None while it runs."""
         return _bitmap(self._loads.take(task_id))
 
-    # Deletion and status
+    # Directory
     # ----------------------------------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey]) -> None:
@@ -220,6 +221,34 @@ class HiCacheL2Adapter(L2AdapterInterface):
                 except (Exception, SystemExit) as error:  # noqa: BLE001 - counted and logged; it may not end a thread of LMCache's server
                     self._refusals.note("delete", place.model, error)
                 self._page_events.confirm(_page(storage, text) for text in texts)
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """List the objects that this adapter has stored or loaded and that are not removed.
+
+        Those that others have stored are not among them: a store keeps no keys of LMCache's.
+
+        Raises:
+            ValueError: `page_size` is not positive, or the cursor is none of this adapter.
+        """
+        if page_size <= 0:
+            raise ValueError(f"page_size must be positive, got {page_size}")
+        try:
+            after = -1 if cursor is None else int(cursor)
+        except ValueError:
+            raise ValueError(f"cursor must be that of an earlier page, got {cursor!r}") from None
+        known = self._page_events.published(after)
+        listed = [
+            (number, key, size)
+            for number, (key, size) in known
+            if model_name is None or key.model_name == model_name
+        ]
+        shown = listed[:page_size]
+        return KeyListPage(
+            tuple(KeyEntry(key.to_encoded_object_key(), size) for _, key, size in shown),
+            str(shown[-1][0]) if len(listed) > page_size else None,
+        )
 
     def close(self) -> None:
         """End the threads, close the storages and the descriptors. Idempotent."""

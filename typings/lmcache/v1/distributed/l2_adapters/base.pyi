@@ -1,7 +1,7 @@
 from abc import ABC, abstractmethod
 
 from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.api import KeyListPage, MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.memory_management import MemoryObj
 
@@ -36,3 +36,6 @@ class L2AdapterInterface(ABC):
     def _notify_keys_accessed(self, keys: list[ObjectKey]) -> None: ...
     def _notify_keys_deleted(self, keys: list[ObjectKey], sizes: list[int]) -> None: ...
     def delete(self, keys: list[ObjectKey]) -> None: ...
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage: ...
