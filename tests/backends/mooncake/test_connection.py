@@ -70,18 +70,34 @@ def clock(monkeypatch):
     return made
 
 
-def test_while_a_store_is_left_out_objects_are_looked_up_again(clock, monkeypatch):
-    """A lookup must not name a store that the master has dropped since."""
-    where, again = {"a": ["one"], "b": ["two"], "gone": []}, []
-    store = SimpleNamespace(batch_get_session_start=lambda names: again.append(names) or [0, 0])
+def test_where_one_store_keeps_all_pages_the_master_is_seldom_asked(clock, monkeypatch):
+    where, asked, again = {"a": ["one"], "b": ["one"], "c": ["two"]}, [], []
+    store = SimpleNamespace(batch_get_session_start=lambda names: again.append(names) or [0])
     monkeypatch.setattr(connection, "set_up", lambda settings: store)
     client = Connection(SimpleNamespace(master=None))
-    client.copies = lambda names: {name: where[name] for name in names}
-    assert client.places(list(where)) == {"a": "one", "b": "two"}
+
+    def copies(names):
+        asked.append(names)
+        return {name: where[name] for name in names}
+
+    client.copies = copies
+    assert client.places(["a"]) == {"a": "one"}
+    assert client.places(["b"]) == {"b": "one"}
+    assert asked == [["a"]]
+    clock.now += 2 * connection.LOOK_SECONDS
+    assert client.places(["b", "c"]) == {"b": "one", "c": "two"}
+    # From now on there are two, until one has not been seen for long.
+    assert client.places(["b"]) == {"b": "one"}
+    clock.now += 2 * connection.SEEN_SECONDS
+    for _ in range(2):
+        assert client.places(["b"]) == {"b": "one"}
+    assert asked == [["a"], ["b", "c"], ["b"], ["b"]]
     assert not again
     client.stores.end("one", client.stores.begin("one", 0), failed=True)
-    assert client.places(list(where)) == {"a": "one", "b": "two"}
-    assert again == [["a", "b"]]
+    assert client.places(["b"]) == {"b": "one"}
+    assert len(asked) == 5
+    # While a store is left out, the lookup must not name one that the master has dropped since.
+    assert again == [["b"]]
 
 
 def test_a_failure_counts_unless_the_store_has_answered_since_it_began(clock):

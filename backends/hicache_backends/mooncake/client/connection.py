@@ -28,6 +28,8 @@ MAX_NAMES: Final = 50_000
 """Names in one request. The master takes about 3 us for each, and a request has a time limit."""
 PROBE_BYTES: Final = 64
 """Of an object that is read to find out whether its store answers; none is smaller."""
+SEEN_SECONDS: Final = 60.0
+LOOK_SECONDS: Final = 1.0
 SETS: Final = "sets"
 """In place of an endpoint: the master chooses the stores of objects that are written."""
 REPEAT_SECONDS: Final = 0.5
@@ -163,6 +165,10 @@ class Connection:
         self._kept = Counter[str]()
         """Uses of the lookups of each name."""
         self.stores = Stores()
+        self._seen: dict[str, float] = {}
+        """Stores of objects that were read, and when that was."""
+        self._look_at = 0.0
+        """When the master is asked even if all objects are on one store."""
         self._unrevoked = set[str]()
         """Names of begun writes that could neither be published nor revoked."""
 
@@ -292,12 +298,20 @@ class Connection:
     def places(self, names: Sequence[str]) -> dict[str, str]:
         """Return the endpoints of the stores that `read_ranges` asks for looked up objects.
 
-        Objects that have gone meanwhile are left out.
+        Objects that have gone meanwhile are left out. Where all objects were on one store lately,
+        the master is not asked.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
+        # Other threads replace it meanwhile.
+        now, seen = time.monotonic(), self._seen
+        lately = {store: at for store, at in seen.items() if now - at < SEEN_SECONDS}
+        if len(lately) == 1 and now < self._look_at and not self.stores.any_out():
+            return dict.fromkeys(names, *lately)
         places = {name: copies[0] for name, copies in self.copies(names).items() if copies}
+        self._look_at = now + LOOK_SECONDS
+        self._seen = lately | dict.fromkeys(places.values(), now)
         if places and self.stores.any_out():
             # A lookup from before the master dropped a store names that one: the read would hang,
             # and be taken for one of a store that answers.
