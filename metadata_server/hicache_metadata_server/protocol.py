@@ -7,6 +7,7 @@ both carry the same messages. Durations are in seconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Final, TypeVar
@@ -574,6 +575,11 @@ class Limits(Answer, frozen=True, kw_only=True):
     quarantine_seconds: Annotated[float, Meta(ge=0)]
     idempotency_seconds: Seconds
     """Seconds for which an idempotency key is remembered."""
+
+    def sustained(self, size: float) -> float:
+        """Pages or bytes a second that a full scope of `size` can store for long."""
+        quarantine = self.quarantine_seconds
+        return size / MAX_SPARE_SHARE / quarantine if quarantine else math.inf
 
 
 class About(Answer, frozen=True, kw_only=True):

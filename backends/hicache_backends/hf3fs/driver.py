@@ -105,10 +105,12 @@ class Hf3fsStorage(ObjectStorage):
         problem, stuck = self.store.metadata.problem(), self.store.engine.stuck()
         reasons = [*filter(None, [problem]), *self.store.refusals()]
         hanging = f"; {stuck} reads hang" if stuck else ""
+        rate = about.limits.sustained(self._config.file_bytes) / 1e6
         return Health(
             ok=True,
             detail=f"{about.server} at {self.store.metadata.endpoint}, engine "
-            f"{self.store.engine.name}{hanging}{''.join(f'; {reason}' for reason in reasons)}",
+            f"{self.store.engine.name}, a full file takes {rate:.3g} MB/s for long{hanging}"
+            f"{''.join(f'; {reason}' for reason in reasons)}",
             writable=not reasons,
         )
 

@@ -76,6 +76,12 @@ class Store:
         """Return the reasons that can be known before a set for which it would be refused."""
         return refusals(self.path, [scope.file for scope in list(self._scopes.values())])
 
+    def sustained(self, scope: SlotScope) -> str:
+        """What sets can store for long once a file is full, for logs."""
+        shape, limits = scope.file.geometry, self.metadata.about.limits
+        pages, size = limits.sustained(shape.slots), limits.sustained(shape.file_bytes)
+        return f"{pages:.3g} pages/s ({size / 1e6:.3g} MB/s)"
+
     def close(self) -> None:
         """Release all threads, sockets and descriptors."""
         try:
@@ -99,7 +105,8 @@ class Store:
                 )
                 shape = scope.file.geometry
                 logger.info(
-                    "hf3fs: %s has %d slots of %d bytes", scope.name, shape.slots, shape.slot_bytes
+                    "hf3fs: %s has %d slots of %d bytes; full, it takes %s for long",
+                    *(scope.name, shape.slots, shape.slot_bytes, self.sustained(scope)),
                 )
                 # Last: a scope that could not be declared is declared again by the next call.
                 self._scopes[namespace.name] = scope

@@ -124,9 +124,10 @@ class PageWriter:
         for batch in batches:
             if batch.full and batch.left:
                 text = (
-                    f"no slot of {batch.scope.name} is free, all are leased or in quarantine; a "
-                    f"full file takes more with a larger file_size or a shorter quarantine, and a "
-                    f"restored store of the server once earlier leases have ended"
+                    f"no slot of {batch.scope.name} is free, all are leased or in quarantine; "
+                    f"full, it takes {self._store.sustained(batch.scope)} for long, and more with a "
+                    f"larger file_size or a shorter quarantine; a restored store of the server "
+                    f"gives slots once earlier leases have ended"
                 )
                 outcome.faults.append(StorageRefusedError(text))
 

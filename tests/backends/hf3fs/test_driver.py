@@ -27,7 +27,8 @@ from hicache_storage.testing import BytePool
 from tests.backends.file.harness import identity
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain, content, interrupted, recycle
-from tests.support.metadata import HttpClient
+from tests.metadata_server import servers
+from tests.support.metadata import HttpClient, Served
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=20)
@@ -96,16 +97,24 @@ def test_a_page_that_has_moved_is_read_from_where_it_is(rig):
         one.expect(keys, version=1)
 
 
-def test_sets_that_wait_for_a_quarantine_are_refused(rig, caplog):
-    one, reason = rig(file_size=20 * 4608, wait_seconds=0.0), "all are leased or in quarantine"
-    assert all(one.put(chain("a", 20)))
-    assert one.put(chain("b", 2)) == [False, False]
-    stats = one.storage.get_stats()
-    assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 2)
-    assert reason in caplog.text
-    health = one.storage.health()
-    assert (health.ok, health.writable) == (True, False)
-    assert reason in health.detail
+def test_sets_that_wait_for_a_quarantine_are_refused_with_what_a_file_takes_for_long(
+    tmp_path, rig, caplog
+):
+    caplog.set_level("INFO")
+    with Served(command=f"{servers.SERVE} --quarantine-seconds 600") as served:
+        one = rig(metadata_url=served.url, file_size=20 * 4608, wait_seconds=0.0)
+        assert all(one.put(chain("a", 20)))
+        takes = "it takes 0.0167 pages/s (7.68e-05 MB/s) for long"
+        assert takes in caplog.text
+        assert "a full file takes 7.68e-05 MB/s for long" in one.storage.health().detail
+        caplog.clear()
+        assert one.put(chain("b", 2)) == [False, False]
+        stats = one.storage.get_stats()
+        assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 2)
+        assert takes in caplog.text
+        health = one.storage.health()
+        assert (health.ok, health.writable) == (True, False)
+        assert takes in health.detail
 
 
 def test_a_write_that_comes_too_late_is_not_published(rig):
