@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 POLL_SECONDS: Final = 1.0
 """Interval of the attempts to drop a scope whose slots are not free yet."""
+MARGIN_SECONDS: Final = 0.1
 
 
 class Hf3fsStorage(ObjectStorage):
@@ -169,6 +170,12 @@ class Hf3fsStorage(ObjectStorage):
 
     def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
         scopes = self.store.scopes(namespaces)
+        # Slots that were freed just now are free after the quarantine. Each attempt is a line in the
+        # server's audit log, so the first one comes then, where there is the time.
+        pause = self.store.metadata.about.limits.quarantine_seconds + MARGIN_SECONDS
+        left = call.remaining()
+        if left is None or left > pause:
+            time.sleep(pause)
         while True:
             try:
                 self.store.metadata.drop([scope.name for scope in scopes], call)

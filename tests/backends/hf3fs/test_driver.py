@@ -290,3 +290,13 @@ def test_a_storage_names_its_model_once(rig, server):
     one.expect(chain("a", 8))
     described = b'hicache_metadata_requests_total{route="/v2/describe",status="204"} 1.0'
     assert described in client.get("/metrics").body
+
+
+def test_a_namespace_that_was_emptied_just_now_is_removed_by_one_request(rig):
+    """Each is a line in the audit log: polling for the end of the quarantine wrote fifty."""
+    one, keys = rig(), chain("a", 4)
+    assert all(one.put(keys))
+    assert one.storage.delete(keys) == [True] * 4
+    with interrupted(one.store.metadata, "drop") as drops:
+        assert one.storage.remove_pools(30.0)
+    assert len(drops) == 1
