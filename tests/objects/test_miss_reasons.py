@@ -15,7 +15,7 @@ from hicache_storage.spec import (
 )
 from hicache_storage.testing import BytePool, MemoryStorage
 from hicache_storage.testing.storage import CAPABILITIES
-from tests.objects.test_head_shards import KEYS, Rank
+from tests.objects.test_head_shards import KEYS, stored_rank
 from tests.support.failing import failing
 from tests.support.waiting import eventually
 
@@ -90,12 +90,11 @@ def test_a_damaged_page_has_its_reason_until_it_is_set_again(kit):
 
 
 def test_a_page_without_some_of_its_shards_is_incomplete(kit):
-    rank = Rank(kit, {}, 4, 0)
-    assert rank.set() == [True] * 3
-    rank.storage.objects.pop(next(iter(rank.storage.objects)))
-    rank.storage.batch_present([*KEYS, "x"])
-    assert rank.get().count(False) == 1
-    assert reasons(rank.storage) == ({"incomplete": 1, "absent": 1}, {"incomplete": 1})
+    storage, transfer = stored_rank(kit, {}, 4)
+    storage.objects.pop(next(iter(storage.objects)))
+    storage.batch_present([*KEYS, "x"])
+    assert storage.batch_get_v2([transfer])["kv"].count(False) == 1
+    assert reasons(storage) == ({"incomplete": 1, "absent": 1}, {"incomplete": 1})
 
 
 def test_a_deadline_that_has_passed(kit):
