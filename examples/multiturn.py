@@ -7,7 +7,7 @@ whole stack: `HiMambaRadixCache` over `HybridCacheController`, device copies on 
 the simulator where there is none), host pools, and the file driver. The model is a toy whose KV and
 states depend on every token before them; each hit is compared with a full recomputation.
 
-    python examples/multiturn.py [--json FILE]
+    python examples/multiturn.py
 
 With storage behind it, a device with few slots for states serves every round as if it had kept
 everything. Without, the states of sessions that wait are gone when they come back.
@@ -15,10 +15,8 @@ everything. Without, the states of sessions that wait are gone when they come ba
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -47,6 +45,8 @@ if TYPE_CHECKING:
     from hicache_storage.pools import DevicePool
 
 VOCABULARY = 150_000
+STATE_SLOTS = 8
+"""States that the device holds."""
 WINDOW = 4
 """Last tokens that a state holds."""
 
@@ -268,68 +268,14 @@ def _text(random: Random, length: int) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where the rates are written")
-    parser.add_argument("--state-slots", type=int, default=8, help="states that the device holds")
-    parser.add_argument(
-        "--sweep",
-        type=int,
-        nargs="*",
-        default=[4, 8, 16, 24, 32, 48, 64],
-        help="other numbers of them to try",
-    )
-    for name in Workload.__dataclass_fields__:
-        default = getattr(Workload, name)
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=default, help=f"default {default}")
-    options = parser.parse_args()
-    workload = Workload(**{name: getattr(options, name) for name in Workload.__dataclass_fields__})
-    slots = sorted({options.state_slots, *options.sweep})
-
-    with_storage = {count: _stored(workload, count) for count in slots}
-    alone = {count: play(workload, count, None) for count in slots}
-    _report(with_storage[options.state_slots], alone[options.state_slots], options.state_slots)
-    if options.json:
-        options.json.write_text(
-            json.dumps(_as_json(workload, options.state_slots, with_storage, alone), indent=2)
-            + "\n"
-        )
-
-
-def _stored(workload: Workload, state_slots: int) -> Result:
-    """A run with an empty store, which goes when it is over."""
     with tempfile.TemporaryDirectory(prefix="multiturn-") as folder:
-        return play(workload, state_slots, Path(folder) / "store")
-
-
-def _report(stored: Result, alone: Result, slots: int) -> None:
-    print(f"hit rate with {slots} state slots on the device")
+        stored = play(Workload(), STATE_SLOTS, Path(folder) / "store")
+    alone = play(Workload(), STATE_SLOTS, None)
+    print(f"hit rate with {STATE_SLOTS} state slots on the device")
     print("round   with storage   device only")
     for number, rates in enumerate(zip(stored.rounds, alone.rounds, strict=True)):
         print(f"{number:5}   {rates[0]:12.6f}   {rates[1]:11.6f}")
     print(f"  all   {stored.overall:12.6f}   {alone.overall:11.6f}")
-
-
-def _as_json(
-    workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]
-) -> dict[str, object]:
-    return {
-        "workload": asdict(workload),
-        "state_slots": slots,
-        "rounds": stored[slots].rounds,
-        "overall": stored[slots].overall,
-        "prompt_tokens": stored[slots].prompt_tokens,
-        "cached_tokens": stored[slots].cached_tokens,
-        "device_only": {"rounds": alone[slots].rounds, "overall": alone[slots].overall},
-        "sweep": [
-            {
-                "state_slots": count,
-                "with_storage": stored[count].overall,
-                "device_only": alone[count].overall,
-            }
-            for count in sorted(stored)
-        ],
-    }
 
 
 if __name__ == "__main__":

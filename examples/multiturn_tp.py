@@ -6,18 +6,16 @@ engine, which is started again at another TP size after half of the rounds. Each
 over the file driver with a host pool of its own heads; the KV of a page depends on all tokens before
 it, and each restored page is compared with what it has to be.
 
-    python examples/multiturn_tp.py [--json FILE]
+    python examples/multiturn_tp.py
 
 Without shards the prompt's last answer is computed twice, and a restart begins with nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -221,29 +219,13 @@ RUNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where the rates are written")
-    for name in Workload.__dataclass_fields__:
-        default = getattr(Workload, name)
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    options = parser.parse_args()
-    workload = Workload(**{name: getattr(options, name) for name in Workload.__dataclass_fields__})
-    results = {title: (run(workload, HEADS), run(workload, 0)) for title, run in RUNS.items()}
-    for title, (shards, without) in results.items():
+    workload = Workload()
+    for title, run in RUNS.items():
+        shards, without = run(workload, HEADS), run(workload, 0)
         print(f"{title}\nround   store_tp_size={HEADS}     without")
         for number, rates in enumerate(zip(shards.rounds, without.rounds, strict=True)):
             print(f"{number:5}   {rates[0]:15.3f}   {rates[1]:9.3f}")
         print(f"  all   {shards.overall:15.3f}   {without.overall:9.3f}\n")
-    if options.json:
-        told = {
-            title: {
-                "shards": {"rounds": shards.rounds, "overall": shards.overall},
-                "without": {"rounds": without.rounds, "overall": without.overall},
-            }
-            for title, (shards, without) in results.items()
-        }
-        text = json.dumps({"workload": asdict(workload), **told}, indent=2)
-        options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

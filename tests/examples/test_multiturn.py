@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -77,19 +76,14 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
             example.serve(server, [[*prompt, *output, 7]], [[8]])
 
 
-def test_the_command_writes_what_it_found(tmp_path):
+def test_the_command_prints_what_it_found():
     """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024,
     checkpoints every 256."""
-    options = ("--json", tmp_path / "r.json", "--sweep")
-    done = run_program(sys.executable, EXAMPLES / "multiturn.py", *options)
+    done = run_program(sys.executable, EXAMPLES / "multiturn.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert [round(rate, 6) for rate in report["rounds"]] == RATES
-    assert Fraction(sum(report["cached_tokens"]), sum(report["prompt_tokens"])) == OVERALL
-    assert report["overall"] == float(OVERALL)
-    assert report["device_only"]["overall"] < report["overall"]
-    assert [point["state_slots"] for point in report["sweep"]] == [8]
-    assert all(f"{rate:.6f}" in done.stdout for rate in RATES)
+    *rounds, total = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [float(stored) for _, stored, _ in rounds] == RATES
+    assert float(total[1]) == round(float(OVERALL), 6) > float(total[2])
 
 
 @pytest.mark.gpu

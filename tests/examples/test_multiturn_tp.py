@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
-
-from tests.support.commands import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"clients": 2, "rounds": 4, "request": 32, "output": 32}
@@ -36,19 +33,13 @@ def rates(restored):
     ],
 )
 def test_hit_rates(example, run, with_shards, without):
-    workload = example.Workload(**SMALL)
     for shards, expected in ((example.HEADS, with_shards), (0, without)):
-        result = getattr(example, run)(workload, shards)
+        result = getattr(example, run)(example.Workload(**SMALL), shards)
         assert result.rounds == [float(rate) for rate in rates(expected)]
 
 
-@pytest.mark.long
-def test_the_command_writes_rates(tmp_path):
-    options = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
-    rates_file = tmp_path / "rates.json"
-    program = [sys.executable, str(EXAMPLES / "multiturn_tp.py"), *options]
-    run_program(*program, "--json", str(rates_file))
-    told = json.loads(rates_file.read_text())
-    assert told["workload"] == {**SMALL, "seed": 1}
-    for title in ("prefill at TP 2, decode at TP 4", "TP 4, started again at TP 2"):
-        assert told[title]["shards"]["overall"] > told[title]["without"]["overall"]
+def test_the_command_prints_rates(example, monkeypatch, capsys):
+    monkeypatch.setattr(example, "Workload", partial(example.Workload, **SMALL))
+    example.main()
+    overall = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if "  all" in line]
+    assert [float(shards) > float(without) for shards, without in overall] == [True, True]
