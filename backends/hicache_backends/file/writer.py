@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from hicache_backends.file.bundle import BundleIndex, tail_checksum
 from hicache_backends.posix.faults import FULL, NO_ROOM, detached
 from hicache_backends.posix.files import write_from
-from hicache_storage.objects import running_checksum
 from hicache_storage.spec import StorageRefusedError
 
 if TYPE_CHECKING:
@@ -211,8 +210,6 @@ class Writer:
 
     def _write_pages(self, pending: PendingBundle, call: Call) -> int:
         page_bytes = pending.page_index.namespace.page_bytes
-        if page_bytes > self.chunk_bytes:
-            return self._write_long_pages(pending, call)
         step, offset = max(1, self.chunk_bytes // page_bytes), 0
         for start in range(0, len(pending.writes), step):
             _stop_if_expired(call)
@@ -223,20 +220,6 @@ class Writer:
                 pending.descriptor, [buffer for write in some for buffer in write.buffers], offset
             )
             offset += len(some) * page_bytes
-        return offset
-
-    def _write_long_pages(self, pending: PendingBundle, call: Call) -> int:
-        offset = 0
-        for write in pending.writes:
-            _stop_if_expired(call)
-            checksum = running_checksum()
-            for buffer in write.buffers:
-                for at in range(0, len(buffer), CHUNK_BYTES):
-                    part = buffer[at : at + CHUNK_BYTES]
-                    checksum.update(part)
-                    write_from(pending.descriptor, [part], offset)
-                    offset += len(part)
-            write.seal(checksum.intdigest())
         return offset
 
     def _close(self, pending: PendingBundle) -> None:
