@@ -411,7 +411,7 @@ class FileStorage(ObjectStorage):
             and time.monotonic() < capacity.full_until
         ):
             capacity = None
-        write = partial(store.writer.write, call=call, shortens=capacity is None)
+        write = partial(store.writer.write, call=call)
         store.thread_pool.run([partial(write, pending) for pending in pending_bundles])
         short = [
             pending
@@ -427,7 +427,6 @@ class FileStorage(ObjectStorage):
             self._make_room(capacity, short, call, missing=size)
         except OSError as error:
             logger.debug("cannot make room on a full disk: %s", error)
-        write = partial(store.writer.write, call=call)
         store.thread_pool.run([partial(write, pending) for pending in short])
         if all(pending.index is None for pending in short):
             capacity.full_until = time.monotonic() + FULL_DISK_SECONDS

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import BundleIndex, tail_checksum
-from hicache_backends.posix.faults import FULL, NO_ROOM, detached
+from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import write_from
 from hicache_storage.spec import StorageRefusedError
 
@@ -61,10 +61,6 @@ class PendingBundle:
     checksum: int = 0
     """Its `tail_checksum`, set then."""
     fault: OSError | StorageRefusedError | None = None
-
-    @property
-    def keys(self) -> list[str]:
-        return [write.key for write in self.writes]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -145,21 +141,15 @@ class Writer:
         except OSError as error:
             pending.fault = detached(error)
 
-    def write(self, pending: PendingBundle, call: Call, *, shortens: bool = True) -> None:
-        """Write a bundle and close its file.
-
-        Args:
-            shortens: if there is no room for all pages, the bundle holds the first ones.
-        """
+    def write(self, pending: PendingBundle, call: Call) -> None:
+        """Write a bundle and close its file."""
         if pending.descriptor < 0 and pending.fault is None:
             self.open(pending)
         if pending.fault is not None:
             return
         try:
-            while not self._write_all(pending, call, shortens=shortens):
-                pending.writes = pending.writes[: len(pending.writes) // 2]
-                pending.size = pending.page_index.format.bundle_bytes(pending.keys)
-            if pending.index is not None and self.syncs:
+            self._write_all(pending, call)
+            if self.syncs:
                 os.fsync(pending.descriptor)
             if pending.rank:
                 # The head of the chain must count as the most recently used, though it was written
@@ -187,26 +177,19 @@ class Writer:
             self._close(pending)
         self.temp_files.discard(pending.name)
 
-    def _write_all(self, pending: PendingBundle, call: Call, *, shortens: bool) -> bool:
-        """Write all pages and the tail; `False` to try again with fewer pages."""
-        try:
-            if self.preallocates:
-                os.posix_fallocate(pending.descriptor, 0, pending.size)
-            end = self._write_pages(pending, call)
-            index = BundleIndex(
-                tuple(pending.keys), b"".join([write.envelope for write in pending.writes])
-            )
-            tail = pending.page_index.format.tail(index)
-            write_from(pending.descriptor, [memoryview(tail)], end)
-        except OSError as error:
-            if error.errno not in NO_ROOM or (error.errno in FULL and not shortens):
-                raise
-            pending.fault = detached(error)
-            os.ftruncate(pending.descriptor, 0)
-            return len(pending.writes) < 2
+    def _write_all(self, pending: PendingBundle, call: Call) -> None:
+        """Write all pages and the tail."""
+        if self.preallocates:
+            os.posix_fallocate(pending.descriptor, 0, pending.size)
+        end = self._write_pages(pending, call)
+        index = BundleIndex(
+            tuple([write.key for write in pending.writes]),
+            b"".join([write.envelope for write in pending.writes]),
+        )
+        tail = pending.page_index.format.tail(index)
+        write_from(pending.descriptor, [memoryview(tail)], end)
         pending.index = index
         pending.checksum = tail_checksum(tail)
-        return True
 
     def _write_pages(self, pending: PendingBundle, call: Call) -> int:
         page_bytes = pending.page_index.namespace.page_bytes

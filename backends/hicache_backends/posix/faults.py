@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-NO_ROOM = FULL | {errno.EFBIG}
-"""The file, or the file system, takes no more bytes."""
+"""The file system takes no more bytes."""
 
 NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 """The process, or the machine, has too many files open."""
