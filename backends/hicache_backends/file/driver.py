@@ -27,7 +27,7 @@ from hicache_storage.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from hicache_backends.file.capacity import Capacity
     from hicache_backends.file.config import FileConfig
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
         Call,
         LookupBatch,
         ObjectRemoval,
-        ObjectWrite,
         ReadBatch,
         WriteBatch,
     )
-    from hicache_storage.objects.requests import RegisteredPool
     from hicache_storage.spec import StorageIdentity
 
 logger = logging.getLogger(__name__)
@@ -101,16 +99,6 @@ class FileStorage(ObjectStorage):
         if self._store is None:
             raise StorageUnavailableError("file: the store is not open")
         return self._store
-
-    def admit_pool(self, pool: RegisteredPool) -> None:
-        limit, size = self._config.capacity_bytes, pool.namespace.object_bytes
-        if limit is not None and size > limit:
-            logger.error(
-                "pages of pool %s have %d bytes, the capacity is %d: none will be stored",
-                pool.name,
-                size,
-                limit,
-            )
 
     def connect(self) -> None:
         self._store = Store(self._config, self.recorder)
@@ -225,8 +213,6 @@ class FileStorage(ObjectStorage):
                 )
                 # A head that is older than its tail would be evicted before it.
                 page_index.touch(call.prefix_keys)
-        for page_index in page_indexes:
-            self._retire_damaged(page_index, [write for write in stored if write.replaces])
         store.after_call()
         self.note_partial_faults(
             [pending.fault for pending in pending_bundles if pending.fault], served=bool(stored)
@@ -431,25 +417,6 @@ class FileStorage(ObjectStorage):
         if all(pending.index is None for pending in short):
             capacity.full_until = time.monotonic() + FULL_DISK_SECONDS
 
-    def _retire_damaged(self, page_index: PageIndex, writes: Sequence[ObjectWrite]) -> None:
-        """Drop the damaged copies of pages that have just been written anew."""
-        envelopes = {
-            write.key: write.envelope
-            for write in writes
-            if write.namespace.name == page_index.namespace.name
-        }
-        if not envelopes:
-            return
-        try:
-            self.store.rewriter.drop_all(
-                page_index,
-                partial(_other_locations, page_index, envelopes),
-                RemovalReason.DAMAGED,
-            )
-        except OSError as error:
-            # The new copy is the newer one, and read in their stead.
-            logger.debug("cannot drop damaged copies: %s", error)
-
 
 def _contained(
     page_indexes: Sequence[PageIndex], batches: Sequence[LookupBatch]
@@ -479,13 +446,3 @@ def _extents(
 
 def _locations(page_index: PageIndex, keys: Sequence[str]) -> list[Location]:
     return [location for key in keys for location in page_index.copies(key)]
-
-
-def _other_locations(page_index: PageIndex, envelopes: Mapping[str, bytes]) -> list[Location]:
-    """Locations of pages whose envelopes are not these."""
-    return [
-        (bundle, page)
-        for key, envelope in envelopes.items()
-        for bundle, page in page_index.copies(key)
-        if bundle.envelope(page) != envelope
-    ]
