@@ -127,10 +127,8 @@ class FileStorage(ObjectStorage):
             for pool in self.pools.values()
             if limit is not None and pool.namespace.object_bytes > limit
         ]
-        ignored, stuck = store.ignored(), store.hung_reads()
-        found = [f"{ignored} damaged bundles ignored"] * bool(ignored) + [
-            f"{stuck} reads hang"
-        ] * bool(stuck)
+        ignored = store.ignored()
+        found = [f"{ignored} damaged bundles ignored"] if ignored else []
         return Health(
             # Where nothing is stored and nothing can be, nothing can be served.
             ok=not (reasons and namespaces)

@@ -77,7 +77,8 @@ class Rewriter:
             outcomes = self.publisher.remove(page_index.bundle_set, whole, reason)
             for bundle in bundles.keys() - set(whole):
                 try:
-                    self.drop(page_index, bundle, bundles[bundle], reason)
+                    if not self.drop(page_index, bundle, bundles[bundle], reason):
+                        outcomes += self.publisher.remove(page_index.bundle_set, [bundle], reason)
                 except OSError as error:
                     outcomes.append(not isinstance(error, FileNotFoundError) and detached(error))
             # What has failed or was faster comes with events of its own.
@@ -94,26 +95,17 @@ class Rewriter:
 
     def drop(
         self, page_index: PageIndex, bundle: Bundle, keys: Container[str], reason: RemovalReason
-    ) -> None:
+    ) -> bool:
         """Replace a bundle by one without these pages, and announce it.
+
+        Returns:
+            `False` if none of the other pages is sound; the bundle is as it was.
 
         Raises:
             FileNotFoundError: another process has removed or replaced it meanwhile.
             OSError: the bundle is as it was.
         """
         kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
-        if kept and self._rewrite(page_index, bundle, kept, reason):
-            return
-        [outcome] = self.publisher.remove(page_index.bundle_set, [bundle], reason)
-        if not outcome:
-            raise FileNotFoundError(f"{bundle.path} has been removed or replaced")
-        if isinstance(outcome, OSError):
-            raise outcome
-
-    def _rewrite(
-        self, page_index: PageIndex, bundle: Bundle, kept: Sequence[int], reason: RemovalReason
-    ) -> bool:
-        """Replace a bundle by one with some of its pages; `False` if none of them is sound."""
         name = self._temp_files.name(
             page_index.format.bundle_bytes([bundle.keys[page] for page in kept])
         )

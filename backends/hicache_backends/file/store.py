@@ -287,10 +287,6 @@ class Store:
         """Number of files with the name of a bundle and other content."""
         return sum(page_index.ignored for page_index in list(self._page_indexes.values()))
 
-    def hung_reads(self) -> int:
-        """Reads that hang in the file system after their callers have left."""
-        return 0 if self.buffers is None else self.buffers.stuck()
-
     def close(self) -> None:
         """Stop all threads and close all files."""
         self._closing.set()

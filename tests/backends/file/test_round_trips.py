@@ -44,7 +44,6 @@ def test_pages_of_any_size_and_number_of_components(rig, monkeypatch, components
     assert b.holds(keys)
     assert b.holds([*keys[2:4], *keys[1::-1], keys[3]])
     assert b.versions([keys[3], "missing", keys[0]]) == [0, None, 0]
-    assert b.store.hung_reads() == 0
 
 
 def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, monkeypatch):
