@@ -11,7 +11,6 @@ import pytest
 from hicache_backends.hf3fs.slots.scopes import store_id
 from tests.backends.hf3fs.harness import chain
 from tests.fuse.counting_fs import CountingMount
-from tests.metadata_server.full_disks import small_disk
 
 
 @pytest.fixture
@@ -30,19 +29,6 @@ def test_symbolic_links_are_not_needed(mount, rig):
     assert all(one.put(keys))
     other.expect(keys)
     assert sorted(name.suffix for name in path.iterdir()) == [".id", ".json", ".slots"]
-
-
-def test_a_full_disk_is_known_before_a_set(tmp_path, rig):
-    with small_disk(tmp_path) as disk:
-        one = rig(disk.path / "store", file_size="1MiB")
-        assert all(one.put(chain("a", 4)))
-        assert one.storage.health().writable
-        disk.fill()
-        health = one.storage.health()
-        assert (health.ok, health.writable) == (True, False)
-        assert "the file system is full" in health.detail
-        one.expect(chain("a", 4))
-        one.storage.close()
 
 
 @contextmanager
