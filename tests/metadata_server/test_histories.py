@@ -1,21 +1,31 @@
-"""Random histories of several clients on one scope, and what must be true after each step.
+"""Random histories of several clients on one scope, by both parts of the protocol, and what must be
+true after each step.
 
-A lease is committed while it lasts, and no later (MD-LEASE-3, MD-LEASE-4); its key is free once it was
-aborted (MD-LEASE-5). A slot rests for a quarantine, or until the lease that a clear has ended (MD-QUAR-1,
-MD-QUAR-2), and comes back of a later generation (MD-GEN-1). Of a chain its tail is evicted first, and no
-leased slot is (MD-EV-3, MD-EV-4). A page of another generation is not deleted (MD-DEL-3).
+No slot belongs to two keys, and none is lost (MD-SLOT-1, MD-SLOT-2); both parts see one state (MD-API-4).
+A key is leased once, exists, is busy, or finds the scope full (MD-LEASE-1, MD-RES-4, MD-RES-5). A lease is
+committed while it lasts, also again, and no later (MD-LEASE-2, MD-LEASE-3, MD-LEASE-4, MD-RES-3, MD-RES-6);
+its key is free once it was aborted (MD-LEASE-5). A confirm of a slot that is not reserved for its key, or
+not any more, changes nothing (MD-CONF-2), nor does a release of a live slot or a second one (MD-CONF-4). A
+slot rests for a quarantine, or until the lease that a clear has ended (MD-QUAR-1, MD-QUAR-2), and comes back
+of a later generation (MD-GEN-1). Of a chain its tail is evicted first, and no leased slot is (MD-EV-3,
+MD-EV-4). A page of another generation is not deleted (MD-DEL-3); what is deleted or cleared is gone
+(MD-DEL-1, MD-DEL-2), and listed once, with its reason and the owner in the request (MD-REM-1).
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core import slot_table
 from hicache_metadata_server.core.codec import (
     SlotChanges,
@@ -24,23 +34,33 @@ from hicache_metadata_server.core.codec import (
     changes_of,
     columns_of,
 )
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.invariants import audit
+from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.restore import ScopeRestorer
 from hicache_metadata_server.core.scope import Scope
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import RemovedBecause, Reserved, ScopeGeometry
 
-QUARANTINE = 2.0
-MAX_LEASE = 8
+NAME = "0:kv"
+LEASE, QUARANTINE, MAX_LEASE = 3.0, 2.0, 8.0
+LIMITS = msgspec.structs.replace(DEFAULTS, lease_seconds=LEASE, quarantine_seconds=QUARANTINE)
 RESTING = (QUARANTINED, FREE)
-STEPS = ["reserve", "commit"] * 3 + ["wait"] * 2
-STEPS += ["abort", "release", "delete", "touch", "renew", "clear", "crash"]
-REASONS = {
-    "reserve": {RemovedBecause.EVICTED},
-    "delete": {RemovedBecause.DELETED, RemovedBecause.DAMAGED},
-    "clear": {RemovedBecause.CLEARED},
-}
-"""Reasons of the pages that a step removes; no other step removes any."""
+STEPS = ["reserve", "commit"] * 3 + ["wait", "confirm"] * 2
+STEPS += ["abort", "delete", "touch", "renew", "repeat", "clear", "crash"]
+REASONS = {"reserve": RemovedBecause.EVICTED, "clear": RemovedBecause.CLEARED}
+
+
+class Page(NamedTuple):
+    """A page as it was committed."""
+
+    slot: int
+    prefix: str
+    lease: int
+    length: int = 0
+    checksum: int = 0
 
 
 def problems_of(scope: Scope) -> list[str]:
@@ -55,11 +75,11 @@ class History:
     chance: random.Random
     slots: int
     keys: int
-    scope: Scope = field(init=False)
     now: float = 1000.0
-    next_lease: int = 1
     held: dict[int, tuple[str, int, float]] = field(default_factory=dict)
     """Leases that clients believe to hold: key, slot, end."""
+    ended: set[int] = field(default_factory=set)
+    """Leases of which their clients do not know that a clear or a release has ended them."""
     blocks: dict[int, bytes] = field(default_factory=dict)
     log: list[SlotChanges] = field(default_factory=list)
     rested: dict[int, float] = field(default_factory=dict)
@@ -68,15 +88,24 @@ class History:
     """Slots whose lease a clear has ended, and until when their writers, whom nobody has asked,
     take it for theirs."""
     generations: dict[int, int] = field(default_factory=dict)
-    pages: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Live pages, the least recently used first: slot, and the key named as prefix."""
+    pages: dict[str, Page] = field(default_factory=dict)
+    """Live pages, the least recently used first."""
+    committed: list[tuple[str, Page]] = field(default_factory=list)
+    """All pages that were ever live."""
+    reasons: dict[str, RemovedBecause] = field(default_factory=REASONS.copy)
+    """Reasons of the pages that steps remove; other steps remove none."""
 
     def __post_init__(self) -> None:
-        self.scope = Scope(self.geometry, QUARANTINE)
+        self.service = MetadataService(LIMITS)
+        self.service.add_scope(self.geometry)
 
     @property
     def geometry(self) -> ScopeGeometry:
-        return ScopeGeometry(scope="0:kv", slots=self.slots)
+        return ScopeGeometry(scope=NAME, slots=self.slots)
+
+    @property
+    def scope(self) -> Scope:
+        return self.service.scopes[NAME]
 
     def step(self) -> None:
         # A lease that ends by itself ends at its time, whenever that is seen.
@@ -100,31 +129,69 @@ class History:
         leases = chance.sample(
             list(self.held), chance.randint(min(1, len(self.held)), len(self.held))
         )
-        valid = [self.scope.leases.slot(lease) == self.held[lease][1] for lease in leases]
+        valid = [self.holds(lease) for lease in leases]
         lengths = [chance.randint(1, 9) for _ in leases]
         checksums = [chance.getrandbits(64) for _ in leases]
-        stored = list[tuple[str, int, float]]()
-        done = self.scope.commit(leases, lengths, checksums, self.now)
-        for lease, was_valid, did in zip(leases, valid, done, strict=True):
-            _, _, end = held = self.held.pop(lease)
-            assert did == (was_valid and end > self.now)
-            if did:
-                stored.append(held)
-        for key, slot, _ in reversed(stored):
-            self.pages[key] = slot, self.scope.table.prefixes[slot]
+        assert self.scope.commit(leases, lengths, checksums, self.now) == valid
+        columns = zip(leases, lengths, checksums, valid, strict=True)
+        self.add([tuple(row) for *row, was_valid in columns if was_valid])
+        for lease in leases:
+            self.held.pop(lease, None)
+
+    def holds(self, lease: int) -> bool:
+        """Whether a lease that a client believes to hold can be committed."""
+        return lease not in self.ended and self.held[lease][2] > self.now
+
+    def add(self, stored: list[tuple[int, ...]]) -> None:
+        """Note pages that have become live together: lease, length and checksum of each."""
+        for lease, *columns in reversed(stored):
+            key, slot, _ = self.held.pop(lease)
+            self.pages[key] = Page(slot, self.scope.table.prefixes[slot], lease, *columns)
+            self.committed.append((key, self.pages[key]))
+
+    def repeat(self) -> None:
+        """Commit a page again, however long ago it was committed."""
+        if self.committed:
+            key, page = self.chance.choice(self.committed)
+            for checksum in (page.checksum ^ 1, page.checksum):
+                done = self.scope.commit([page.lease], [page.length], [checksum], self.now)
+                assert done == [self.pages.get(key) is page and checksum == page.checksum]
+
+    def confirm(self) -> None:
+        """Confirm slots by SGLang's part, wrong ones too, and give slots back, one of them twice."""
+        chance, new = self.chance, dict[int, None]()
+        known = [(key, slot) for key, slot, _ in self.held.values()]
+        known += [(key, page.slot) for key, page in self.pages.items()]
+        known.append((self.key(), chance.randrange(self.slots)))
+        pairs = chance.choices(known, k=chance.randint(0, 3))
+        released = chance.choices(range(self.slots), k=chance.randint(0, 2))
+        reserved = {self.held[lease][:2]: lease for lease in self.held if self.holds(lease)}
+        refused = False
+        for key, slot in pairs:
+            if (key, slot) in reserved:
+                new[reserved[key, slot]] = None
+            else:
+                refused |= key not in self.pages or self.pages[key].slot != slot
+        request = p.SglangConfirm(
+            written_keys_to_confirm=pairs, pages_to_release=released + released[:1]
+        )
+        live = {self.held[lease][1] for lease in new} | {page.slot for page in self.pages.values()}
+        refused |= not live.isdisjoint(released)
+        with pytest.raises(RequestError, match="not reserved") if refused else nullcontext():
+            SglangService(self.service).confirm_write(0, request, self.now)
+        self.add([(lease,) for lease in new])
+        self.ended |= {lease for lease, (_, slot, _) in self.held.items() if slot in released}
 
     def abort(self) -> None:
         if self.held:
             lease = self.chance.choice(list(self.held))
-            self.scope.abort([lease, lease], self.now)
+            held = self.holds(lease)
+            assert self.scope.abort([lease, lease], self.now) == [held, False]
             del self.held[lease]
-
-    def release(self) -> None:
-        self.scope.release([self.chance.randrange(self.slots) for _ in range(2)], self.now)
 
     def touch(self) -> None:
         keys = self.some_keys(6)
-        slots = [self.pages[key][0] if key in self.pages else -1 for key in keys]
+        slots = [self.pages[key].slot if key in self.pages else -1 for key in keys]
         assert list(self.scope.lru.used(keys)) == slots
         self.use(keys)
 
@@ -138,7 +205,9 @@ class History:
         if self.held:
             lease = self.chance.choice(list(self.held))
             end = self.now + self.chance.choice((3, MAX_LEASE))
-            if self.scope.renew([lease], self.now, end) == [True]:
+            is_held = self.holds(lease)
+            assert self.scope.renew([lease], self.now, end) == [is_held]
+            if is_held:
                 self.held[lease] = (*self.held[lease][:2], end)
 
     def wait(self) -> None:
@@ -152,7 +221,8 @@ class History:
         if self.chance.random() < 0.3:
             self.scope.settle(self.now, 10**6)
             self.written |= {slot: self.scope.table.until[slot] for slot in self.leased_slots()}
-            self.scope.clear(self.now)
+            self.service.clear(p.Clear(scopes=[NAME], owner="clear"), self.now)
+            self.ended |= self.held.keys()
 
     def leased_slots(self, scope: Scope | None = None) -> list[int]:
         states = (scope or self.scope).table.states
@@ -175,25 +245,36 @@ class History:
             if self.chance.random() < 0.5:
                 del self.held[lease]
         self.use(keys)
-        states, slots, leases = self.scope.reserve(
-            keys, prefixes, "me", self.next_lease, self.now, self.now + 3
-        )
+        busy = {key for lease, (key, _, _) in self.held.items() if self.holds(lease)}
+        states, slots, leases = self.reserved(keys, prefixes)
         if Reserved.FULL in states:
             assert self.scope.quarantined or not self.oldest_tail(), "no page was evicted"
-        self.next_lease += len(keys)
         columns = zip(keys, states, slots, leases, strict=True)
         for i, (key, state, slot, lease) in enumerate(columns):
             assert (slot >= 0) == (state in (Reserved.LEASED, Reserved.EXISTS))
             assert (lease > 0) == (state is Reserved.LEASED)
+            if state is Reserved.EXISTS:
+                assert slot == self.pages[key].slot
+            if state in (Reserved.BUSY, Reserved.FULL):
+                assert (state is Reserved.BUSY) == (key in busy)
             if state is Reserved.LEASED:
+                assert key not in busy
                 assert key not in keys[:i], "the first of several gets the lease"
+                busy.add(key)
                 self.check_given(slot)
                 self.generations[slot] = self.scope.table.generations[slot]
-                self.held[lease] = key, slot, self.now + 3
+                self.held[lease] = key, slot, self.now + LEASE
         given = {lease: slot for lease, slot in zip(leases, slots, strict=True) if lease}
         if given:
+            assert list(given.values()) == sorted(given.values()), "in the order of the file"
             together = self.scope.leases.log.slots(range(min(given), max(given) + 1))
             assert list(together or ()) == list(given.values()), "found with one search"
+
+    def reserved(self, keys: list[str], prefixes: list[str]) -> tuple[list[Reserved], ...]:
+        """States, slots and leases of keys."""
+        part = p.ReserveScope(scope=NAME, keys=keys, prefixes=prefixes)
+        [leased] = self.service.reserve(p.Reserve(scopes=[part], owner="reserve"), self.now).scopes
+        return leased.states, leased.slots, leased.leases
 
     def check_given(self, slot: int) -> None:
         """A slot may be given out now."""
@@ -212,7 +293,10 @@ class History:
             own = [table.generations[slot] if slot >= 0 else 1 for slot in slots]
             generations = [one + (not ok) for one, ok in zip(own, right, strict=True)]
             meant = [there and ok for there, ok in zip(meant, right, strict=True)]
-        assert self.scope.delete(keys, generations, self.now) == meant
+        self.reasons["delete"] = RemovedBecause.DAMAGED if generations else RemovedBecause.DELETED
+        part = p.DeleteScope(scope=NAME, keys=keys * 2, generations=generations * 2)
+        [flags] = self.service.delete(p.Delete(scopes=[part], owner="delete"), self.now).scopes
+        assert flags.done == meant + [False] * len(keys), "each is deleted once"
         left = [slot >= 0 and not goes for slot, goes in zip(slots, meant, strict=True)]
         assert [self.scope.lru.slot(key) >= 0 for key in keys] == left
 
@@ -221,7 +305,7 @@ class History:
         tails = (
             key
             for key in self.pages
-            if all(prefix != key for other, (_, prefix) in self.pages.items() if other != key)
+            if all(page.prefix != key for other, page in self.pages.items() if other != key)
         )
         return next(tails, "")
 
@@ -244,7 +328,7 @@ class History:
             return
         old = self.scope
         old.settle(self.now, 10**6)
-        scope = self.scope = Scope(self.geometry, QUARANTINE)
+        scope = self.service.scopes[NAME] = Scope(self.geometry, QUARANTINE)
         scope.epoch, scope.cleared_until = old.epoch, old.cleared_until
         blocks = ((number, SlotColumns.decode(blob)) for number, blob in self.blocks.items())
         assert (
@@ -271,7 +355,8 @@ class History:
             self.pages = {key: self.pages[key] for key in self.scope.lru}
             return
         assert (Counter(found.keys), found.lost) == (gone, False)
-        assert set(found.reasons) <= REASONS.get(step, set())
+        # Each step names itself as the owner.
+        assert set(zip(found.reasons, found.by, strict=True)) <= {(self.reasons.get(step), step)}
         assert set(found.times) <= {self.now}
         for key in found.keys:
             assert step != "reserve" or key == self.oldest_tail()
@@ -283,6 +368,7 @@ class History:
         owned = [self.scope.lru.slot(key) for key in self.scope.lru]
         owned += [slot for lease in self.held if (slot := self.scope.leases.slot(lease)) >= 0]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"
+        assert len(self.scope.leases.log) <= 3 * self.slots + 2 * slot_table.CHUNK
 
     def check_nothing_overdue(self) -> None:
         """Leases and quarantines have ended that were to end by now."""
@@ -296,9 +382,7 @@ class History:
         self.scope.clear(self.now)
         self.now += max(QUARANTINE, MAX_LEASE) + 1
         self.scope.settle(self.now, 10**6)
-        states, slots, _ = self.scope.reserve(
-            [f"n{i}" for i in range(self.slots)], (), "", self.next_lease, self.now, self.now + 1
-        )
+        states, slots, _ = self.reserved([f"n{i}" for i in range(self.slots)], [])
         assert set(states) == {Reserved.LEASED}
         assert sorted(slots) == list(range(self.slots))
 

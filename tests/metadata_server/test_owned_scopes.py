@@ -45,6 +45,7 @@ async def test_a_request_is_sent_to_the_owner(redis):
             ("/v2/lookup", of_keys("0:kv", ["a"])),
             ("/v2/reserve", of_keys("0:kv", ["b"])),
             ("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 100}]}),
+            ("/v2/removals", {"scopes": [{"scope": "0:kv"}]}),
             ("/0/exists", {"keys": ["a"]}),
             ("/0/initialize", {"num_pages": 100}),
         ):

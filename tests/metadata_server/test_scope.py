@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from hicache_metadata_server.core import slot_table
 from hicache_metadata_server.core.scope import STEP, Scope
-from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED, LeaseLog, SlotTable
+from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 from tests.metadata_server.test_histories import problems_of
 
@@ -29,14 +26,6 @@ def test_a_scope_of_the_largest_size_takes_no_memory():
     assert store(scope, ["a", "b"]) == [0, 1]
     assert len(scope.table) == 2
     assert len(scope.free) == 2**40 - 2
-
-
-def test_slots_are_given_in_ascending_runs():
-    scope = scope_of(64)
-    keys = [f"k{i}" for i in range(32)]
-    assert store(scope, keys) == list(range(32))
-    scope.delete(list(reversed(keys[:16])), (), 1.0)
-    assert store(scope, [f"n{i}" for i in range(16)], now=2.0, lease=100) == list(range(16))
 
 
 def test_a_large_scope_keeps_some_slots_spare():
@@ -112,36 +101,6 @@ def test_clearing_a_million_is_done_bit_by_bit(quarantine):
     while scope.next_time() is not None and scope.next_time() <= 103.0:
         scope.settle(103.0)
     assert len(scope.free) == pages
-
-
-def test_a_commit_can_be_repeated_however_long_ago_it_was():
-    """MD-LEASE-2: with the same length and checksum, while the page is live."""
-    scope = scope_of(40_000)
-    [first] = scope.reserve(["first"], (), "", 1, 0.0, 10.0)[2]
-    assert scope.commit([first], [5], [6], 0.0) == [True]
-    for number in range(60):
-        keys = [f"{number}-{i}" for i in range(600)]
-        store(scope, keys, lease=2 + 600 * number)
-        scope.delete(keys, (), 0.0)
-    again = scope.commit([first, first, first + 1], [5, 5, 5], [6, 7, 6], 1.0)
-    assert again == [True, False, False]
-    scope.delete(["first"], (), 1.0)
-    assert scope.commit([first], [5], [6], 1.0) == [False]
-    assert len(scope.leases.log) < 20_000, "what was deleted long ago is forgotten"
-
-
-def test_the_log_of_leases_stays_short(monkeypatch):
-    """However scattered the slots are that are leased together."""
-    monkeypatch.setattr(slot_table, "CHUNK", 4)
-    chance, table = random.Random(1), SlotTable()
-    table.grow(24)
-    log = LeaseLog(table)
-    for first in range(1, 3600, 6):
-        given = chance.sample(range(24), 6)
-        for lease, slot in enumerate(given, first):
-            table.leases[slot] = lease
-        log.add(first, given)
-        assert len(log) < 75
 
 
 FAULTS = {

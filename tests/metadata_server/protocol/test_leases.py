@@ -1,38 +1,12 @@
-"""The rules of the native part about leases, quarantine and eviction, while time passes."""
+"""The rules of the native part about leases and eviction, while time passes; `test_histories.py` has
+the others."""
 
 from __future__ import annotations
 
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.protocol import Reserved
 from tests.metadata_server.protocol.peer import keys_of
-
-
-def states(leased):
-    return "".join(state[0] for state in leased.states)
-
-
-async def test_what_reserve_says_of_each_key(timed):
-    """MD-LEASE-1: leased, exists, busy or full; no lease and no slot twice."""
-    await timed.initialize(8)
-    # Two pages that are evicted, and whose slots are quarantined then.
-    old = await timed.store(["u", "v"])
-    pages = await timed.store(["s", "t"])
-    new = keys_of(6)
-    asked = ["s", new[0], new[0], *new[1:], "t"]
-    answer = await timed.lease(asked)
-    assert states(answer) == "el" + "b" + "lll" + "ff" + "e"
-    assert [answer.slots[0], answer.slots[-1]] == [page.slot for page in pages]
-    given = [slot for slot, lease in zip(answer.slots, answer.leases, strict=True) if lease]
-    assert sorted([*given, *(page.slot for page in [*old, *pages])]) == list(range(8))
-    leases = {lease for lease in answer.leases if lease}
-    assert len(leases) == 4
-    assert min(leases) > 0
-    for state, slot, generation in zip(
-        answer.states, answer.slots, answer.generations, strict=True
-    ):
-        assert (slot >= 0) == (generation > 0) == (state in (Reserved.LEASED, Reserved.EXISTS))
 
 
 async def test_a_lease_is_as_long_as_the_limits_allow(timed):

@@ -1,4 +1,5 @@
-"""Removals: what is listed, how often, when, and when something may be missing."""
+"""Removals: when they are listed, and when something may be missing. `test_histories.py` has what is
+listed, and how often."""
 
 from __future__ import annotations
 
@@ -9,16 +10,12 @@ import pytest
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core import removals, scope
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.limits import DEFAULTS
 from tests.metadata_server.http_calls import (
     SlowStore,
     eventually,
     running,
-    running_shared,
-    serves,
 )
-from tests.metadata_server.protocol.peer import QUARANTINE, Peer, keys_of, peer_on
-from tests.metadata_server.redis_servers import redis_server
+from tests.metadata_server.protocol.peer import Peer, keys_of, peer_on
 
 REASON = p.RemovedBecause
 
@@ -52,52 +49,6 @@ class Listener:
             found += zip(answer.keys, answer.reasons, strict=True)
             self.cursor, more, lost = answer.cursor, answer.more, False
         return found
-
-
-async def test_each_page_that_goes_is_listed_once(peer):
-    """MD-REM-1: by both parts, with its reason."""
-    await peer.initialize(8)
-    await peer.make(8)
-    keys = keys_of(8)
-    pages = await peer.store(keys)
-    listener, late = await Listener.on(peer), await Listener.on(peer)
-    assert await peer.delete([keys[0], "none"]) == [True, False]
-    generations = [pages[1].generation, pages[2].generation + 1]
-    assert await peer.delete(keys[1:3], generations) == [True, False]
-    await peer.sglang("delete_keys", 204, keys=[keys[3], "none"])
-    gone = [(keys[0], REASON.DELETED), (keys[1], REASON.DAMAGED), (keys[3], REASON.DELETED)]
-    assert await listener.removed() == gone
-    assert await listener.removed() == []
-    assert await peer.clear() == 5
-    cleared = {(keys[i], REASON.CLEARED) for i in (2, 4, 5, 6, 7)}
-    found = await listener.removed()
-    assert (set(found), len(found)) == (cleared, 5)
-    assert await late.removed() == [*gone, *found]
-    assert await (await Listener.on(peer)).removed() == []
-
-
-async def test_removals_name_the_owner_in_their_request(timed):
-    """MD-REM-1: the compatible part has no owners."""
-    await timed.initialize(2)
-    await timed.store(["a"])
-    await timed.store(["b"])
-    listener = await Listener.on(timed)
-    began = timed.clock.now
-    await timed.lease(["c"])
-    timed.wait(QUARANTINE)
-    # A page that is stored again can go again.
-    await timed.store(["a"])
-    await timed.reserve(["d"])
-    found = await collect(timed, listener.cursor)
-    assert (found.keys, found.reasons) == (["a", "b"], [REASON.EVICTED] * 2)
-    assert (found.by, found.times) == (["test", ""], [began, began + QUARANTINE])
-    part = p.DeleteScope(scope=timed.scope, keys=["a"])
-    await timed.call("/v2/delete", p.Delete(scopes=[part], owner="deleter"))
-    timed.wait(QUARANTINE)
-    await timed.store(["b"])
-    await timed.call("/v2/clear", p.Clear(scopes=[timed.scope], owner="clearer"))
-    found = await collect(timed, found.cursor)
-    assert (found.keys, found.by) == (["a", "b"], ["deleter", "clearer"])
 
 
 async def test_many_come_in_several_answers(tmp_path):
@@ -178,37 +129,6 @@ async def test_a_cursor_of_another_start_is_lost(tmp_path):
         assert await listener.removed(lost=True) == [("b", REASON.DELETED)]
         await peer.delete(["c"])
         assert await listener.removed() == [("c", REASON.DELETED)]
-
-
-async def test_a_cursor_of_another_owner_is_lost(tmp_path):
-    """MD-REM-3: servers that share a store send the request to the owner."""
-    peers = {}
-    with redis_server(tmp_path) as redis:
-        async with running_shared(redis.url, DEFAULTS, name="http://two", peers=peers) as two:
-            async with running_shared(redis.url, DEFAULTS, name="http://one", peers=peers) as one:
-                await Peer(one).initialize(8)
-                await Peer(one).store(["a", "b"])
-                listener = await Listener.on(Peer(two))
-                await Peer(one).delete(["a"])
-                assert await listener.removed() == [("a", REASON.DELETED)]
-            del peers["http://one"]
-            await eventually(lambda: serves(two, "0:kv"))
-            await Peer(two).delete(["b"])
-            assert await listener.removed(lost=True) == [("b", REASON.DELETED)]
-
-
-async def test_a_cursor_of_a_scope_that_was_dropped_is_lost(timed):
-    """MD-REM-3: also where the new one has had as many removals."""
-    await timed.initialize(8)
-    await timed.store(["a"])
-    await timed.delete(["a"])
-    listener = await Listener.on(timed)
-    timed.wait()
-    await timed.call("/v2/drop", p.Drop(scopes=[timed.scope]))
-    await timed.initialize(8)
-    await timed.store(["b"])
-    await timed.delete(["b"])
-    assert await listener.removed(lost=True) == [("b", REASON.DELETED)]
 
 
 @pytest.mark.parametrize("cursor", ["", "no cursor", "0.0", "\x00", "9" * 100, "\u0661"])
