@@ -119,8 +119,12 @@ def test_sets_that_wait_for_a_quarantine_are_refused_with_what_a_file_takes_for_
 
 def test_a_write_that_comes_too_late_is_not_published(rig):
     one, keys = rig(), chain("a", 2)
-    with interrupted(one.store.engine, "write", lambda: time.sleep(0.4), late=True):
+    with (
+        interrupted(one.store.engine, "write", lambda: time.sleep(0.4), late=True),
+        interrupted(one.store.metadata, "commit") as commits,
+    ):
         assert one.put(keys, seconds=0.3) == [False, False]
+    assert commits == []
     assert one.hit(keys) == 0
     eventually(lambda: all(one.put(keys)))
     one.expect(keys)
@@ -197,7 +201,9 @@ def test_a_file_that_was_removed_is_made_anew(rig, monkeypatch):
     other.expect(keys)
 
 
-def test_a_directory_that_was_emptied_has_another_file_for_another_map(rig, tmp_path, monkeypatch):
+def test_a_directory_that_was_emptied_has_another_file_for_another_map(
+    rig, server_two, tmp_path, monkeypatch
+):
     """Two maps of one file give out its slots twice: acknowledged pages would be overwritten."""
     from hicache_backends.hf3fs.slots import files
 
@@ -206,7 +212,7 @@ def test_a_directory_that_was_emptied_has_another_file_for_another_map(rig, tmp_
     assert all(a.put(before))
     for path in store.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    b, more, others = rig(), chain("b", 20), chain("c", 20)
+    b, more, others = rig(metadata_url=server_two.url), chain("b", 20), chain("c", 20)
     for start in range(0, 20, 5):
         assert all(a.put(more[start : start + 5]))
         assert all(b.put(others[start : start + 5]))
