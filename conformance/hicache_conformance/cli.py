@@ -1,4 +1,4 @@
-"""`hicache conformance`: judge a driver, list the rules, explain one.
+"""`hicache conformance`: judge a driver, explain a rule.
 
 Progress, verdict and exit status of a run are shown here, too.
 """
@@ -305,25 +305,6 @@ def _given(**values: object) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@app.command("rules")
-def list_rules(
-    level: Annotated[str, typer.Option(metavar="LEVELS", help="Only of these levels.")] = "all",
-) -> None:
-    """List every rule, its levels, the capability it needs, and how many cases test it."""
-    from hicache_conformance.suite.driver_conformance import catalogue
-
-    with _mistakes(Console(stderr=True)):
-        levels = parse_levels(level)
-    table = Table(
-        "rule", "levels", "needs", "cases", "text", box=None, header_style="bold", pad_edge=False
-    )
-    for rule in rules().values():
-        if set(rule.levels) & set(levels):
-            cases = sum(rule.id in case.rules for case in catalogue().values())
-            table.add_row(rule.id, ", ".join(rule.levels), rule.needs, str(cases), rule.text)
-    Console().print(table)
-
-
 @app.command()
 def explain(
     rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's id, such as GET-1.")],
@@ -335,7 +316,7 @@ def explain(
     with _mistakes(Console(stderr=True)):
         known = rules().get(rule.upper())
         if known is None:
-            raise ValueError(f"no rule {rule!r}; `hicache conformance rules` lists them")
+            raise ValueError(f"no rule {rule!r}; rules are {', '.join(rules())}")
     console.print(
         f"[bold]{known.id}[/]  level {', '.join(known.levels)}"
         + (f"; needs {known.needs}" if known.needs else "")

@@ -193,11 +193,4 @@ def test_explain_says_what_why_and_how(site, rule, words):
 def test_explain_of_no_rule(site):
     ran = site.hicache("conformance", "explain", "GET-99")
     assert ran.status == 2
-    assert "no rule 'GET-99'" in ran.output
-
-
-@pytest.mark.long
-def test_rules_lists_all(site):
-    output = site.hicache("conformance", "rules").output
-    assert all(re.search(rf"^{rule} ", output, re.MULTILINE) for rule in rules())
-    assert "GET-1 " not in site.hicache("conformance", "rules", "--level", "budget").output
+    assert f"no rule 'GET-99'; rules are {', '.join(rules())}" in ran.words
