@@ -31,17 +31,6 @@ def address(file):
     return f"sqlite:///{file}"
 
 
-def filled(chance, now, *, slots, size, steps):
-    """A service after random requests, the last of them at this time."""
-    service = MetadataService()
-    services.initialize(service, "0:kv", "1:kv", slots=slots, now=now - steps)
-    for number in range(steps):
-        at, scope = now - steps + number, chance.choice(("0:kv", "1:kv"))
-        services.random_changes(chance, service, scope, at, size=size, batch=6)
-        service.settle(at, 10**6)
-    return service
-
-
 def live(service):
     """Every live page, as clients can see it."""
     found = {}
@@ -52,25 +41,24 @@ def live(service):
     return found
 
 
-def write(file, service):
-    store = open_store(address(file))
-    store.recover(NOW)
-    store.write(service.take_changes())
-    store.close()
-
-
 @pytest.fixture
 def stored(tmp_path):
     """A store with pages of every kind, some of them without a checksum."""
-    now = time.time()
-    service = filled(random.Random(11), now, slots=200, size=100, steps=150)
+    now, chance, service = time.time(), random.Random(11), MetadataService()
+    services.initialize(service, "0:kv", "1:kv", slots=200, now=now - 150)
+    for at in range(-150, 0):
+        scope = chance.choice(("0:kv", "1:kv"))
+        services.random_changes(chance, service, scope, now + at, size=100, batch=6)
+        service.settle(now + at, 10**6)
     sglang, plain = SglangService(service), ["plain1", "plain2"]
     asked = p.SglangReserve(keys=[(key, "") for key in plain])
     given = sglang.reserve_and_allocate_page_indices(0, asked, now)["indices"]
     pairs = [(key, slot) for key, (_, slot) in zip(plain, given, strict=True)]
     sglang.confirm_write(0, p.SglangConfirm(written_keys_to_confirm=pairs), now)
     services.reserve(service, ["held"], now=now)
-    write(tmp_path / "m.db", service)
+    with closing(open_store(address(tmp_path / "m.db"))) as store:
+        store.recover(now)
+        store.write(service.take_changes())
     return service
 
 
@@ -185,18 +173,18 @@ def fsck(file):
 
 
 SPOILED = {
-    90: ("twice", LIVE, {}),
-    91: ("twice", LIVE, {}),
-    92: ("nonsense", 77, {}),
-    93: ("no generation", LIVE, {"generations": 0}),
-    94: ("no lease", LIVE, {"leases": 0}),
-    95: ("", LIVE, {}),
-    96: ("for ever", LEASED, {"until": 1e15}),
-    97: ("", QUARANTINED, {"until": 1e15}),
+    190: ("twice", LIVE, {}),
+    191: ("twice", LIVE, {}),
+    192: ("nonsense", 77, {}),
+    193: ("no generation", LIVE, {"generations": 0}),
+    194: ("no lease", LIVE, {"leases": 0}),
+    195: ("", LIVE, {}),
+    196: ("for ever", LEASED, {"until": 1e15}),
+    197: ("", QUARANTINED, {"until": 1e15}),
     5000: ("outside", LIVE, {}),
 }
-SAID = ["91 belongs to the key of slot 90", "92 has the unknown state", "5000 is outside"]
-SAID += ["93 is live", "94 is live", "95 is live"]
+SAID = ["191 belongs to the key of slot 190", "192 has the unknown state", "5000 is outside"]
+SAID += ["193 is live", "194 is live", "195 is live"]
 
 
 def spoil(file):
@@ -221,22 +209,20 @@ def spoil(file):
             database.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", values)
 
 
-def test_a_store_that_contradicts_itself_is_mended_by_a_start(tmp_path):
-    service = filled(random.Random(4), NOW, slots=100, size=20, steps=60)
-    write(tmp_path / "m.db", service)
-    before = live(service)
+def test_a_store_that_contradicts_itself_is_mended_by_a_start(stored, tmp_path):
+    before = live(stored)
     spoil(tmp_path / "m.db")
     status, told = fsck(tmp_path / "m.db")
     # No invariant is violated once these slots are left out.
     assert (status, f"slots checked, {len(SAID)} problems" in told) == (1, True), told
     assert [said for said in SAID if f"slot {said}" not in told] == []
     status, told = backed_up(tmp_path)
-    assert (status, "a start leaves out: 0:kv: slot 91 belongs to" in told) == (1, True), told
+    assert (status, "a start leaves out: 0:kv: slot 191 belongs to" in told) == (1, True), told
     assert fsck(tmp_path / "b.db")[0] == 1
     with opened_store(address(tmp_path / "m.db")) as (service, _):
-        assert live(service) == {**before, ("0:kv", "twice"): (90, 3, 7, 7, "")}
+        assert live(service) == {**before, ("0:kv", "twice"): (190, 3, 7, 7, "")}
         scope = service.scopes["0:kv"]
-        lost = list(range(91, 98))
+        lost = list(range(191, 198))
         assert not {scope.table.states[slot] for slot in lost} & {LIVE}
         # A lease ends first, and then rests.
         for seconds in (service.max_hold_seconds, 2 * service.max_hold_seconds):
