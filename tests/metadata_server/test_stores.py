@@ -41,6 +41,7 @@ from tests.metadata_server.services import (
     state,
     write_and_compact,
 )
+from tests.metadata_server.services import store as store_pages
 from tests.support.commands import run_python
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def logged(directory):
 @pytest.mark.parametrize("compacted", [False, True])
 def test_everything_comes_back(tmp_path, compacted):
     store, service = opened(tmp_path)
-    initialize(service, "0:kv", "1:kv")
+    initialize(service, "0:kv", "1:kv", "2:kv", slots=50)
     commit(service, reserve(service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
     held = reserve(service, ["held"])
     commit(service, reserve(service, ["a"], "1:kv").leases, "1:kv")
@@ -74,7 +75,12 @@ def test_everything_comes_back(tmp_path, compacted):
     delete(service, ["a"])
     service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"\x00body"))
     service.scopes["1:kv"].tenant = "acme"
+    gone = store_pages(service, [f"k{i}" for i in range(40)], "2:kv")
     store.write(service.take_changes())
+    clear(service, "2:kv")
+    changes = service.take_changes()
+    assert not changes.slots, "a clear writes one row, however much it clears"
+    store.write(changes)
     if compacted:
         compact_all(store, service)
     before = state(service)
@@ -86,31 +92,13 @@ def test_everything_comes_back(tmp_path, compacted):
     assert service.answers.find("once", b"digest", NOW).body == b"\x00body"
     assert commit(service, held.leases) == [p.Settled.DONE]
     assert min(reserve(service, ["new"]).leases) > max(held.leases)
-    for seconds, wanted in ((4, p.SlotState.QUARANTINED), (6, p.SlotState.FREE)):
+    for seconds, wanted, free in ((4, p.SlotState.QUARANTINED, 10), (6, p.SlotState.FREE, 50)):
         service.settle(NOW + seconds, 1000)
         assert slot_status(service, slot, now=NOW + seconds).state is wanted
+        assert service.scopes["2:kv"].available == free
+    anew = reserve(service, ["k"], "2:kv", NOW + 6)
+    assert anew.generations[0] > max(gone.generations)
     again.close()
-
-
-def test_a_cleared_scope_stays_cleared(tmp_path):
-    store, service = opened(tmp_path)
-    initialize(service, "0:kv", slots=5000)
-    given = reserve(service, [f"k{i}" for i in range(4000)])
-    commit(service, given.leases)
-    store.write(service.take_changes())
-    clear(service)
-    changes = service.take_changes()
-    assert not changes.slots, "a clear writes one row, however much it clears"
-    store.write(changes)
-    store.close()
-    store, service = opened(tmp_path, NOW + 1)
-    status = service.list_scopes().scopes[0]
-    assert (status.live, status.quarantined, status.free) == (0, 4000, 1000)
-    service.settle(NOW + 6, 10**5)
-    assert service.list_scopes().scopes[0].free == 5000
-    again = reserve(service, ["x"], now=NOW + 6)
-    assert again.generations[0] > max(given.generations)
-    store.close()
 
 
 @pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
@@ -136,25 +124,17 @@ def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
     store.close()
 
 
-def test_a_log_without_its_database_does_no_harm(tmp_path):
-    store, service = opened(tmp_path)
-    initialize(service, "0:kv")
-    store.write(service.take_changes())
-    left = (tmp_path / "m.db-wal").read_bytes()
-    store.close()
-    (tmp_path / "m.db").unlink()
-    (tmp_path / "m.db-wal").write_bytes(left)
-    store, service = opened(tmp_path)
-    assert service.scopes == {}
-    store.close()
-
-
+NO_DATABASE = (
+    b"not a database at all, but long enough to look at" * 50,
+    b"SQLite format 3\x00" + b"x" * 5000,
+)
 DAMAGED = [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])]
 
 
 @pytest.mark.parametrize(
-    ("statement", "said"),
+    ("damage", "said"),
     [
+        *((content, "cannot open") for content in NO_DATABASE),
         ("PRAGMA application_id = 7", "database of something else"),
         ("PRAGMA user_version = 99", "later version"),
         (
@@ -165,32 +145,22 @@ DAMAGED = [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])]
         ("INSERT INTO log VALUES (1, x'6e6f')", "cannot be read"),
     ],
 )
-def test_a_store_that_cannot_be_read_is_refused_and_stays(tmp_path, statement, said):
+def test_a_store_that_cannot_be_read_is_refused_and_stays(tmp_path, damage, said):
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
     reserve(service, ["a"])
     store.write(service.take_changes())
     compact_all(store, service)
     store.close()
-    with database(tmp_path) as one:
-        one.execute(statement)
+    if isinstance(damage, bytes):
+        (tmp_path / "m.db").write_bytes(damage)
+    else:
+        with database(tmp_path) as one:
+            one.execute(damage)
     before = (tmp_path / "m.db").read_bytes()
     with pytest.raises(StoreError, match=said):
         opened(tmp_path)
     assert (tmp_path / "m.db").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"not a database at all, but long enough to look at" * 50,
-        b"SQLite format 3\x00" + b"x" * 5000,
-    ],
-)
-def test_a_file_that_is_no_database_is_refused(tmp_path, content):
-    (tmp_path / "m.db").write_bytes(content)
-    with pytest.raises(StoreError, match="cannot open"):
-        opened(tmp_path)
 
 
 def test_what_is_compacted_leaves_the_log(tmp_path, monkeypatch):
@@ -210,24 +180,6 @@ def test_what_is_compacted_leaves_the_log(tmp_path, monkeypatch):
     store, service = opened(tmp_path)
     assert [slot.key for slot in state(service)[0][1]] == [f"k{i}" for i in range(200)]
     store.close()
-
-
-def test_another_program_may_read_the_database(tmp_path):
-    """Then SQLite keeps its own log, also when the store is closed."""
-    store, service = opened(tmp_path)
-    initialize(service, "0:kv")
-    store.write(service.take_changes())
-    with closing(sqlite3.connect(tmp_path / "m.db")) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT * FROM scopes").fetchall()
-        reserve(service, ["a"])
-        store.write(service.take_changes())
-        compact_all(store, service)
-        store.close()
-        store, service = opened(tmp_path)
-        assert service.scopes["0:kv"].table.keys == ["a"]
-        store.close()
-    assert not (tmp_path / "m.db-wal").exists()
 
 
 def test_a_program_that_closes_the_database_leaves_its_log(tmp_path):
