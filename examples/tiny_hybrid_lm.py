@@ -10,7 +10,7 @@ a full recomputation in other memory: bit by bit; in bfloat16, where `mamba` use
 kernels, within 3 % of the largest logit.
 
     python examples/tiny_hybrid_lm.py [--model mamba|dsa] [--storage DRIVER] [-c KEY=VALUE]
-    [--start-server] [--restart] [--corrupt]
+    [--restart] [--corrupt]
 
 `--restart` goes on in a second process over the same store, `--corrupt` damages one stored page of
 the file driver before the last round: hits become fewer, and logits stay.
@@ -23,10 +23,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tiny_hybrid_lm_parts import places
@@ -38,9 +36,6 @@ from tiny_hybrid_lm_parts.sizes import Sizes
 from tiny_hybrid_lm_parts.sparse import sparse_model
 
 from hicache_storage.hybrid import StorageConfig, build_hybrid_stack
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MODELS = {"mamba": mamba_model, "dsa": sparse_model}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,8 +54,6 @@ class Options:
     talk: Talk = field(default_factory=Talk)
     restart: bool = False
     corrupt: bool = False
-    start_server: bool = False
-    """Start the servers that the driver registers."""
     resume: Path | None = None
     """What a first process has left: its sessions."""
 
@@ -166,20 +159,11 @@ def main() -> int:
     options = _options()
     # Of small tensors, more threads only make it slower.
     torch.set_num_threads(1)
-    with ExitStack() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tiny-hybrid-lm-")))
-        ports: Mapping[str, int] = {}
-        if options.start_server:
-            ports = closing.enter_context(places.servers(options.storage, folder))
+    with tempfile.TemporaryDirectory(prefix="tiny-hybrid-lm-") as folder:
         model = f"examples/tiny-hybrid-lm/{options.model}"
-        storage = places.store(options.storage, options.given, folder, model, ports)
-        if options.restart and not places.lasts(storage):
-            raise SystemExit(
-                f"--restart needs a store that outlives its process; {options.storage} with these "
-                f"options does not"
-            )
+        storage = places.store(options.storage, options.given, Path(folder), model)
         try:
-            return play(options, storage, folder)
+            return play(options, storage, Path(folder))
         except ExampleFailedError as error:
             print(f"failed: {error}", file=sys.stderr)
             return 1
@@ -230,11 +214,6 @@ def _options() -> Options:
         action="store_true",
         help="damage a stored page before the last round; file driver only",
     )
-    parser.add_argument(
-        "--start-server",
-        action="store_true",
-        help="start the servers that the driver registers for a throwaway store",
-    )
     parser.add_argument("--resume", type=Path, help=argparse.SUPPRESS)
     found = parser.parse_args()
     if found.corrupt and found.storage != "file":
@@ -253,7 +232,6 @@ def _options() -> Options:
         ),
         restart=found.restart,
         corrupt=found.corrupt,
-        start_server=found.start_server,
         resume=found.resume,
     )
 

@@ -90,18 +90,20 @@ def played(example, tmp_path, **fields):
     went."""
     talk = example.chat.Talk(clients=5, rounds=fields.pop("rounds", 3), running=2, seed=SEED)
     options = example.main.Options(talk=talk, **fields)
+    storage = example.places.store(options.storage, options.given, tmp_path, "tests")
     conversation = example.chat.Conversation([[] for _ in range(talk.clients)])
-    with example.places.servers(options.storage, tmp_path / "servers") as ports:
-        storage = example.places.store(options.storage, options.given, tmp_path, "tests", ports)
-        example.main.run(options, storage, conversation)
+    example.main.run(options, storage, conversation)
     example.main.report(options, conversation, "test")
     return options, storage, conversation
 
 
 @pytest.mark.parametrize("driver", ["file", "hf3fs"])
 @pytest.mark.parametrize("kind", ["mamba", "dsa"])
-def test_prefixes_of_every_tier_give_the_bits_of_a_recomputation(example, tmp_path, kind, driver):
-    _, _, conversation = played(example, tmp_path, model=kind, storage=driver)
+def test_prefixes_of_every_tier_give_the_bits_of_a_recomputation(
+    request, example, tmp_path, kind, driver
+):
+    given = request.getfixturevalue("hf3fs") if driver == "hf3fs" else {}
+    _, _, conversation = played(example, tmp_path, model=kind, storage=driver, given=given)
     tier = example.requests.Tier
     example.main.check_tiers(conversation, [tier.L1, tier.L2, tier.L3])
     assert len(conversation.turns) == 15
@@ -181,13 +183,32 @@ def test_a_second_process_goes_on_where_the_first_stopped():
     assert "  L1" in first
 
 
+@pytest.fixture
+def mooncake():
+    # Here, as below: a machine with a GPU has neither Mooncake nor the server.
+    from examples.mooncake_cluster import DevCluster
+
+    with DevCluster(1, 256 << 20) as cluster:
+        yield cluster.options
+
+
+@pytest.fixture
+def hf3fs(tmp_path):
+    from tests.metadata_server.servers import SERVE
+    from tests.support.metadata import Served
+
+    with Served(command=SERVE) as server:
+        yield {"path": str(tmp_path / "store"), "metadata_url": server.url}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("driver", "kind"), [("hf3fs", "mamba"), ("mooncake", "mamba"), ("mooncake", "dsa")]
 )
-def test_servers_keep_the_pages_for_a_second_process(driver, kind):
-    """With `--start-server`, hf3fs has its metadata server, and Mooncake a master and a store."""
-    done = command("--storage", driver, "--model", kind, "--start-server", "--restart", *SMALL)
+def test_servers_keep_the_pages_for_a_second_process(request, driver, kind):
+    given = request.getfixturevalue(driver).items()
+    options = [word for name, value in given for word in ("-c", f"{name}={value}")]
+    done = command("--storage", driver, *options, "--model", kind, "--restart", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.split("in a second process")[1]
     assert re.search(r"L3 +6 +[1-9][0-9]* +6\n", last)
