@@ -14,14 +14,12 @@ from hicache_storage.spec import (
     AskedScope,
     Capabilities,
     ConfigError,
-    DriverConfig,
     HiCacheStorageExtraInfo,
     HungReads,
     InvalidTransferError,
     StorageClosedError,
     StorageTimeoutError,
     UnknownPoolError,
-    parse_config,
     seconds_since_asked,
 )
 from tests.support.failing import kept_calls
@@ -114,29 +112,6 @@ def test_the_max_deadline_is_one_that_a_thread_can_wait(kit):
 def test_a_threshold_is_a_number_of_calls(threshold):
     with pytest.raises(ConfigError, match="breaker_threshold"):
         StorageOptions(breaker_threshold=threshold)
-
-
-class Waiting(DriverConfig):
-    wait_seconds: float = 1.0
-    whole_seconds: int = 1
-    share: float = 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("wait_seconds", math.nan),
-        ("wait_seconds", math.inf),
-        ("wait_seconds", "nan"),
-        ("wait_seconds", 1e10),
-        ("whole_seconds", 10**12),
-        ("share", math.nan),
-        ("share", "Infinity"),
-    ],
-)
-def test_a_drivers_options_are_finite(name, value):
-    with pytest.raises(ConfigError, match=name):
-        parse_config(Waiting, {name: value})
 
 
 @pytest.mark.parametrize("may_hang", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 import pickle
 
 import pytest
@@ -71,6 +72,8 @@ class Options(spec.DriverConfig):
     path: str
     threads: int = 1
     fsync: bool = False
+    share: float = 0.5
+    wait_seconds: int | float = 1
 
 
 def test_options_are_converted_from_text():
@@ -84,6 +87,12 @@ def test_options_are_converted_from_text():
     [
         ({"path": "x", "thread": 2}, "unknown option 'thread'; did you mean 'threads'"),
         ({"path": "x", "zzz": 2}, "unknown option 'zzz'; known options: path, threads, fsync"),
+        # NaN passes every comparison, and no lock waits as long as the others.
+        *[({"path": "x", "share": bad}, "share") for bad in (math.nan, "Infinity")],
+        *[
+            ({"path": "x", "wait_seconds": bad}, "wait_seconds")
+            for bad in ("nan", math.inf, 1e10, 10**12)
+        ],
         ({}, "path"),
         ({"path": "x", "threads": "many"}, "threads"),
     ],
