@@ -7,8 +7,7 @@ import json
 import logging
 import re
 import threading
-from contextlib import closing, contextmanager
-from io import StringIO
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from hicache_metadata_server.http.handlers import Handlers
 from hicache_metadata_server.logs import configure_logs
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.observability.logs import log_like
 from hicache_storage.observability.request_ids import (
     RequestScope,
     call_request_id,
@@ -29,6 +27,7 @@ from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import running
 from tests.metadata_server.servers import SERVE
+from tests.support.commands import run_python
 from tests.support.failing import failing
 from tests.support.forking import in_child
 from tests.support.metadata import HttpClient, Served
@@ -117,55 +116,39 @@ def test_a_call_that_is_late_is_named(kit, caplog):
     assert ([record.request_id], record.seconds) == (seen, 0.05)
 
 
-@contextmanager
-def unconfigured():
-    """Loggers as in a process whose engine has configured its own alone.
+LOGS = """
+import logging, sys
+from hicache_storage.observability.logs import log_like
 
-    No fixture: pytest gives the root handlers of its own for each phase of a test.
-    """
-    names = ("", "hicache_storage", "hicache_backends")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
-    for logger in loggers:
-        logger.handlers[:] = []
-    try:
-        yield
-    finally:
-        for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-            logger.handlers[:], logger.propagate = handlers, propagate
-            logger.setLevel(level)
+def give_handler(name, format):
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(format))
+    logging.getLogger(name).addHandler(handler)
 
-
-@pytest.fixture
-def engine():
-    """A logger with a handler, as an engine makes it."""
-    logger = logging.getLogger("tests.engine")
-    handler = logging.StreamHandler(StringIO())
-    handler.setFormatter(logging.Formatter("engine: %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield logger
-    logger.removeHandler(handler)
+give_handler("engine", "engine: %(message)s")
+logging.getLogger("engine").setLevel(logging.INFO)
+for name in sys.argv[1:]:
+    give_handler(name, "own: %(message)s")
+for _ in range(2):
+    log_like(logging.getLogger("engine"))
+logging.getLogger("hicache_storage.x").warning("warned")
+logging.getLogger("hicache_backends.x").info("told")
+logging.getLogger("hicache_backends.x").debug("not heard")
+"""
 
 
-def test_logs_are_printed_as_the_engines_own(engine):
-    with unconfigured():
-        log_like(engine)
-        log_like(engine)
-        logging.getLogger("hicache_backends.x").info("heard")
-        logging.getLogger("hicache_backends.x").debug("not heard")
-    assert engine.handlers[0].stream.getvalue() == "engine: heard\n"
-
-
-@pytest.mark.parametrize("configured", ["", "hicache_storage"])
-def test_logs_that_somebody_has_configured_stay_as_they_are(engine, configured):
-    theirs = logging.StreamHandler(StringIO())
-    with unconfigured():
-        logging.getLogger(configured).addHandler(theirs)
-        log_like(engine)
-        logging.getLogger("hicache_storage.x").warning("heard")
-    assert theirs.stream.getvalue() == "heard\n"
-    assert engine.handlers[0].stream.getvalue() == ""
+@pytest.mark.parametrize(
+    ("configured", "printed"),
+    [
+        ([], "engine: warned engine: told"),
+        (["root"], "own: warned"),
+        (["hicache_storage"], "own: warned engine: told"),
+    ],
+)
+def test_logs_are_printed_as_the_engines_own_unless_somebody_has_configured_them(
+    configured, printed
+):
+    assert run_python(LOGS, *configured).stdout.split() == printed.split()
 
 
 async def test_the_server_answers_with_the_id_and_never_with_more():
