@@ -59,17 +59,6 @@ def test_a_page_that_is_missing_takes_no_memory(both, monkeypatch):
     assert torch.equal(flat.get_data_page(2 * P), page)
 
 
-def test_a_damaged_page_of_it_does_not_arrive(both):
-    storage, flat, _lending = both
-    storage.objects = {
-        name: payload[:-65] + b"\xff" + payload[-64:] for name, payload in storage.objects.items()
-    }
-    before = flat.kv_buffer.clone()
-    assert storage.batch_get_v2([transfer("kv", ["a", "b"], [4, 5])]) == {"kv": [False, False]}
-    assert torch.equal(flat.kv_buffer, before)
-    assert storage.get_stats().pools["kv"].pages_damaged == 2
-
-
 @pytest.mark.parametrize("pool", ["kv", "mamba"])
 def test_a_pool_that_raises_while_pages_are_read_is_a_miss(both, monkeypatch, caplog, pool):
     """FT-1: an engine's pool is not ours either, and a bare `RuntimeError` must not reach the
