@@ -28,26 +28,13 @@ def check_python(target: DoctorTarget) -> Iterator[Finding]:
 
 
 def check_torch(target: DoctorTarget) -> Iterator[Finding]:
-    """Check torch, and its access to the GPUs."""
+    """Check that torch can be imported."""
     try:
         import torch
     except ImportError as error:
         yield fail("torch", f"cannot be imported: {error}", "pip install torch")
         return
     yield ok("torch", str(torch.__version__))
-    # Some drivers of the device exist without a device; the nodes do not.
-    devices = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        yield ok("gpu", ", ".join(names))
-    elif devices:
-        fix = "install a torch built for CUDA, and a driver that it supports; `python -m torch.utils.collect_env` says which"
-        detail = (
-            f"{', '.join(devices)} present, and this torch cannot use it: host pools are not locked"
-        )
-        yield warn("gpu", detail, fix)
-    else:
-        yield ok("gpu", "none; storing and loading pages needs none")
 
 
 def check_locked_memory(target: DoctorTarget) -> Iterator[Finding]:
