@@ -76,20 +76,3 @@ def test_a_package_that_is_not_asked_for_is_not_imported(arguments, loaded):
     )
     found = run_python(code, *arguments)
     assert set(found.stderr.split("\n")[-2].split()) == loaded
-
-
-def test_threads_that_decode_a_type_for_the_first_time_do_not_crash():
-    # The client of the metadata server does so. msgspec 0.22 ended the engine's process (SIGSEGV).
-    code = (
-        "import sys, threading, msgspec\n"
-        "sys.setswitchinterval(1e-6)\n"
-        "body = msgspec.msgpack.encode({'items': [{'number': 1}]})\n"
-        "for _ in range(200):\n"
-        "    inner = msgspec.defstruct('Inner', [('number', int)])\n"
-        "    outer = msgspec.defstruct('Outer', [('items', list[inner])])\n"
-        "    decode = lambda: msgspec.msgpack.decode(body, type=outer)\n"
-        "    threads = [threading.Thread(target=decode) for _ in range(4)]\n"
-        "    for thread in threads: thread.start()\n"
-        "    for thread in threads: thread.join()\n"
-    )
-    run_python(code)
