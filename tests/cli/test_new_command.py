@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -109,13 +108,3 @@ def test_what_is_taken_or_missing_is_refused(refused, tmp_path):
     assert "no store 'tape'; there are memory, directory" in refused("demo", "--store", "tape")
     (tmp_path / "demo").mkdir()
     assert "demo exists; nothing has been written" in refused("demo")
-
-
-def test_a_package_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    def full(*_args, **_kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space left"):
-        make_package(check_name("demo"), tmp_path / "demo")
-    assert not (tmp_path / "demo").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import string
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -134,7 +133,7 @@ def package_files(names: PackageNames, store: str) -> dict[str, str]:
 
 
 def make_package(names: PackageNames, directory: Path, store: str = "memory") -> list[Path]:
-    """Write the package into a new directory; all of it, or nothing. Returns the files.
+    """Write the package into a new directory; returns the files.
 
     Raises:
         FileExistsError: the directory exists, even if it is empty; nothing has been written.
@@ -142,13 +141,8 @@ def make_package(names: PackageNames, directory: Path, store: str = "memory") ->
         ValueError: there is no such store.
     """
     texts = package_files(names, store)
-    # Refuses a directory that exists, so that the clean-up below removes nothing but its own files.
     directory.mkdir()
-    try:
-        for path, text in texts.items():
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
-            (directory / path).write_text(text, "utf-8")
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+    for path, text in texts.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text, "utf-8")
     return [directory / path for path in texts]
