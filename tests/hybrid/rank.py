@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from hicache_storage import create_storage
 from hicache_storage.hybrid import ParallelConfig, RankGroupError, StorageConfig, TorchRankGroup
 from hicache_storage.hybrid.storage_io.workers import Job
 from hicache_storage.spec import HiCacheError
@@ -64,13 +63,13 @@ class Rank:
         self.label = f"rank {rank}"
         self.random = random.Random(self.label)
 
-    def begin(self, grid, states):
+    def begin(self):
         """Make a cache over a stack."""
-        self.stack = Stack(states=states, parallel=self.parallel, rank_group=self.rank_group)
+        self.stack = Stack(states=4, parallel=self.parallel, rank_group=self.rank_group)
         self.controller = self.stack.controller
         # The faults of a rank's storage are its own.
         self.storage = WorldController(self.stack, self.label)
-        self.world = World(self.storage, PAGE, grid, label=self.label)
+        self.world = World(self.storage, PAGE, GRID, label=self.label)
         self.cache = self.world.cache
 
     def tell(self, *what):
@@ -90,7 +89,7 @@ class Rank:
 
     def serving(self):
         """Attention KV and states, which every rank has a share of, and a store of its own."""
-        self.begin(GRID, states=4)
+        self.begin()
         self.storage.attach()
         with (
             mock.patch.object(
@@ -108,31 +107,9 @@ class Rank:
             self.storage.be("well")
             self._end()
 
-    def sparse(self):
-        """MLA and an indexer, the same bytes on all TP ranks of a CP shard, in one store: every
-        page is a hit on every rank."""
-        self.label = f"cp {self.parallel.cp_rank}"
-        self.begin(None, states=0)
-        storage = create_storage(
-            "file",
-            identity(self.parallel, kv_replicated=True),
-            {"path": self.settings["path"]},
-        )
-        self.controller.attach(storage)
-        lengths = (3, 8, 5)
-        for chain, pages in enumerate(lengths):
-            self._serve(chain, pages)
-        self.world.settle()
-        self.own = {name: stats.pages_written for name, stats in storage.get_stats().pools.items()}
-        for chain, pages in enumerate(lengths):
-            self._forget()
-            self.tell("fetched", self._fetch(chain, pages))
-            self._serve(chain, pages)
-        self._end()
-
     def lost(self):
         """A rank that goes leaves the others with an error, not waiting."""
-        self.begin(GRID, states=4)
+        self.begin()
         self.controller.attach(MemoryStorage(identity(self.parallel)))
         operation = self.controller.prefetcher.begin("r", hashes(8))
         if self.parallel.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict
 
 import pytest
 
@@ -128,6 +129,7 @@ def test_ranks_are_counted_with_tp_innermost(sizes):
     for ranks in places[0].replicas:
         assert len({places[rank].dp_rank for rank in ranks}) == 1
         assert len(ranks) == tp * cp * pp
+    assert all(asdict(place).items() <= asdict(identity(place)).items() for place in places)
     # Each shard of a replicated pool has exactly one writer.
     writers = [place for place in places if identity(place, kv_replicated=True).is_writer("kv")]
     shards = {(place.cp_rank, place.pp_rank, place.dp_rank) for place in places}
