@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import torch
 
-from hicache_storage import create_storage
 from hicache_storage.hybrid import (
     ParallelConfig,
     StorageAttachedError,
@@ -89,31 +88,6 @@ def test_bytes_come_back_to_a_gpu(config):
     settings = config(device="cuda")
     with build(settings, storage=in_dict(settings)) as stack:
         Session(stack).comes_back()
-
-
-def test_pages_that_are_deleted_behind_its_back_are_written_again(config, tmp_path):
-    """An L3 may lose what is alive on the host. Found out when something is stored behind it, and
-    mended once."""
-    options = {"path": str(tmp_path)}
-    settings = config(storage=StorageConfig(driver="file", model="m", options=options))
-    with build(settings) as stack:
-        Session(stack, length=GRID).insert()
-        assert stack.drain(60)
-        with create_storage("file", settings.identity("m"), options) as other:
-            for name, pool in stack.host_pools.items():
-                other.register_mem_host_pool_v2(pool, name)
-            other.clear()
-        Session(stack).insert()
-        assert stack.drain(60)
-        assert stack.cache.usage().tokens_stored_again == GRID
-        Session(stack, length=Session.LENGTH + GRID).insert()
-        assert stack.drain(60)
-        assert stack.cache.usage().tokens_stored_again == GRID
-    with build(settings) as second:
-        session = Session(second)
-        session.fetch()
-        assert session.restore() == (Session.LENGTH, Session.LENGTH)
-        assert second.drain(60)
 
 
 def test_storages_of_other_fields_do_not_meet(config, tmp_path):
