@@ -272,30 +272,19 @@ class HybridCacheController:
         # Operations end before the workers are stopped, so that no retry is submitted to them.
         binding = self._link.binding
         self._link.binding = None
-        self.prefetcher.abort()
-        self.backups.cancel()
-        if binding is not None:
-            binding.close(self._stop_seconds)
-
-    def reset(self) -> None:
-        """Drop all queued and running operations; the storage stays attached.
-
-        Does not wait.
-
-        Slots of prefetches are freed; those that were returned still belong to the caller.
-        """
-        self.prefetcher.abort()
-        self.backups.reset()
-        self._writes.reset()
-        self._loads.reset()
-
-    def close(self) -> None:
-        """Reset and detach; does not wait for running copies."""
         # Threads and storage are released even if a pool refuses its slots.
         try:
-            self.reset()
+            self.prefetcher.abort()
+            self.backups.cancel()
         finally:
-            self.detach()
+            if binding is not None:
+                binding.close(self._stop_seconds)
+
+    def close(self) -> None:
+        """Drop all queued copies and detach; does not wait for running copies."""
+        self._writes.reset()
+        self._loads.reset()
+        self.detach()
 
     def stats(self) -> ControllerStats:
         """Return a snapshot of this rank's counters."""

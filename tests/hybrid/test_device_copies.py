@@ -147,22 +147,6 @@ def test_refused_spans_take_nothing(stack):
     assert (stack.free(), stack.free("device")) == free
 
 
-def test_reset_drops_what_is_queued_and_lets_the_rest_end(stack):
-    device = stack.take("device", 2, ends=(2,))
-    started, queued = stack.controller.write(device, 1), None
-    stack.simulator.is_held = True
-    stack.controller.start_writing()
-    queued = stack.controller.write(device, 2)
-    stack.controller.reset()
-    stack.controller.free_host(started)
-    stack.controller.free_host(queued)
-    assert stack.free()[KV] == stack.total()[KV] - 2 * PAGE
-    assert stack.controller.start_writing() == 0
-    assert stack.controller.completed_writes() == []
-    stack.simulator.is_held = False
-    eventually(lambda: stack.free() == stack.total())
-
-
 def test_overwriting_waits_for_the_copies_of_every_pool(stack):
     """ST-1: without the fence, the simulator tells a race."""
     device = stack.take("device", 2, ends=(2,))

@@ -203,11 +203,6 @@ class StorageBackups:
         for operation in self._live:
             operation.cancel()
 
-    def reset(self) -> None:
-        """Cancel all backups, and return no results for them."""
-        self.cancel()
-        self._live = []
-
     def begin(
         self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()
     ) -> int:
