@@ -28,6 +28,7 @@ from sglang.srt.runtime_context import get_parallel
 
 PAGE_SIZE = 4
 PAGES = 24
+LAYERS = 3
 WAIT_SECONDS = 30.0
 JUNK = 0xA5
 
@@ -61,7 +62,6 @@ def mha_pools(
     *,
     dtype: torch.dtype = torch.bfloat16,
     heads: int = 2,
-    layers: int = 3,
     pages: int = PAGES,
     v_head_dim: int = 16,
 ) -> Pools:
@@ -71,29 +71,28 @@ def mha_pools(
         head_num=heads,
         head_dim=16,
         v_head_dim=v_head_dim,
-        **_on_cpu(pages, layers),
+        **_on_cpu(pages),
     )
     kind = get_mha_host_pool_cls(device.get_device_pool_infos()[0].buffer_info)
-    return Pools(device, _host(kind, device, layout, layers))
+    return Pools(device, _host(kind, device, layout))
 
 
 def mla_pools(layout: str) -> Pools:
     """KV of a model with latent attention, which every TP rank holds whole."""
-    layers = 3
     device = MLATokenToKVPool(
-        dtype=torch.bfloat16, kv_lora_rank=16, qk_rope_head_dim=8, **_on_cpu(PAGES, layers)
+        dtype=torch.bfloat16, kv_lora_rank=16, qk_rope_head_dim=8, **_on_cpu(PAGES)
     )
-    more = {"target_layer_num": layers}
-    return Pools(device, _host(MLATokenToKVPoolHost, device, layout, layers, **more))
+    host = _host(MLATokenToKVPoolHost, device, layout, target_layer_num=LAYERS)
+    return Pools(device, host)
 
 
-def _on_cpu(pages: int, layers: int) -> dict[str, object]:
+def _on_cpu(pages: int) -> dict[str, object]:
     """What the device pools of all kinds are given."""
-    size = {"size": pages * PAGE_SIZE, "page_size": PAGE_SIZE, "layer_num": layers}
+    size = {"size": pages * PAGE_SIZE, "page_size": PAGE_SIZE, "layer_num": LAYERS}
     return {**size, "device": "cpu", "enable_memory_saver": False}
 
 
-def _host(kind: type, device: object, layout: str, layers: int, **more: int) -> object:
+def _host(kind: type, device: object, layout: str, **more: int) -> object:
     """The host pool of a device pool, as large as that."""
     return kind(
         device.get_device_pool_infos()[0].buffer_info,
@@ -104,7 +103,7 @@ def _host(kind: type, device: object, layout: str, layers: int, **more: int) -> 
         pin_memory=False,
         device_capacity_tokens=device.size,
         start_layer=0,
-        end_layer=layers,
+        end_layer=LAYERS,
         **more,
     )
 
