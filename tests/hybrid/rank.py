@@ -199,8 +199,7 @@ class Rank:
 
     def _squeeze(self, chain, pages, common):
         for evict in (self.cache.evict, self.cache.evict_host):
-            evicted = evict(common.randrange(40), common.randrange(4))
-            self.tell("evicted", *astuple(evicted))
+            evict(common.randrange(40), common.randrange(4))
 
     def _press(self, chain, pages, common):
         """Others use memory of this rank's host, until the next time."""

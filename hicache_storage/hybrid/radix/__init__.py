@@ -12,12 +12,10 @@ from hicache_storage.hybrid.radix.prefixes import (
     PrefixLock,
     StalePrefixError,
 )
-from hicache_storage.hybrid.radix.slots import Evicted
 
 __all__ = [
     "CacheInUseError",
     "CacheUsage",
-    "Evicted",
     "HiMambaRadixCache",
     "LoadResult",
     "MatchResult",

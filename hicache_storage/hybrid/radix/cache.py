@@ -10,7 +10,7 @@ import torch
 from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.hybrid.radix.prefixes import MatchResult, Prefix, PrefixLocks, PrefixMatcher
-from hicache_storage.hybrid.radix.slots import Evicted, SlotLocks, SlotOwnership
+from hicache_storage.hybrid.radix.slots import SlotLocks, SlotOwnership
 from hicache_storage.hybrid.radix.tree import RadixTree, SlotKind
 from hicache_storage.hybrid.radix.write_back import NodeWriteBack
 from hicache_storage.spec import ConfigError, HiCacheError, InvalidTransferError, PoolName
@@ -278,18 +278,17 @@ class HiMambaRadixCache:
         """Take device slots for states; evicts if needed. None if there are not enough."""
         return self._alloc(SlotKind.STATE, count)
 
-    def evict(self, tokens: int = 0, states: int = 0) -> Evicted:
+    def evict(self, tokens: int = 0, states: int = 0) -> None:
         """Free device slots, the least recently used first, KV before states."""
         save = self._write_back.back_up if self._write_policy.writes_on_eviction else None
-        evicted = self._ownership.evict(self._ownership.device, tokens, states, save)
+        self._ownership.evict(self._ownership.device, tokens, states, save)
         # The next user of the slots waits for the copies that read them, so they have to be
         # launched.
         self._controller.start_writing()
-        return evicted
 
-    def evict_host(self, tokens: int = 0, states: int = 0) -> Evicted:
+    def evict_host(self, tokens: int = 0, states: int = 0) -> None:
         """Free host slots in the same way."""
-        return self._ownership.evict(self._ownership.host, tokens, states)
+        self._ownership.evict(self._ownership.host, tokens, states)
 
     # Storage ------------------------------------------------------------------------------------
 

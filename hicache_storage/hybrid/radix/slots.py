@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,14 +16,6 @@ if TYPE_CHECKING:
 
     from hicache_storage.hybrid.radix.tree import HeldSlots, Node, RadixTree, Tokens
     from hicache_storage.pools import SlotAllocator
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """Number of slots that were freed."""
-
-    tokens: int
-    states: int
 
 
 class LRUList:
@@ -284,7 +275,7 @@ class SlotOwnership:
 
     def evict(
         self, tier: Tier, tokens: int, states: int, save: Callable[[Node], object] | None = None
-    ) -> Evicted:
+    ) -> None:
         """Free the least recently used slots of a tier that are not locked, KV first.
 
         KV goes in whole nodes, from the leaves up; a state can be evicted alone. Fewer are freed if
@@ -308,7 +299,6 @@ class SlotOwnership:
             # The KV stays: a prefix that ends at the state of a descendant needs it.
             freed_states += state.drop(node)
             self._demote_if_useless(node)
-        return Evicted(freed_tokens, freed_states)
 
     def _prune(self, node: Node) -> None:
         """Remove a node that holds no KV any more."""

@@ -88,11 +88,7 @@ class Fetches(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(0, 12), states=st.integers(0, 3))
     def evict_host(self, tokens, states):
-        before = self.world.cache.usage()
-        evicted = self.world.cache.evict_host(tokens, states)
-        after = self.world.cache.usage()
-        assert before.host_tokens - after.host_tokens == evicted.tokens
-        assert before.host_states - after.host_states == evicted.states
+        self.world.cache.evict_host(tokens, states)
 
     @rule(
         tokens=sequences(),
@@ -257,12 +253,12 @@ class Programs(Fetches):
     @rule(tokens=st.integers(0, 12), states=st.integers(0, 3))
     def evict(self, tokens, states):
         before = self.world.cache.usage()
-        evicted = self.world.cache.evict(tokens, states)
+        self.world.cache.evict(tokens, states)
         after = self.world.cache.usage()
-        assert before.device_tokens - after.device_tokens == evicted.tokens
-        assert before.device_states - after.device_states == evicted.states
-        assert evicted.tokens >= min(tokens, before.evictable_tokens)
-        assert evicted.states >= min(states, before.evictable_states)
+        freed_tokens = before.device_tokens - after.device_tokens
+        freed_states = before.device_states - after.device_states
+        assert freed_tokens >= min(tokens, before.evictable_tokens)
+        assert freed_states >= min(states, before.evictable_states)
 
     @rule()
     def poll(self):
