@@ -16,45 +16,23 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import mmap
 import os
-import struct
 import subprocess
 import sys
-import tempfile
-import threading
 import time
+from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from hicache_conformance.injectors.disk import Passthrough
 
-OPERATIONS = (
-    "getattr",
-    "opendir",
-    "readdir",
-    "open",
-    "create",
-    "read",
-    "write",
-    "flush",
-    "truncate",
-    "unlink",
-    "rename",
-    "mkdir",
-    "rmdir",
-    "utimens",
-    "fsync",
-    "fsyncdir",
-    "statfs",
-    "link",
-)
-_COUNTS = struct.Struct(f"<{len(OPERATIONS)}Q")
+UNUSED = ("access", "readlink", "symlink", "chmod", "chown", "use_ns")
+"""Operations of the pass-through file system that this one has not: each would be a request."""
 
 
 class FileChange(NamedTuple):
@@ -83,7 +61,7 @@ class _Options(msgspec.Struct):
 
     backing: str
     point: str
-    counts: str
+    requests: str
     delay_seconds: float
     cache_seconds: float
     max_name_bytes: int
@@ -117,20 +95,17 @@ class CountingMount:
         journal: Path | None = None,
     ) -> None:
         self.backing, self.point = backing, point
-        descriptor, self._shared = tempfile.mkstemp(prefix="counting-fs-")
+        self._requests = Path(f"{point}.requests")
         self._options = _Options(
             os.path.abspath(backing),
             str(point),
-            self._shared,
+            str(self._requests),
             delay_us / 1e6,
             cache_seconds,
             max_name_bytes,
             subtype,
             str(journal or ""),
         )
-        os.truncate(descriptor, _COUNTS.size)
-        self._map = mmap.mmap(descriptor, _COUNTS.size)
-        os.close(descriptor)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -142,8 +117,7 @@ class CountingMount:
         for process in self._processes:
             process.kill()
             process.wait(30)
-        self._map.close()
-        os.unlink(self._shared)
+        self._requests.unlink()
 
     def mount(self) -> None:
         """Start the process and wait until it serves."""
@@ -174,26 +148,21 @@ class CountingMount:
 
     def counts(self) -> dict[str, int]:
         """Requests so far, by operation."""
-        return dict(zip(OPERATIONS, _COUNTS.unpack(self._map[:]), strict=True))
+        return Counter(self._requests.read_text().split())
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
         """Requests since then; operations without any are left out."""
-        return {
-            name: count - before[name]
-            for name, count in self.counts().items()
-            if count != before[name]
-        }
+        return Counter(self.counts()) - Counter(before)
 
 
 class _Counting:
-    """Counts and delays the requests of a pass-through file system, and records changes."""
+    """Records and delays the requests of a pass-through file system."""
 
-    def __init__(self, inner: Passthrough, counts: mmap.mmap, options: _Options) -> None:
+    def __init__(self, inner: Passthrough, options: _Options) -> None:
         self._inner, self._options = inner, options
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._journal = os.open(options.journal, flags) if options.journal else -1
-        self._counts = (ctypes.c_uint64 * len(OPERATIONS)).from_buffer(counts)
-        self._lock = threading.Lock()
+        self._requests = os.open(options.requests, flags)
 
     def operation(self, name: str) -> Callable[..., Any]:
         """The operation that libfuse calls, as a method of the class that mfusepy wants."""
@@ -205,8 +174,7 @@ class _Counting:
             if self._journal >= 0 and name in CHANGES:
                 record = msgspec.msgpack.encode(FileChange(name, path, *CHANGES[name](*args)))
                 os.write(self._journal, len(record).to_bytes(4, "little") + record)
-            with self._lock:
-                self._counts[OPERATIONS.index(name)] += 1
+            os.write(self._requests, f"{name}\n".encode())
             if self._options.delay_seconds:
                 time.sleep(self._options.delay_seconds)
             return getattr(self._inner, name)(path, *args)
@@ -237,23 +205,21 @@ def _serve() -> None:
     options = msgspec.json.decode(sys.argv[1], type=_Options)
     # The default slack of 50 us would make a delay of 200 us one of 250 us; threads inherit it.
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
-    with open(options.counts, "r+b") as shared:
-        counts = mmap.mmap(shared.fileno(), _COUNTS.size)
     inner = Passthrough(options.backing, Control())
-    counting = _Counting(inner, counts, options)
+    counting = _Counting(inner, options)
     # No other operations: the kernel asks for none that the file system has not.
-    methods: dict[str, Any] = {name: counting.operation(name) for name in OPERATIONS}
+    names = [name for name in vars(Passthrough) if not name.startswith("_") and name not in UNUSED]
+    methods: dict[str, Any] = {name: counting.operation(name) for name in names}
     methods |= {"use_ns": True, "release": lambda _, path, handle: inner.release(path, handle)}
     operations = type("Operations", (mfusepy.Operations,), methods)()
     mfusepy.log.setLevel("CRITICAL")
-    seconds = options.cache_seconds
     try:
         mfusepy.FUSE(
             operations,
             options.point,
             foreground=True,
-            attr_timeout=seconds,
-            entry_timeout=seconds,
+            attr_timeout=options.cache_seconds,
+            entry_timeout=options.cache_seconds,
             negative_timeout=0,
             **({"subtype": options.subtype} if options.subtype else {}),
         )
