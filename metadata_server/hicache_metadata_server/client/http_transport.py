@@ -104,12 +104,13 @@ class HttpTransport:
             return f"{type(error).__name__}: {error}"
 
     def close(self, seconds: float = 0.0) -> None:
-        """Wait up to `seconds` for requests under way, then end them and close the connections."""
+        """Wait up to `seconds` for requests under way, and close all other connections.
+
+        A request that is left ends with its attempt, and its connection with it.
+        """
         with self._state:
             self._closed = True
             self._state.wait_for(lambda: not self._busy, seconds)
-            for connection in self._busy:
-                connection.abort()
             for connections in self._idle.values():
                 for connection in connections:
                     connection.end()
@@ -181,7 +182,6 @@ class _Connection(http.client.HTTPConnection):
         self._tls = tls
         self._socket: socket.socket | None = None
         self._unsent = b""
-        self._is_aborted = False
 
     def exchange(self, method: str, pending: PendingRequest[Any]) -> tuple[_Response, bool]:
         """Send a request; return its response, and whether the connection can be used again.
@@ -215,14 +215,6 @@ class _Connection(http.client.HTTPConnection):
         quiet = select.poll()
         quiet.register(self._socket, select.POLLIN)
         return not quiet.poll(0)
-
-    def abort(self) -> None:
-        """End the request that another thread waits for."""
-        self._is_aborted = True
-        if self._socket is not None:
-            # Not the method of a TLS socket, which would take its state from that thread.
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Close the connection, whatever state it is in."""
@@ -264,11 +256,8 @@ class _Connection(http.client.HTTPConnection):
 
         Raises:
             TimeoutError: there are none.
-            ConnectionAbortedError: the client is being closed.
         """
         left = self.until - time.monotonic()
-        if self._is_aborted:
-            raise ConnectionAbortedError("the client is closed")
         if left <= 0:
             raise TimeoutError
         return left
