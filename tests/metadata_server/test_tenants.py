@@ -36,28 +36,18 @@ def with_quota(**limits):
     return service
 
 
-def initialize(service, *parts, caller=ACME):
+def initialize(service, *parts):
     try:
-        service.initialize(p.Initialize(scopes=list(parts)), 0.0, caller)
+        service.initialize(p.Initialize(scopes=list(parts)), 0.0, ACME)
     except RequestError as refused:
         return refused.problem.code
     return "done"
 
 
-def test_a_quota_is_of_one_tenant_and_of_new_scopes():
-    service = with_quota(scopes=1)
-    other, nobody = (Caller("t", p.Token.WRITE, tenant) for tenant in ("other", ""))
-    for scope, caller, done in (
-        ("0:a", ACME, "done"),
-        ("0:b", ACME, "quota"),
-        ("0:a", ACME, "done"),
-        ("0:b", other, "done"),
-        ("0:c", nobody, "done"),
-    ):
-        assert initialize(service, geometry(scope), caller=caller) == done
+def test_scopes_of_a_request_are_made_together_or_not_at_all():
     service = with_quota(scopes=2)
     assert initialize(service, *(geometry(f"0:{i}") for i in range(3))) == "quota"
-    assert service.list_scopes().scopes == [], "none of a request's scopes is made"
+    assert service.list_scopes().scopes == []
     assert initialize(service, *(geometry("0:a"), geometry("0:a"), geometry("0:b"))) == "done"
 
 
@@ -88,16 +78,18 @@ def test_what_is_given_is_what_fits(sizes, quota):
     assert TenantUsage.of(service.held_by("acme")) == held
 
 
-async def test_the_compatible_part_has_the_same_quota(tmp_path):
-    options = guarded(tmp_path, "acme", "")
-    options["service"].quotas = Quotas(default=Quota(scopes=1, slots=10))
+async def test_a_quota_is_of_one_tenant_and_of_new_scopes(tmp_path):
+    """By the compatible part, too."""
+    options = guarded(tmp_path, "acme", "other", "")
+    options["service"].quotas = Quotas({"acme": Quota(scopes=1, slots=10)})
     async with running(**options) as caller:
         for token, rank, pages, status in (
             ("write-acme", 0, 11, 403),
             ("write-acme", 0, 10, 204),
             ("write-acme", 0, 10, 204),
             ("write-acme", 1, 1, 403),
-            ("write-", 1, 100, 204),
+            ("write-other", 1, 100, 204),
+            ("write-", 2, 100, 204),
         ):
             made = {"num_pages": pages}
             reply = await caller.post(f"/{rank}/initialize", made, headers=bearer(token))
