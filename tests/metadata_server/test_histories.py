@@ -152,7 +152,7 @@ class History:
     def repeat(self) -> None:
         """Commit a page again, however long ago it was committed."""
         if self.committed:
-            key, page = self.chance.choice(self.committed)
+            key, page = self.chance.choice([*self.pages.items(), *self.committed[-self.slots :]])
             for checksum in (page.checksum ^ 1, page.checksum):
                 done = self.scope.commit([page.lease], [page.length], [checksum], self.now)
                 assert done == [self.pages.get(key) is page and checksum == page.checksum]
@@ -346,6 +346,11 @@ class History:
         for slot, until in enumerate(scope.table.until):
             if scope.table.states[slot] == QUARANTINED:
                 assert until <= max(self.now + QUARANTINE, self.written.get(slot, 0.0))
+        for slot in scope.free.returned:
+            # The store may come from a server whose clock was ahead.
+            scope.table.generations[slot] += 2**40 * self.chance.randrange(2)
+            self.generations[slot] = scope.table.generations[slot]
+        scope.changed += [[slot] for slot in scope.free.returned]
 
     def check_removals(self, gone: Counter[str], cursor: str, step: str) -> None:
         """Every page that is live no more is listed, once, and no other."""

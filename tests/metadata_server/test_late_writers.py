@@ -14,7 +14,6 @@ import pytest
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.storage.sqlite import open_store
 from tests.metadata_server import services
 from tests.metadata_server.services import NOW
@@ -239,16 +238,3 @@ def test_numbers_go_on_where_the_clock_was_set_back(one, monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: 10**9)
     one.start()
     assert one.reserve("b").leases > before.leases
-
-
-def test_generations_grow_where_a_slot_is_ahead_of_the_leases():
-    """A store may come from a server whose clock was ahead."""
-    scope = Scope(p.ScopeGeometry(scope="0:kv", slots=8), 0.0)
-    ahead = 2**52
-    for number, keys in enumerate(("ab", "cd", "ef")):
-        _, slots, leases = scope.reserve(list(keys), (), "", 100 * (number + 1), NOW, NOW + 1)
-        wanted = [ahead + number, 200 + 100 * (number - 1) + 1] if number else [100, 101]
-        assert [scope.table.generations[slot] for slot in slots] == wanted
-        scope.abort(leases, NOW)
-        if not number:
-            scope.table.generations[0] = ahead
