@@ -373,7 +373,6 @@ class History:
         owned = [self.scope.lru.slot(key) for key in self.scope.lru]
         owned += [slot for lease in self.held if (slot := self.scope.leases.slot(lease)) >= 0]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"
-        assert len(self.scope.leases.log) <= 3 * self.slots + 2 * slot_table.CHUNK
 
     def check_nothing_overdue(self) -> None:
         """Leases and quarantines have ended that were to end by now."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from hicache_metadata_server.core import slot_table
 from hicache_metadata_server.core.scope import STEP, Scope
-from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED
+from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED, LeaseLog, SlotTable
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
 from tests.metadata_server.test_histories import problems_of
 
@@ -101,6 +104,20 @@ def test_clearing_a_million_is_done_bit_by_bit(quarantine):
     while scope.next_time() is not None and scope.next_time() <= 103.0:
         scope.settle(103.0)
     assert len(scope.free) == pages
+
+
+def test_the_log_of_leases_stays_short(monkeypatch):
+    """However scattered the slots are that are leased together."""
+    monkeypatch.setattr(slot_table, "CHUNK", 4)
+    chance, table = random.Random(1), SlotTable()
+    table.grow(24)
+    log = LeaseLog(table)
+    for first in range(1, 3600, 6):
+        given = chance.sample(range(24), 6)
+        for lease, slot in enumerate(given, first):
+            table.leases[slot] = lease
+        log.add(first, given)
+        assert len(log) < 75
 
 
 FAULTS = {

@@ -199,28 +199,6 @@ def pass_time(world, servers, seconds):
                 world.check()
 
 
-@pytest.mark.parametrize("ending", ["killed", "paused"])
-def test_scopes_of_a_silent_server_are_taken_after_its_lease(world, two, ending):
-    one, other = two
-    one.make("0:kv")
-    assert one.change("0:kv", "a")
-    one.paused = True
-    pass_time(world, two, LEASE - 0.3)
-    assert serving([other], "0:kv") == []
-    pass_time(world, two, 1.0)
-    assert serving(two, "0:kv") == [1]
-    assert other.live("0:kv", ["a"]) == ["a"]
-    if ending == "paused":
-        # It wakes, and does first what it was about to do.
-        assert not one.owner.serves(["0:kv"])
-        assert not one.change("0:kv", "late")
-        one.paused = False
-        pass_time(world, two, 1.0)
-        assert serving(two, "0:kv") == [1]
-        assert one.world.do(one.owner.admit(["0:kv"])) == "http://server-1"
-        assert other.live("0:kv", ["a", "late"]) == ["a"]
-
-
 def test_an_incarnation_takes_nothing_before_its_first_heartbeat(world, two):
     """The other one would see no record of it, and take what it has taken."""
     one, other = two
