@@ -21,9 +21,12 @@ class CacheServer(ServerProcess):
         place: directory for its log.
         driver: of the pages.
         options: of the driver.
+        adapter: further keys of the adapter, which LMCache reads itself.
     """
 
-    def __init__(self, place: Path, driver: str, options: dict[str, object]) -> None:
+    def __init__(
+        self, place: Path, driver: str, options: dict[str, object], **adapter: object
+    ) -> None:
         [self._rpc_port, self.port] = free_ports(2)
         self.log = place / f"lmcache-{len(list(place.glob('lmcache-*')))}.log"
         entry = {
@@ -31,6 +34,7 @@ class CacheServer(ServerProcess):
             "module_path": "hicache_storage.engines.lmcache",
             "class_name": "HiCacheL2Adapter",
             "adapter_params": {"driver": driver, "driver_config": options},
+            **adapter,
         }
         self.argv = [
             *(sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"),
