@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, compress
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.objects.batches import (
     Call,
@@ -37,7 +37,6 @@ from hicache_storage.observability.request_ids import RequestScope
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import (
     Capabilities,
-    DriverContractError,
     Health,
     HiCacheError,
     HiCacheStorageExtraInfo,
@@ -74,9 +73,6 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_SECONDS = 30.0
 """Time that `close` waits for calls in flight."""
 
-_OWN_MEMBERS: Final = set[str]()
-"""Names of `ObjectStorage`'s private methods, which no subclass may define."""
-
 ItemT = TypeVar("ItemT")
 
 
@@ -87,8 +83,7 @@ class ObjectStorage(ObjectDriver):
     buffers. This class implements identity, keys, policies, argument checks, envelopes,
     deduplication, partial results, statistics, lazy opening and closing.
 
-    A subclass that defines a private method of this class is refused with `DriverContractError`
-    when it is created.
+    Names that begin with an underscore are this class's own; a subclass chooses others.
 
     Args:
         identity: identity of the pages.
@@ -117,18 +112,6 @@ class ObjectStorage(ObjectDriver):
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
         self.recorder = StatsRecorder(driver_name, verifies_checksums=verifies_checksums)
         self._guard = FaultGuard(driver_name, self._lifecycle, self.recorder)
-
-    def __init_subclass__(cls, **arguments: object) -> None:
-        super().__init_subclass__(**arguments)
-        # Otherwise a driver's own helper of that name would be called in the place of this class's,
-        # and each call would fail as a miss.
-        before = cls.__mro__[: cls.__mro__.index(ObjectStorage)]
-        replaced = sorted(_OWN_MEMBERS & {name for owner in before for name in vars(owner)})
-        if replaced:
-            raise DriverContractError(
-                f"{cls.__name__} defines {', '.join(replaced)}, which ObjectStorage needs for "
-                f"itself: rename {'it' if len(replaced) == 1 else 'them'}"
-            )
 
     # The contract
     # ------------------------------------------------------------------------------------------------
@@ -766,14 +749,6 @@ class ObjectStorage(ObjectDriver):
         except Exception as error:  # noqa: BLE001 - `close` has to succeed also without the store
             self.recorder.count_fault()
             logger.warning("%s: closed, but not cleanly: %s", self.driver_name, error)
-
-
-_OWN_MEMBERS.update(
-    name
-    for name, member in vars(ObjectStorage).items()
-    # `_abc_...` belongs to `abc`, and every subclass has its own.
-    if name.startswith("_") and not name.startswith(("__", "_abc_")) and callable(member)
-)
 
 
 def _target(access: PageAccess, slot: int) -> list[memoryview]:

@@ -1,7 +1,7 @@
 """Misuse is refused by name, before any I/O (rule FT-2).
 
 The suite's `MisuseCases` show for every call that wrong indices, keys and call infos are refused; here are
-the messages, layers that the suite does not have around a driver, and what a driver may define.
+the messages, and layers that the suite does not have around a driver.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import torch
 
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.spec import (
-    DriverContractError,
     HiCacheStorageExtraInfo,
     InvalidTransferError,
     PoolHitPolicy,
     PoolTransfer,
 )
-from hicache_storage.testing import MemoryStorage
 
 PAGE = torch.arange(2)
 
@@ -155,22 +153,3 @@ BLOCKS = {"hit_policy": PoolHitPolicy.BLOCK_GROUPS}
 def test_a_wrong_field_is_named(kind, fields, message):
     with pytest.raises(InvalidTransferError, match=message):
         kind(**fields)
-
-
-def _write(self, requests, call): ...
-
-
-class Mixin:
-    _write = _write
-
-
-@pytest.mark.parametrize(
-    ("bases", "members"), [((MemoryStorage,), {"_write": _write}), ((Mixin, MemoryStorage), {})]
-)
-def test_a_driver_that_replaces_a_private_method_is_refused_when_it_is_created(bases, members):
-    with pytest.raises(DriverContractError, match=r"Acme defines _write, .* rename it$"):
-        type("Acme", bases, members)
-
-
-def test_names_that_the_base_class_does_not_use_are_free():
-    assert type("Acme", (MemoryStorage,), {"_put": _write, "__private": _write})
