@@ -80,13 +80,9 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            ({"drivr": 1}, "unknown option 'drivr'.*did you mean 'driver'"),
             ({"prefetch_treshold": 1}, "did you mean 'prefetch_threshold'"),
-            ({"zzz": 1}, "unknown option 'zzz'.*known options: driver, driver_config"),
             ({"driver_config": "path"}, "driver_config"),
             ({"deadline_seconds": 0}, "deadline_seconds"),
-            ({"deadline_seconds": "soon"}, "deadline_seconds"),
-            ({"deadline_seconds": float("nan")}, "deadline_seconds"),
             ({"tenant": 7}, "tenant"),
         ],
     )
