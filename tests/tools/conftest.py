@@ -50,6 +50,7 @@ class Storage(MemoryStorage):
 
 FAULTY = {
     "refuses": "def write_objects(self, batches, call): raise OSError(28, 'No space left')",
+    "breaks": "def write_objects(self, batches, call): raise RuntimeError('no such call')",
     "forgets": "def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]",
     "misses": "def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]",
     "lies": (

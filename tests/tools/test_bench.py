@@ -66,6 +66,7 @@ def test_every_cell_is_measured_and_nothing_stays(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("breaks", "a set of 8 pages"),
         ("forgets", "exists finds 0"),
         ("misses", "a get of 8 pages"),
         ("lies", "delivered other bytes"),
