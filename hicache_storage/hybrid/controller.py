@@ -28,8 +28,6 @@ from hicache_storage.spec import (
 from hicache_storage.transfer import LayerCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolTier
     from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.storage_io.calls import ControllerStats
@@ -125,7 +123,7 @@ class HybridCacheController:
         if host is None:
             self._counter.count(writes_without_room=1)
             return None
-        operation = CacheOperation(host, [node_id], device)
+        operation = CacheOperation(host, node_id, device)
         # The cache may free the host slots before the copy has ended.
         self.group.hold(self.group.owned(host), operation)
         self._writes.queued.append(operation)
@@ -150,7 +148,7 @@ class HybridCacheController:
         return self._writes.completed()
 
     def load(
-        self, host: HybridIndices, node_ids: Sequence[int], *, into: torch.Tensor | None = None
+        self, host: HybridIndices, node_id: int, *, state_slot: int | None = None
     ) -> HybridIndices | None:
         """Take device slots for host pages and queue their copy.
 
@@ -158,28 +156,28 @@ class HybridCacheController:
 
         Args:
             host: all pools. A state may be loaded alone, without KV.
-            node_ids: returned by `completed_loads`; until then host and device pages must not be
+            node_id: returned by `completed_loads`; until then host and device pages must not be
                 evicted.
-            into: device slots of states that the caller has, such as a request's own; None takes
+            state_slot: device slot that the caller has for the state, such as a request's; None takes
                 some.
 
         Returns:
             The device slots; None if some rank has not enough memory.
 
         Raises:
-            InvalidTransferError: the span does not fit the pools, or `into` does not fit the span;
+            InvalidTransferError: the span does not fit the pools, or has not one state for the slot;
                 nothing is taken.
         """
         self.group.check(host)
-        if into is not None:
-            self._check_given(host, into)
-        operation = CacheOperation(host, node_ids)
+        if state_slot is not None:
+            self._check_given(host, state_slot)
+        operation = CacheOperation(host, node_id)
         device = None
         try:
             # Reserve the host pages before memory is taken: that may evict the node that holds
             # them.
             self.group.hold(self.group.owned(host), operation)
-            device = self._allocate(self.group.device, host, into)
+            device = self._allocate(self.group.device, host, state_slot)
         finally:
             if device is None:
                 operation.is_queued = False
@@ -291,31 +289,28 @@ class HybridCacheController:
         return self._counter.snapshot()
 
     def _allocate(
-        self, tier: PoolTier, like: HybridIndices, states: torch.Tensor | None = None
+        self, tier: PoolTier, like: HybridIndices, state_slot: int | None = None
     ) -> HybridIndices | None:
-        """Take the slots that a span has, except given ones, on every rank or on none."""
+        """Take the slots that a span has, except a given one, on every rank or on none."""
         needs = {name: slots.numel() for name, slots in self.group.owned(like).items()}
         given: dict[PoolName, torch.Tensor] = {}
-        if states is not None:
+        if state_slot is not None:
             del needs[PoolName.MAMBA]
-            given = {PoolName.MAMBA: states}
+            given = {PoolName.MAMBA: torch.tensor([state_slot])}
         fits, _ = tier.make_room(needs, self.rank_group)
         taken = tier.alloc(needs) if fits else None
         return None if taken is None else self.group.span(given | taken, like.endpoints)
 
-    def _check_given(self, host: HybridIndices, states: torch.Tensor) -> None:
-        wanted = host.states.numel()
-        if not wanted or states.dtype != torch.int64 or states.numel() != wanted:
+    def _check_given(self, host: HybridIndices, state_slot: int) -> None:
+        if host.states.numel() != 1:
             raise InvalidTransferError(
-                f"into must have {wanted} slots of int64, got {states.numel()} of {states.dtype}"
-                + ("" if wanted else "; the span has no states, leave it out")
+                f"state_slot is for a span with one state, got {host.states.numel()}"
             )
         # Of two loads into one slot only the later one's bytes remain: a request would continue
         # from another's state.
-        taken = torch.cat([*(load.device.states for load in self._loads.queued), states])
-        if bool((taken.sort().values.diff() == 0).any()):
+        if any(state_slot in load.device.states.tolist() for load in self._loads.queued):
             raise InvalidTransferError(
-                f"into has a slot that another load of this step goes to: {states.tolist()}"
+                f"state_slot is one that another load of this step goes to: {state_slot}"
             )
 
     def _register(self, storage: HiCacheStorage) -> BaseException | None:

@@ -11,7 +11,7 @@ from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.transfer import Acknowledgement, Indices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from hicache_storage.hybrid.pools import HostPoolGroup
     from hicache_storage.hybrid.ranks import RankGroup
@@ -28,8 +28,8 @@ class CacheOperation:
     """
 
     host: HybridIndices
-    node_ids: Sequence[int]
-    """Ids of the cache nodes that it copies; returned when the copy has ended."""
+    node_id: int
+    """Returned when the copy has ended."""
     device: HybridIndices = field(default_factory=HybridIndices)
     is_queued: bool = True
 
@@ -83,8 +83,7 @@ class CopyQueue(Generic[CopyT]):
         finally:
             for operation in operations:
                 operation.is_queued = False
-        nodes = [node for operation in operations for node in operation.node_ids]
-        self.running.append((copy, nodes))
+        self.running.append((copy, [operation.node_id for operation in operations]))
         return sum(device.tokens for device in devices)
 
     def completed(self) -> list[int]:

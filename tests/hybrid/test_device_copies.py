@@ -32,9 +32,9 @@ def test_operations_of_a_step_are_one_and_told_once(stack):
     assert eventually(stack.controller.completed_writes) == [0, 1, 2]
     assert stack.controller.completed_writes() == []
     for node, host in enumerate(hosts):
-        assert stack.controller.load(host, [node, node + 10]) is not None
+        assert stack.controller.load(host, node) is not None
     assert stack.controller.start_loading().events
-    assert eventually(stack.controller.completed_loads) == [0, 10, 1, 11, 2, 12]
+    assert eventually(stack.controller.completed_loads) == [0, 1, 2]
     stack.controller.start_loading().wait(0, stack.compute)
     assert stack.controller.start_loading().done()
     stats = stack.controller.stats()
@@ -44,7 +44,7 @@ def test_operations_of_a_step_are_one_and_told_once(stack):
 def test_a_layer_is_waited_for_in_the_pools_that_have_it(stack):
     """Attention layers 0 and 2 are KV's and the indexer's, 1 and 3 are Mamba's."""
     _, host = written(stack, 2, ends=(2,))
-    stack.controller.load(host, [1])
+    stack.controller.load(host, 1)
     stack.simulator.is_held = True
     counter = stack.controller.start_loading()
     for layer in (0, 1):
@@ -68,13 +68,13 @@ def test_a_step_waits_for_earlier_loads_too(stack):
     """A request whose prefix is being loaded for another one, which may have been given up, loads
     nothing itself."""
     _, host = written(stack, 2, ends=(2,))
-    device = stack.controller.load(host, [1])
+    device = stack.controller.load(host, 1)
     stack.simulator.is_held = True
     first = stack.controller.start_loading()
     assert stack.controller.completed_loads() == []
     assert stack.controller.start_loading() is first
     more = HybridIndices(host.kv[PAGE:], host.states, (1,))
-    stack.controller.load(more, [2])
+    stack.controller.load(more, 2)
     second = stack.controller.start_loading()
     first.synchronize()
     assert not second.done(), "a step waits for no load of a later one"
@@ -88,13 +88,13 @@ def test_a_step_waits_for_earlier_loads_too(stack):
 def test_a_state_is_loaded_into_the_slot_of_a_request(stack):
     """Once into the node's slot with its KV, and alone into one that the caller has."""
     _, host = written(stack, 3, ends=(3,))
-    own = stack.take("device", 0, ends=(1,)).states
+    own = int(stack.take("device", 0, ends=(1,)).states)
     alone = HybridIndices(states=host.states, endpoints=(0,))
-    node = stack.controller.load(host, [1])
+    node = stack.controller.load(host, 1)
     free = stack.free("device")
-    request = stack.controller.load(alone, [], into=own)
+    request = stack.controller.load(alone, 2, state_slot=own)
     assert stack.free("device") == free, "nothing is taken for it"
-    assert request.states.tolist() == own.tolist() != node.states.tolist()
+    assert request.states.tolist() == [own] != node.states.tolist()
     counter = stack.controller.start_loading()
     counter.synchronize()
     assert stack.holds("device", node, KEYS)
@@ -124,7 +124,7 @@ def test_without_room_nothing_is_taken(make_stack):
     host = stack.take("host", 2, ends=(2,))
     stack.take("device", 5)
     before = stack.free("device")
-    assert stack.controller.load(host, [1]) is None
+    assert stack.controller.load(host, 1) is None
     assert stack.free("device") == before
     assert stack.controller.start_writing() == 0
     assert stack.controller.start_loading().done()
@@ -140,10 +140,10 @@ def test_refused_spans_take_nothing(stack):
     free = stack.free(), stack.free("device")
     with pytest.raises(InvalidTransferError, match="whole pages"):
         stack.controller.write(HybridIndices(device.kv[1:]), 1)
-    with pytest.raises(InvalidTransferError, match="into must have 1 slots"):
-        stack.controller.load(host, [1], into=torch.arange(2))
-    with pytest.raises(InvalidTransferError, match="leave it out"):
-        stack.controller.load(HybridIndices(host.kv), [1], into=torch.arange(1))
+    with pytest.raises(
+        InvalidTransferError, match="state_slot is for a span with one state, got 0"
+    ):
+        stack.controller.load(HybridIndices(host.kv), 1, state_slot=0)
     assert (stack.free(), stack.free("device")) == free
 
 
@@ -166,12 +166,12 @@ def test_overwriting_waits_for_the_copies_of_every_pool(stack):
 def test_two_loads_of_a_step_into_one_slot_are_refused_before_anything_is_copied(stack):
     """Found out by `start_loading`, it would undo every load of the step."""
     _, host = written(stack, 2, ends=(2,))
-    own = stack.take("device", 0, ends=(1,)).states
-    assert stack.controller.load(host, [1], into=own) is not None
+    own = int(stack.take("device", 0, ends=(1,)).states)
+    assert stack.controller.load(host, 1, state_slot=own) is not None
     free = stack.free("device")
-    with pytest.raises(InvalidTransferError, match="a slot that another load of this step goes to"):
-        stack.controller.load(host, [2], into=own)
+    with pytest.raises(InvalidTransferError, match="one that another load of this step goes to"):
+        stack.controller.load(host, 2, state_slot=own)
     assert stack.free("device") == free
     stack.controller.start_loading().synchronize()
     assert eventually(stack.controller.completed_loads) == [1]
-    assert stack.controller.load(host, [2], into=own) is not None
+    assert stack.controller.load(host, 2, state_slot=own) is not None

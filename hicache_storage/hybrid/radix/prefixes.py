@@ -264,9 +264,8 @@ class PrefixLocks:
         if not nodes and state is None:
             return source  # loaded or inserted by another request
         load_id = next(self._load_ids)
-        given = state_slot is not None and state is not None
-        into = torch.tensor([state_slot]) if given else None
-        taken = self._controller.load(source, [load_id], into=into)
+        given = None if state is None else state_slot
+        taken = self._controller.load(source, load_id, state_slot=given)
         if taken is None:
             return None
         for node, part in zip(
