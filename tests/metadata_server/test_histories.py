@@ -7,8 +7,8 @@ committed while it lasts, also again, and no later (MD-LEASE-2, MD-LEASE-3, MD-L
 its key is free once it was aborted (MD-LEASE-5). A confirm of a slot that is not reserved for its key, or
 not any more, changes nothing (MD-CONF-2), nor does a release of a live slot or a second one (MD-CONF-4). A
 slot rests for a quarantine, or until the lease that a clear has ended (MD-QUAR-1, MD-QUAR-2), and comes back
-of a later generation (MD-GEN-1). Of a chain its tail is evicted first, and no leased slot is (MD-EV-3,
-MD-EV-4). A page of another generation is not deleted (MD-DEL-3); what is deleted or cleared is gone
+of a later generation (MD-GEN-1). A full scope evicts what was used least recently, of a chain its tail, and
+no leased slot (MD-EV-1, MD-EV-2, MD-EV-3, MD-EV-4); a lookup without touch is no use (MD-EV-5). A page of another generation is not deleted (MD-DEL-3); what is deleted or cleared is gone
 (MD-DEL-1, MD-DEL-2), and listed once, with its reason and the owner in the request (MD-REM-1).
 """
 
@@ -49,7 +49,7 @@ LEASE, QUARANTINE, MAX_LEASE = 3.0, 2.0, 8.0
 LIMITS = msgspec.structs.replace(DEFAULTS, lease_seconds=LEASE, quarantine_seconds=QUARANTINE)
 RESTING = (QUARANTINED, FREE)
 STEPS = ["reserve", "commit"] * 3 + ["wait", "confirm"] * 2
-STEPS += ["abort", "delete", "touch", "renew", "repeat", "clear", "crash"]
+STEPS += ["abort", "delete", "look", "renew", "repeat", "clear", "crash"]
 REASONS = {"reserve": RemovedBecause.EVICTED, "clear": RemovedBecause.CLEARED}
 
 
@@ -189,11 +189,27 @@ class History:
             assert self.scope.abort([lease, lease], self.now) == [held, False]
             del self.held[lease]
 
-    def touch(self) -> None:
-        keys = self.some_keys(6)
-        slots = [self.pages[key].slot if key in self.pages else -1 for key in keys]
-        assert list(self.scope.lru.used(keys)) == slots
-        self.use(keys)
+    def look(self) -> None:
+        """Look for pages: all ways but one mark them as used."""
+        keys, now = self.some_keys(6), self.now
+        pages = [self.pages.get(key, Page(-1, "", 0)) for key in keys]
+        there, scopes = [page.slot >= 0 for page in pages], [p.LookupScope(scope=NAME, keys=keys)]
+        match how := self.chance.choice(("touch", "lookup", "peek", "exists", "get_page_indices")):
+            case "touch":
+                [flags] = self.service.touch(p.Touch(scopes=scopes), now).scopes
+                assert flags.done == there
+            case "lookup" | "peek":
+                request = p.Lookup(scopes=scopes, touch=how == "lookup")
+                [found] = self.service.lookup(request, now).scopes
+                assert found.slots == [page.slot for page in pages]
+                assert found.lengths == [page.length for page in pages]
+                assert found.checksums == [page.checksum for page in pages]
+            case _:
+                answer = getattr(SglangService(self.service), how)(0, p.SglangKeys(keys=keys), now)
+                slots = [page.slot if page.slot >= 0 else None for page in pages]
+                assert answer == ({"exists": there} if how == "exists" else {"indices": slots})
+        if how != "peek":
+            self.use(keys)
 
     def use(self, keys: list[str]) -> None:
         """Move the pages that are live to the end, the first key last."""

@@ -1,7 +1,9 @@
 """The rules of the native part that no time has to pass for: messages, scopes, lookups, answers that
-are repeated, and what operators ask."""
+are repeated, and what operators ask. `test_histories.py` has those of pages and leases."""
 
 from __future__ import annotations
+
+import pytest
 
 from hicache_metadata_server import protocol as p
 from tests.metadata_server.protocol.peer import keys_of
@@ -96,6 +98,22 @@ async def test_another_geometry_is_refused(peer):
         assert refused == "mismatch"
     assert not await peer.initialize(16)
     assert (await peer.lookup(["a"])).slots == [page.slot]
+
+
+async def test_a_lease_is_as_long_as_the_limits_allow(timed):
+    """MD-LEASE-3."""
+    await timed.initialize(4)
+    limits = (await timed.call("/v2")).limits
+    for key, asked, got in (
+        ("a", None, limits.lease_seconds),
+        ("b", 1e9, limits.max_lease_seconds),
+        ("c", 1e-3, limits.min_lease_seconds),
+    ):
+        part = p.ReserveScope(scope=timed.scope, keys=[key])
+        answer = await timed.call("/v2/reserve", p.Reserve(scopes=[part], lease_seconds=asked))
+        assert answer.lease_seconds == got
+        [status] = await timed.inspect([key])
+        assert status.seconds_left == pytest.approx(got, abs=1e-3)
 
 
 # Answers that are repeated.
