@@ -61,6 +61,14 @@ class FileConfig(DriverConfig, frozen=True, kw_only=True):
             "it needs fewer requests."
         ),
     ] = None
+    threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Maximum number of threads that move the bytes of one call. By default 4, "
+            "or the number of cores if less, on a local disk; 8 on a network mount and with "
+            "direct_io.",
+        ),
+    ] = None
     verify_checksums: Annotated[
         bool,
         Meta(

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 LOCAL_THREADS = min(4, os.cpu_count() or 1)
 NETWORK_THREADS = 8
-"""Threads that move the bytes of one call: on a local disk; on a network mount, and with direct_io."""
+"""Threads that move the bytes of one call by default: on a local disk; on a network mount, and with direct_io."""
 
 OPEN_FILES = 64
 """Files kept open between calls. An evicted bundle keeps its space until it is closed."""
@@ -130,7 +130,9 @@ class Store:
                 mount.kind,
             )
         direct = mount.favours_direct_reads if config.direct_io is None else config.direct_io
-        threads = LOCAL_THREADS if mount.is_local and not direct else NETWORK_THREADS
+        threads = config.threads or (
+            LOCAL_THREADS if mount.is_local and not direct else NETWORK_THREADS
+        )
         self.thread_pool = ThreadPool("hicache-file", threads - 1)
         self.descriptors = Descriptors(OPEN_FILES)
         self.clock = ServerClock()

@@ -63,6 +63,13 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "usrbio on a 3FS mount where the package is installed."
         ),
     ] = "auto"
+    threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Maximum number of threads that move the bytes of one call (posix). By "
+            "default 4, or the number of cores if less, on a local disk; 8 elsewhere."
+        ),
+    ] = None
     lease_seconds: Annotated[
         Seconds,
         Meta(

@@ -171,9 +171,9 @@ class Store:
             usrbio = self._open_usrbio()
             if usrbio is not None:
                 return usrbio
-        if mount_of(self.path).is_local:
-            return PosixEngine(threads=min(LOCAL_THREADS, os.cpu_count() or 1), buffered=False)
-        return PosixEngine(threads=NETWORK_THREADS, buffered=True)
+        is_local = mount_of(self.path).is_local
+        usual = min(LOCAL_THREADS, os.cpu_count() or 1) if is_local else NETWORK_THREADS
+        return PosixEngine(threads=self.config.threads or usual, buffered=not is_local)
 
     def _open_usrbio(self) -> SlotEngine | None:
         """Open the USRBIO engine; None if it is optional and not possible."""

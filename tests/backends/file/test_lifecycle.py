@@ -91,6 +91,7 @@ def test_checksums_can_be_turned_off_and_that_shows(rig, monkeypatch):
         ({"path": "x", "min_free": "five%"}, "is no percentage"),
         ({"path": "x", "min_free": "nan%"}, "less than 100%"),
         ({"path": "x", "min_free": "100%"}, "less than 100%"),
+        ({"path": "x", "threads": 0}, "threads"),
     ],
 )
 def test_a_wrong_option_is_told(options, message):
