@@ -36,6 +36,19 @@ def test_pages_come_back(ranks, storage, make_pools, layout, controller):
     assert rank.prefetch(tokens(4, start=1000)).hit_tokens == 0
 
 
+def test_sglang_is_told_of_each_batch_when_it_counts(ranks, trouble):
+    rank = ranks(mha_pools("page_first"))
+    rank.controller.enable_storage_metrics = True
+    rank.attach("sample")
+    rank.backup(tokens(6))
+    rank.wipe()
+    rank.prefetch(tokens(9))
+    told = rank.bridge.get_stats()
+    assert (told.backup_pgs, told.prefetch_pgs) == ([6], [6])
+    assert all(speed > 0 for speed in told.backup_bandwidth + told.prefetch_bandwidth)
+    assert rank.bridge.get_stats() == type(told)()
+
+
 def test_a_page_that_vanishes_after_the_query_ends_the_hit_there(sample, trouble):
     backup = sample.backup(tokens(6))
     assert len(STORES["default"]) == 6, "each page once, K and V together"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,6 +12,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as EngineStorage
 from sglang.srt.mem_cache.hicache_storage import PoolName as EnginePoolName
 from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as EngineResult
+from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_model, get_parallel, get_server_args, get_serving
 
 from hicache_storage.engines.bridge_metrics import RefusedCalls
@@ -27,6 +29,7 @@ from hicache_storage.engines.sglang.identity import (
     unserved_reason,
 )
 from hicache_storage.observability.exporter import Exporter, check_exporter_available
+from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import (
     HiCacheError,
     HiCacheStorage,
@@ -97,6 +100,10 @@ class SGLangBridge(EngineStorage):
         self._uncleared = ""
         """Reason why the last clear failed; empty after one that succeeded."""
         self._refusals = RefusedCalls("SGLang")
+        self._page_bytes = 0
+        """Of KV."""
+        self._moved = StorageMetrics() if storage_config.enable_storage_metrics else None
+        """KV batches since SGLang asked last; None where it does not ask."""
 
     @property
     def storage(self) -> HiCacheStorage | None:
@@ -145,6 +152,7 @@ class SGLangBridge(EngineStorage):
         self._storage = storage
         self._anchor = mem_pool_host
         self._logical = logical
+        self._page_bytes = page_access(pool).geometry.page_bytes
         self._unserved = {}
         self._weights = weights
         self._uncleared = ""
@@ -233,6 +241,16 @@ class SGLangBridge(EngineStorage):
             self._exporter.close()
         if self._storage is not None:
             self._storage.close()
+
+    def get_stats(self) -> StorageMetrics | None:
+        """Return pages and GB/s of each KV batch since the last call.
+
+        None without `enable_storage_metrics`.
+        """
+        moved = self._moved
+        if moved is not None:
+            self._moved = StorageMetrics()
+        return moved
 
     # KV
     # ----------------------------------------------------------------------------------------------------------
@@ -396,10 +414,28 @@ class SGLangBridge(EngineStorage):
     ) -> list[bool]:
         def ask(storage: HiCacheStorage) -> list[bool]:
             transfers = [PoolTransfer(PoolName.KV, host_indices, keys=keys)]
+            started = time.perf_counter()
             answers = _move(storage, transfers, extra_info, writes=writes)
-            return _fitting(answers, PoolName.KV, len(keys))
+            seconds = time.perf_counter() - started
+            answer = _fitting(answers, PoolName.KV, len(keys))
+            self._measure(answer.count(True), seconds, writes=writes)
+            return answer
 
         return self._answer(call, ask, [False] * len(keys), PoolName.KV)
+
+    def _measure(self, pages: int, seconds: float, *, writes: bool) -> None:
+        """Keep a batch for `get_stats`, unless it moved nothing."""
+        # Another thread may replace it meanwhile.
+        moved = self._moved
+        if moved is None or not pages or seconds <= 0:
+            return
+        counts, speeds = (
+            (moved.backup_pgs, moved.backup_bandwidth)
+            if writes
+            else (moved.prefetch_pgs, moved.prefetch_bandwidth)
+        )
+        counts.append(pages)
+        speeds.append(pages * self._page_bytes / 1e9 / seconds)
 
     def _move_pools(
         self,
