@@ -40,6 +40,13 @@ DEFAULTS: Final = {
     "local_buffer_size": "16mb",
     "tenant_id": "default",
 }
+UNSUPPORTED: Final = {
+    "standalone_storage": "set global_segment_size to 0 instead: a pure client of a store service "
+    "on any node",
+    "enable_ssd_offload": "offload in the store service instead (mooncake_client "
+    "--enable_offload=true)",
+}
+"""Entries of Mooncake's file that the driver refuses, and the alternatives."""
 MIN_SEGMENT_BYTES: Final = 16 << 20
 """Memory that a client lends at least, if it lends any; the library refuses less."""
 
@@ -216,7 +223,7 @@ def client_settings(
 
 def _read(path: str) -> dict[str, object]:
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
+        entries = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
     except OSError as error:
         raise ConfigError(
             f"Mooncake's file {path!r} cannot be read ({error.strerror}); correct 'config_path'"
@@ -225,6 +232,10 @@ def _read(path: str) -> dict[str, object]:
         raise ConfigError(
             f"Mooncake's file {path!r} is no JSON object ({error}); correct it"
         ) from error
+    for name, instead in UNSUPPORTED.items():
+        if entries.get(name) not in (None, False, "", "false", "0", 0):
+            raise ConfigError(f"{name!r} in {path} is not offered here; {instead}")
+    return entries
 
 
 def size_of(value: object, name: str) -> int:

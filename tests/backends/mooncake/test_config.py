@@ -87,8 +87,11 @@ def test_errors_name_the_setting_and_the_fix(environment, options, complaint):
         settings(environment, **options)
 
 
-def test_a_malformed_file(tmp_path):
+def test_a_file_that_cannot_be_served(tmp_path):
     file = tmp_path / "mooncake.json"
+    file.write_text(json.dumps({"master_server_address": "m:1", "standalone_storage": True}))
+    with pytest.raises(ConfigError, match=r"'standalone_storage'.*global_segment_size to 0"):
+        settings(config_path=str(file))
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="no JSON object"):
         settings(config_path=str(file))
