@@ -311,16 +311,18 @@ class PageIndex:
         while self._unread and not expired():
             if self._read_logged():
                 continue
-            bundles = self._take_unread()
-            if not bundles:
-                # Other threads read the rest. Polling, so that a thread that hangs in the file
-                # system holds no call past its deadline.
-                with self.reading_changed:
-                    self.reading_changed.wait(WAIT_SECONDS)
-                continue
+            bundles = list[Bundle]()
             try:
-                self._read_batch(bundles)
+                self._take_unread(bundles)
+                if bundles:
+                    self._read_batch(bundles)
+                else:
+                    # Other threads read the rest. Polling, so that a thread that hangs in the file
+                    # system holds no call past its deadline.
+                    with self.reading_changed:
+                        self.reading_changed.wait(WAIT_SECONDS)
             finally:
+                # Also after an interrupt at any step: an index that stays among these is never read.
                 with self.reading_changed:
                     self._reading.difference_update(bundles)
                     self.reading_changed.notify_all()
@@ -358,17 +360,16 @@ class PageIndex:
                 logged.setdefault(segment, {})[bundle.name.plain] = bundle
         self._logged = logged
 
-    def _take_unread(self) -> list[Bundle]:
-        """Take some unread bundles that no other thread reads.
+    def _take_unread(self, bundles: list[Bundle]) -> None:
+        """Take some unread bundles that no other thread reads, and append them.
 
         They stay unread until their indexes have been read.
         """
         with self.bundle_set.lock:
             unread = list(islice(self._unread, len(self._reading) + BUNDLES_PER_STEP))
         with self.reading_changed:
-            bundles = [bundle for bundle in unread if bundle not in self._reading]
+            bundles += [bundle for bundle in unread if bundle not in self._reading]
             self._reading.update(bundles)
-            return bundles
 
     def _read_batch(self, bundles: Sequence[Bundle]) -> None:
         parts = [

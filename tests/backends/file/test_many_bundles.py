@@ -151,51 +151,6 @@ def test_a_thread_that_hangs_in_an_index_keeps_no_other_past_its_deadline(rig, m
     assert b.holds(keys)
 
 
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("point", ["pread", "_insert", "bundles_added", "_commit_adding"])
-@pytest.mark.parametrize("how", ["listed", "logged", "marked"])
-def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, point, how):
-    a, b = rig(), rig(capacity="1GiB")
-    b.storage.open()
-    bundle_set = b.bundle_set
-    if how != "listed":
-        assert b.hit(["x"]) == 0
-    keys = fill(a, logged=how == "logged") if how != "marked" else chain("k", 2)
-    if how == "marked":
-        a.put(keys)
-    page_index = b.page_index
-
-    def failing(real):
-        calls = list[None]()
-
-        def step(*args):
-            calls.append(None)
-            if len(calls) in (1, 3, 8):
-                raise error
-            return real(*args)
-
-        return step
-
-    with monkeypatch.context() as patch:
-        if point == "pread":
-            patch.setattr(os, "pread", failing(os.pread))
-        else:
-            owner = bundle_set if point == "_commit_adding" else page_index
-            patch.setattr(owner, point, failing(getattr(owner, point)))
-        for _ in range(4):
-            try:
-                b.look_up(keys, Call())
-            except error:
-                continue
-    assert b.hit(keys) == len(keys)
-    assert b.holds(keys)
-    assert bundle_set.used == sum(path.stat().st_size for path in a.bundles())
-    assert all(len(page_index.copies(key)) == 1 for key in keys)
-    a.storage.clear()
-    assert b.hit(keys) == 0
-    assert bundle_set.used == 0
-
-
 def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
     """Between two looks of a lookup without I/O another thread takes in bundles, and its deadline
     passes."""
