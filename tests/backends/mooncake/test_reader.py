@@ -318,32 +318,19 @@ def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(
         assert (places[0] == places[1]) is again
 
 
-def test_nothing_is_delivered_to_a_cancelled_call(alone):
-    class Late(Scripted):
-        def read_ranges(self, names, addresses, sizes):
-            token.cancel()
-            return [LENGTH]
-
-    token = CancellationToken()
-    call = Call(cancellation=token)
-    some = [
-        ObjectRead(SPACE, "key", [memoryview(bytearray(60)), memoryview(bytearray(40))], call=call)
-    ]
-    assert buffered(1 << 16, alone).read(Late([LENGTH]), some, call).arrived == set()
-
-
-def test_a_deadline_that_passes_before_a_request_is_a_miss(alone):
-    class Late(Scripted):
-        def places(self, names):
-            token.cancel()
-            return super().places(names)
-
-    token = CancellationToken()
-    outcome = buffered(LENGTH, alone).read(Late([]), reads(2), Call(cancellation=token))
-    assert (outcome.arrived, [type(fault) for fault in outcome.faults]) == (
-        set(),
-        [StorageTimeoutError],
-    )
+@pytest.mark.parametrize(
+    ("step", "faults"), [("places", [StorageTimeoutError]), ("read_ranges", [])]
+)
+def test_nothing_is_delivered_to_a_call_that_is_cancelled(alone, step, faults):
+    """Before its request, and while that is under way."""
+    token, connection = CancellationToken(), Scripted([LENGTH])
+    real, call = getattr(connection, step), Call(cancellation=token)
+    setattr(connection, step, lambda *asked: (token.cancel(), real(*asked))[1])
+    parts = [memoryview(bytearray(60)), memoryview(bytearray(40))]
+    some = [ObjectRead(SPACE, "key", parts, call=call)]
+    outcome = buffered(1 << 16, alone).read(connection, some, call)
+    assert outcome.arrived == set()
+    assert [type(fault) for fault in outcome.faults] == faults
 
 
 def test_misses_take_no_memory(alone):
