@@ -56,7 +56,6 @@ class ServerEndpoint:
     failed_at: float = 0.0
     was_silent: bool = False
     """The last failure was no response, which costs a request an attempt's time."""
-    backoff_until: float = 0.0
     failed_over: bool = False
     """The failover was logged, so the return is logged too."""
     silent_since: float | None = None
@@ -113,13 +112,10 @@ class ServerPool:
     def after(self, asked: Sequence[ServerEndpoint]) -> ServerEndpoint | None:
         """The next server for a request that has asked some; None if it has asked all.
 
-        Without a server outside of backoff, it is the one whose backoff ends first.
+        Servers in backoff come last.
         """
         others = [server for server in self._all if server not in asked]
-        ready = (server for server in others if not server.in_backoff)
-        return next(ready, None) or min(
-            others, key=lambda server: server.backoff_until, default=None
-        )
+        return min(others, key=lambda server: server.in_backoff, default=None)
 
     def plan(self, owner: ServerEndpoint | None = None) -> AttemptPlan:
         """An attempt plan for one request, which begins with the owner of its scopes."""
@@ -191,7 +187,6 @@ class ServerPool:
         server.failures += 1
         # Drawn, so that clients that failed together do not probe together.
         seconds = self._rng.uniform(bound / 2, bound)
-        server.backoff_until = time.monotonic() + seconds
         server.probe = threading.Timer(seconds, self._probe, (server,))
         server.probe.name = "hicache-metadata-probe"
         server.probe.daemon = True

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -129,27 +128,25 @@ def test_nobody_is_watched_after_the_close():
     assert not [thread for thread in threading.enumerate() if "probe" in thread.name]
 
 
-def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
+def test_a_server_rests_longer_with_each_failure_in_a_row():
     """Up to a limit, and drawn from a range, so that not all clients come back at once; until a
     request is answered."""
-    now, rests = 100.0, list[float]()
-    monkeypatch.setattr(failover_module, "time", SimpleNamespace(monotonic=lambda: now))
-
-    some = servers(seed=1)
+    some, rests = servers(seed=1), list[float]()
     server = some.first
-    for _ in range(12):
+
+    def fail():
         some.record_failure(server, "gone")
-        rests.append(server.backoff_until - now)
-        now = server.backoff_until
+        server.probe.cancel()
+        rests.append(server.probe.interval)
         # Its watcher finds it ready.
         server.in_backoff = False
+
+    for _ in range(12):
+        fail()
     server.failures = 5000
-    some.record_failure(server, "gone")
-    rests.append(server.backoff_until - now)
-    server.in_backoff = False
+    fail()
     some.record_success(server)
-    some.record_failure(server, "gone")
-    rests.append(server.backoff_until - now)
+    fail()
     some.close()
     *growing, after_an_answer = rests
     for number, rest in enumerate(growing):
@@ -157,19 +154,6 @@ def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
         assert most / 2 <= rest <= most
     assert growing[-1] >= MAX_BACKOFF_SECONDS / 2
     assert after_an_answer <= FIRST_BACKOFF_SECONDS
-
-
-def test_with_no_server_well_the_one_that_rests_min_is_asked():
-    some = servers()
-    order = []
-    for _ in URLS:
-        order.append(some.first)
-        some.record_failure(some.first, "gone")
-    order[1].backoff_until = 0.0
-    first = some.first
-    some.close()
-    assert first is order[1]
-    assert len({id(server) for server in order}) == 3
 
 
 # Two addresses of one real server.
@@ -416,7 +400,7 @@ def test_an_owner_in_backoff_is_asked_where_that_costs_no_time(serve, client_of,
     server, _ = serve(moved(owner))
     client = client_of(server, owner)
     named = client._servers.at(owner)
-    named.in_backoff, named.backoff_until = True, time.monotonic() + PATIENCE_SECONDS
+    named.in_backoff = True
     named.failed_at, named.was_silent = time.monotonic(), error is NoResponseError
     if asks:
         assert look_up(client).scopes[0].slots == [3]
