@@ -23,8 +23,6 @@ from hicache_storage.objects import ObjectRead, checksum, running_checksum
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xxhash import xxh3_64
-
     from hicache_backends.file.bundle import Bundle
     from hicache_backends.posix.buffers import Buffers
     from hicache_backends.posix.files import Descriptors, Handle
@@ -279,14 +277,14 @@ class Reader:
 
         The pages are in the cache of its core then.
         """
-        if chunk.page_bytes > CHUNK_BYTES and (self.verifies or self.buffers is not None):
-            return self._read_long_page(chunk, call)
         if self.buffers is None:
             return bool(self._read_in_place(chunk, call, read_into))
         if chunk.cached:
             whole = self._read_in_place(chunk, call, read_cached_into)
             if whole is not None or not chunk.may_wait:
                 return bool(whole)
+        if chunk.page_bytes > CHUNK_BYTES:
+            return self._read_long_page(chunk, self.buffers, call)
         return self._read_buffered(chunk, self.buffers, call)
 
     def _read_in_place(self, chunk: ReadChunk, call: Call, read_all: ReadAll) -> bool | None:
@@ -321,46 +319,25 @@ class Reader:
                     scatter(page, read.buffers)
         return True
 
-    def _read_long_page(self, chunk: ReadChunk, call: Call) -> bool:
+    def _read_long_page(self, chunk: ReadChunk, buffers: Buffers, call: Call) -> bool:
+        """Read a page that is longer than a buffer, piece by piece."""
         read, offset = chunk.reads[0], chunk.page * chunk.page_bytes
         digest = running_checksum() if self.verifies else None
-        for buffer in read.buffers:
-            for at in range(0, len(buffer), CHUNK_BYTES):
-                target = buffer[at : at + CHUNK_BYTES]
-                if not self._read_long_page_chunk(chunk, target, offset, digest, call):
-                    return False
-                offset += len(target)
+        for target in read.buffers:
+            for at in range(0, len(target), CHUNK_BYTES):
+                part = target[at : at + CHUNK_BYTES]
+                with buffers.lend(call) as buffer:
+                    piece = buffer[: len(part)]
+                    if not read_into(chunk.handle.descriptor, [piece], offset):
+                        return False
+                    if digest is not None:
+                        digest.update(piece)
+                    with call.shield() as active:
+                        raise_if_cancelled(active)
+                        part[:] = piece
+                offset += len(part)
         read.envelope = chunk.bundle.envelope(chunk.page)
         read.verify(None if digest is None else digest.intdigest())
-        return True
-
-    def _read_long_page_chunk(
-        self,
-        chunk: ReadChunk,
-        target: memoryview,
-        offset: int,
-        digest: xxh3_64 | None,
-        call: Call,
-    ) -> bool:
-        descriptor = chunk.handle.descriptor
-        if self.buffers is None or chunk.cached:
-            read_all: ReadAll = read_into if self.buffers is None else read_cached_into
-            with call.shield() as active:
-                raise_if_cancelled(active)
-                whole = read_all(descriptor, [target], offset)
-                if whole and digest is not None:
-                    digest.update(target)
-            if whole is not None or self.buffers is None or not chunk.may_wait:
-                return bool(whole)
-        with self.buffers.lend(call) as buffer:
-            chunks = buffer[: len(target)]
-            if not read_into(descriptor, [chunks], offset):
-                return False
-            if digest is not None:
-                digest.update(chunks)
-            with call.shield() as active:
-                raise_if_cancelled(active)
-                target[:] = chunks
         return True
 
     def _is_bad_sector(self, chunk: ReadChunk, error: OSError) -> bool:
