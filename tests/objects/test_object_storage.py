@@ -1,11 +1,9 @@
-"""`ObjectStorage` beside the suite: drivers that find what exists, counters that cost nothing, logs."""
+"""`ObjectStorage` beside the suite: ranks that do not write, counters that cost nothing, logs."""
 
 from __future__ import annotations
 
 import logging
 import sys
-
-import pytest
 
 from hicache_storage.objects import recorder
 from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo, PoolStats
@@ -13,45 +11,14 @@ from tests.objects.storing import stored
 from tests.support.failing import kept_calls
 
 
-class TestDriversThatFindWhatExists:
-    def test_they_are_not_asked_before(self, kit, finding):
-        storage, pool = finding()
-        first = pool.fill(0, 1)
-        pool.fill(1, 2)
-        assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
-        assert storage.batch_set_v2([pool.transfer("kv", ["b", "a", "b"], [1, 1, 0])]) == {
-            "kv": [True] * 3
-        }
-        assert storage.operations == ["connect", "write", "write"]
-        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [3])]) == {"kv": [True]}
-        assert pool.page(3) == first
-        stats = storage.get_stats().pools["kv"]
-        assert (stats.pages_written, stats.bytes_written, stats.pages_refused) == (
-            2,
-            2 * pool.geometry.page_bytes,
-            0,
-        )
-
-    def test_a_rank_that_does_not_write_asks(self, kit, finding):
-        storage, pool = finding(identity=kit.identity(kv_replicated=True, tp_rank=1, tp_size=2))
-        assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-        assert storage.operations == ["connect", "exist"]
-
-    @pytest.fixture
-    def finding(self, kit, monkeypatch):
-        """Makes storages of a driver that leaves out by itself what is there."""
-
-        def write(storage, batches, call):
-            storage._record("write")
-            for each in (each for batch in batches for each in batch.writes):
-                name = each.namespace.object_name(each.key)
-                each.existed = name in storage.objects
-                storage.objects.setdefault(name, each.tobytes())
-            return [[True] * len(batch.writes) for batch in batches]
-
-        monkeypatch.setattr(kit.storage, "write_objects", write)
-        monkeypatch.setattr(kit.storage, "writes_find_existing", True)
-        return kit.memory_storage
+def test_a_rank_that_does_not_write_asks_what_is_there(kit, monkeypatch):
+    """Also a driver that leaves out by itself what exists; tests/backends/hf3fs has one."""
+    monkeypatch.setattr(kit.storage, "writes_find_existing", True)
+    storage, pool = kit.memory_storage(
+        identity=kit.identity(kv_replicated=True, tp_rank=1, tp_size=2)
+    )
+    assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+    assert storage.operations == ["connect", "exist"]
 
 
 def test_a_registered_pool_tells_its_namespace_and_is_counted_from_0(kit, caplog):
