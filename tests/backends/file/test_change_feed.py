@@ -358,8 +358,8 @@ def test_a_cursor_whose_counter_value_was_seen_needs_no_other(party, monkeypatch
     ("event", "read"),
     [
         (Found(BundleName("../../../b", 1, 10, 1, 7)), [Unlisted()]),
-        (Found(BundleName("b" * 10, 1, -10, 1, 7)), [Unlisted()]),
-        (Added(BundleName("a" * 10, 1, -10, 1, 7)), [Unlisted()]),
+        (Found(BundleName("b" * 10, 1, 1 << 45, 1, 7)), [Unlisted()]),
+        (Added(BundleName("a" * 10, 1, 1 << 45, 1, 7)), [Unlisted()]),
     ],
     ids=["path", "length found", "length added"],
 )
