@@ -16,7 +16,6 @@ from hicache_backends.file.paths import ProcessId, current_process, has_exited
 from hicache_backends.file.temp_files import TemporaryName
 from hicache_backends.posix import files
 from hicache_backends.posix.directories import Mount, mount_of
-from hicache_backends.posix.files import Descriptors
 from hicache_storage.spec import (
     ConfigError,
     parse_config,
@@ -169,17 +168,3 @@ def test_a_mount_point_is_not_made(rig, tmp_path):
     assert not (tmp_path / "not-mounted").exists()
     (tmp_path / "not-mounted").mkdir()
     assert a.storage.health().ok
-
-
-def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
-    descriptors = Descriptors(4)
-    handle = descriptors.borrow(str(path))
-    descriptors.forget(str(path))
-    descriptors.close()
-    assert os.pread(handle.descriptor, 3, 0) == b"abc"
-    number = handle.descriptor
-    del handle
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(number)
