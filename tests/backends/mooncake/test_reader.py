@@ -319,9 +319,10 @@ def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(
 
 
 @pytest.mark.parametrize(
-    ("step", "faults"), [("places", [StorageTimeoutError]), ("read_ranges", [])]
+    ("step", "requests", "faults"),
+    [("places", 0, [StorageTimeoutError]), ("read_ranges", 1, [])],
 )
-def test_nothing_is_delivered_to_a_call_that_is_cancelled(alone, step, faults):
+def test_nothing_is_delivered_to_a_call_that_is_cancelled(alone, step, requests, faults):
     """Before its request, and while that is under way."""
     token, connection = CancellationToken(), Scripted([LENGTH])
     real, call = getattr(connection, step), Call(cancellation=token)
@@ -329,7 +330,7 @@ def test_nothing_is_delivered_to_a_call_that_is_cancelled(alone, step, faults):
     parts = [memoryview(bytearray(60)), memoryview(bytearray(40))]
     some = [ObjectRead(SPACE, "key", parts, call=call)]
     outcome = buffered(1 << 16, alone).read(connection, some, call)
-    assert outcome.arrived == set()
+    assert (len(connection.by_lookup), outcome.arrived) == (requests, set())
     assert [type(fault) for fault in outcome.faults] == faults
 
 
