@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from hicache_storage.objects import LookupBatch, Namespace, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
 
-logger = logging.getLogger(__name__)
 POLL_SECONDS: Final = 1.0
 """Interval of the attempts to drop a scope whose slots are not free yet."""
 MARGIN_SECONDS: Final = 0.1
