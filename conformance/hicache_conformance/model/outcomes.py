@@ -241,6 +241,11 @@ class RuleResult:
             for case in self.cases
         )
 
+    @property
+    def seconds(self) -> float:
+        """Time that its cases took; a case of several rules counts in each."""
+        return sum(case.seconds for case in self.cases)
+
     def failing(self) -> list[CaseOutcome]:
         """The cases that found it broken, or else those in which the suite broke."""
         failed = [

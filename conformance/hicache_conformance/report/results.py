@@ -1,6 +1,6 @@
 """What a report says: driver, its files and their digest, versions, settings, and all outcomes.
 
-`results.json` has every outcome, in an order that depends on the contract and not on the run;
+`results.json` has everything, in an order that depends on the contract and not on the run;
 `badge.json` is what shields.io asks of an endpoint.
 """
 
@@ -63,6 +63,7 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
     name, _, version = header.distribution.partition(" ")
     return {
         "schema": SCHEMA,
+        "contract": "HiCacheStorage",
         "spec_version": header.spec_version,
         "suite_version": header.suite_version,
         "driver": {
@@ -84,6 +85,10 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
         "interface": header.interface,
         # What `hicache conformance verify` reads, beyond what stands above.
         "replay": header.replay and asdict(header.replay),
+        "shared_causes": [
+            {"cause": asdict(shared.cause), "rules": shared.rules}
+            for shared in judgement.shared_causes()
+        ],
         # All rules, those that were not selected included, so that two files always have the same
         # rows.
         "rules": [_rule(header, result) for result in judgement.rules],
@@ -152,12 +157,15 @@ def _rule(header: Header, result: RuleResult) -> dict[str, Any]:
     return {
         "id": result.rule.id,
         "text": result.rule.text,
+        "level": [str(level) for level in result.rule.levels],
+        "needs": result.rule.needs,
         "selected": result.selected,
         "outcome": str(result.outcome),
         # By level as well, since one rule may hold in one process and fail between two.
         "outcome_by_level": {str(level): str(outcome) for level, outcome in result.levels.items()},
         "reason": result.reason,
         "asserting_cases": result.asserting_cases,
+        "seconds": round(result.seconds, 3),
         "cases": [_case(header, case) for case in result.cases],
     }
 
@@ -166,13 +174,16 @@ def _case(header: Header, case: CaseOutcome) -> dict[str, Any]:
     return {
         "name": case.case,
         "outcome": str(case.outcome),
+        "checked": list(case.checked),
         "reason": case.reason,
         "detail": case.detail,
         "broken_rule": case.broken_rule,
+        "causes": msgspec.to_builtins(case.causes),
         "plans": msgspec.to_builtins(case.plans),
         "reproduce": reproduction(header, case.case)
         if case.outcome in (Outcome.FAIL, Outcome.ERROR)
         else "",
+        "seconds": case.seconds,
     }
 
 
