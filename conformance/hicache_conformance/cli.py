@@ -106,7 +106,9 @@ def run(
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write index.html, results.json and badge.json here."),
+        typer.Option(
+            metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here."
+        ),
     ] = None,
     profile: Annotated[
         str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")

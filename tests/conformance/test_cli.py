@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -149,6 +150,20 @@ def test_a_crash_costs_one_case_and_is_shown_with_its_signal_and_place(site):
     assert "_pytest" not in crashed["detail"]
     # The others are judged, in another process.
     assert {case["outcome"] for case in cases.values()} == {"pass"}
+
+
+def test_junit_has_a_suite_for_each_level(conformant, wrong):
+    suites = ElementTree.parse(conformant.directory / "junit.xml").getroot()
+    assert [suite.get("name") for suite in suites] == ["pools", "identity"]
+    assert all(
+        suite.get("failures") == suite.get("errors") == suite.get("skipped") == "0"
+        for suite in suites
+    )
+    assert {case.get("classname") for suite in suites for case in suite} <= set(rules())
+    (core,) = ElementTree.parse(wrong.directory / "junit.xml").getroot()
+    failure = core.find("testcase[@classname='SET-3']/failure")
+    assert failure is not None
+    assert failure.get("message", "").startswith("fail: SET-3: page 0 key")
 
 
 def test_the_badge_is_what_shields_asks_for(conformant, wrong):

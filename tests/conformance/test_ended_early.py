@@ -80,7 +80,7 @@ def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(site, tmp_
     assert any(reason.endswith(f"not judged: {found['reason']}") for reason in untested)
     assert ran.rules("error") == ran.rules("fail") == set()
     assert sum(bool(rule["cases"]) for rule in found["rules"]) > 0
-    assert {path.name for path in report.iterdir()} >= {"index.html", "badge.json"}
+    assert {path.name for path in report.iterdir()} >= {"index.html", "junit.xml", "badge.json"}
     # A file system may need a moment to be unmounted by its own process.
     while any(scratch.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
