@@ -38,8 +38,8 @@ CHUNK_BYTES = 512 << 10
 """Read and verified at a time: what was read is still in the core's cache when its checksum is
 computed.
 
-At 64 KiB a page 9.7 GB/s, against 7.9 where a batch is read as a whole and then verified; longer
-pages are read in such pieces, at 1 MiB 8.4 GB/s instead of 7.9.
+At 64 KiB a page 9.7 GB/s, against 7.9 where a batch is read as a whole and then verified. A longer
+page is read as a whole, or in such pieces through a buffer, which is so long.
 """
 
 MAX_OPEN_EXTENTS = 64

@@ -36,8 +36,8 @@ MOUNT_MIN_BUNDLE_BYTES = 24 << 20
 """The same on a network mount, where each file costs requests."""
 
 CHUNK_BYTES = 512 << 10
-"""Written at a time on a local disk: the checksum brings a page into the core's cache, from where
-the kernel copies it.
+"""Written at a time on a local disk, or one page if that is longer: the checksum brings a page into
+the core's cache, from where the kernel copies it.
 
 Across a network it is the number of requests that counts, and a chunk is a whole bundle.
 """
