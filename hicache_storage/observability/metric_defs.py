@@ -1,16 +1,7 @@
-"""Definitions of all metrics: names, types, units and labels.
+"""Definitions of the SDK's metrics: names, types, units and labels.
 
-Label values are bounded:
-
-- `driver` and `operation` are the SDK's own words, `pool` is a pool that the engine has registered.
-- `route` is a route of the protocol, never a requested path.
-- `tenant` is a tenant that the operator has named.
-- `scope` is one of the first `MAX_SCOPE_SERIES` scopes of a server process; all others are summed
-  under `OTHER_SCOPES`.
-- `model` is the name that a client has given to one of these scopes: one line of at most 512
-  characters.
-
-No label contains a key, a request or a client.
+Label values are bounded: `driver` and `operation` are the SDK's own words, `pool` is a pool that the
+engine has registered. No label contains a key, a request or a client.
 """
 
 from __future__ import annotations
@@ -26,29 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hicache_storage.spec.stats import StorageStats
-
-MAX_SCOPE_SERIES: Final = 512
-"""Limit of scopes with series of their own, for each server process."""
-OTHER_SCOPES: Final = "other"
-"""Label of all further scopes.
-
-No scope has this name, because names of scopes begin with a rank.
-"""
-
-REQUEST_BOUNDS_SECONDS: Final = (
-    2e-4,
-    5e-4,
-    1e-3,
-    2e-3,
-    5e-3,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    1.0,
-    5.0,
-)
 
 
 class MetricKind(StrEnum):
@@ -95,13 +63,13 @@ def _scalar(
     return Metric(name, kind, text, labels, source=source, tag=tag)
 
 
-_counter: Final = partial(_scalar, MetricKind.COUNTER)
-_gauge: Final = partial(_scalar, MetricKind.GAUGE)
+counter: Final = partial(_scalar, MetricKind.COUNTER)
+gauge: Final = partial(_scalar, MetricKind.GAUGE)
 
 
 def _pool(name: str, text: str, source: str, label: str = "") -> Metric:
     labels = ("driver", "pool", label) if label else ("driver", "pool")
-    return _counter(f"hicache_storage_{name}_total", text, *labels, source=source)
+    return counter(f"hicache_storage_{name}_total", text, *labels, source=source)
 
 
 _REASONS: Final = ", ".join(MissReason)
@@ -115,14 +83,14 @@ CALL_SECONDS: Final = Metric(
     # The bounds of `spec.stats.Latency`, whose counts are exported as they are.
     LATENCY_BOUNDS_SECONDS,
 )
-BREAKER_OPEN: Final = _gauge(
+BREAKER_OPEN: Final = gauge(
     "hicache_storage_breaker_open",
     "1 while the circuit breaker of a kind of operation (read, write, delete) refuses calls, or lets "
     "a single one try.",
     "driver",
     "operation",
 )
-CHECKSUMS_OFF: Final = _gauge(
+CHECKSUMS_OFF: Final = gauge(
     "hicache_storage_checksums_off",
     "1 where the operator has turned the verification of checksums off.",
     "driver",
@@ -138,128 +106,6 @@ def _by_label(
         for value, source in sources.items()
     ]
 
-
-REQUESTS: Final = _counter(
-    "hicache_metadata_requests_total", "Requests answered.", "route", "status"
-)
-REQUEST_SECONDS: Final = Metric(
-    "hicache_metadata_request_seconds",
-    MetricKind.HISTOGRAM,
-    "From the last byte of a request to its answer.",
-    ("route",),
-    REQUEST_BOUNDS_SECONDS,
-)
-SLOTS: Final = _gauge(
-    "hicache_metadata_slots",
-    "Slots by state: free, leased, live or quarantined.",
-    "scope",
-    "state",
-)
-SCOPE_EVICTED_PAGES: Final = _counter(
-    "hicache_metadata_evicted_pages_total",
-    "Pages evicted to make room.",
-    "scope",
-    source="evicted",
-)
-LOOKED_UP_KEYS: Final = _counter(
-    "hicache_metadata_lookup_keys_total",
-    "Keys that clients have asked for, by whether they were live: hit or miss.",
-    "scope",
-    "result",
-)
-EXPIRED_LEASES: Final = _counter(
-    "hicache_metadata_expired_leases_total",
-    "Leases that were neither committed nor given back in time: their writers are dead or slow.",
-    "scope",
-    source="expired_leases",
-)
-SCOPE_INFO: Final = _gauge(
-    "hicache_metadata_scope_info",
-    "Always 1; the model whose pages a scope holds, where a client has named it.",
-    "scope",
-    "model",
-)
-SCOPE_OWNER: Final = _gauge(
-    "hicache_metadata_scope_owner",
-    "Always 1; the address of the server that owns a scope, where several share a Redis.",
-    "scope",
-    "owner",
-)
-SCOPE_LOG_BYTES: Final = _gauge(
-    "hicache_metadata_scope_log_bytes",
-    "Length of a scope's log in Redis, which its next owner replays.",
-    "scope",
-)
-UNOWNED_SCOPES: Final = _gauge(
-    "hicache_metadata_unowned_scopes",
-    "Scopes in Redis that no server owns, as this server knows it; requests about them are refused.",
-)
-QUARANTINE_SECONDS: Final = _gauge(
-    "hicache_metadata_quarantine_seconds",
-    "How long a slot stays in quarantine before it is used again.",
-)
-READY: Final = _gauge("hicache_metadata_ready", "1 while the server is ready, as /readyz says it.")
-DRAINING: Final = _gauge("hicache_metadata_draining", "1 while no new leases are given.")
-RECOVERY_PROBLEMS: Final = _gauge(
-    "hicache_metadata_recovery_problems",
-    "Contradictions in the store that the last start has left out.",
-)
-TRANSACTIONS: Final = _counter(
-    "hicache_metadata_transactions_total", "Groups of changes written to the store."
-)
-TRANSACTION_SECONDS: Final = Metric(
-    "hicache_metadata_transaction_seconds",
-    MetricKind.HISTOGRAM,
-    "How long a group took to write.",
-    (),
-    LATENCY_BOUNDS_SECONDS,
-)
-STORE_FAILING: Final = _gauge(
-    "hicache_metadata_store_failing",
-    "1 while the store cannot be written, or a shared one does not answer or takes no writes.",
-)
-STORE_BYTES: Final = _gauge(
-    "hicache_metadata_store_bytes",
-    "Size of a SQLite store's files, by part: database or wal (SQLite's own log); in Redis, log: "
-    "that of the scopes that this server owns.",
-    "part",
-)
-BUILD_INFO: Final = _gauge(
-    "hicache_metadata_build_info",
-    "Always 1; the server's version, its protocol, and the version of Python.",
-    "version",
-    "protocol",
-    "python",
-)
-TOKENS: Final = _gauge(
-    "hicache_metadata_tokens", "Tokens that are known, by whether they have expired.", "state"
-)
-NEXT_TOKEN_EXPIRY: Final = _gauge(
-    "hicache_metadata_next_token_expiry_timestamp_seconds",
-    "When the next token expires, since unix epoch in seconds.",
-)
-RELOADS: Final = _counter(
-    "hicache_metadata_reloads_total",
-    "Times a file of tokens, tenants or certificates was taken, the first included.",
-    "what",
-)
-RELOAD_FAILING: Final = _gauge(
-    "hicache_metadata_reload_failing",
-    "1 while a file of the server cannot be used: what it held before stays in force.",
-    "what",
-)
-TENANT_HOLDS: Final = _gauge(
-    "hicache_metadata_tenant_holds",
-    "What a tenant holds: scopes, slots or bytes.",
-    "tenant",
-    "what",
-)
-TENANT_QUOTA: Final = _gauge(
-    "hicache_metadata_tenant_quota",
-    "The tenant's quota: scopes, slots or bytes.",
-    "tenant",
-    "what",
-)
 
 STORAGE: Final = (
     _pool("read_pages", "Pages that a get has delivered.", "pages_read"),
@@ -295,25 +141,25 @@ STORAGE: Final = (
     ),
     _pool("evicted_pages", "Pages that this storage has evicted.", "pages_evicted"),
     CALL_SECONDS,
-    _counter(
+    counter(
         "hicache_storage_faults_total",
         "Calls of the driver that have failed and were turned into misses.",
         "driver",
         source="faults",
     ),
-    _counter(
+    counter(
         "hicache_storage_missed_deadlines_total",
         "Of those, the ones that did not come back in time.",
         "driver",
         source="deadlines_missed",
     ),
-    _counter(
+    counter(
         "hicache_storage_breaker_refusals_total",
         "Calls answered as misses by an open circuit breaker.",
         "driver",
         source="breaker_refusals",
     ),
-    _counter(
+    counter(
         "hicache_storage_failovers_total",
         "Metadata servers that have failed and were left for another.",
         "driver",
@@ -324,18 +170,18 @@ STORAGE: Final = (
 )
 """Of each storage: `hicache_storage.observability.prometheus.StorageCollector`."""
 CONTROLLER: Final = (
-    _counter(
+    counter(
         "hicache_controller_written_back_tokens_total",
         "Tokens copied from the device to the host.",
         source="tokens_written_back",
     ),
-    _counter(
+    counter(
         "hicache_controller_loaded_tokens_total",
         "Tokens copied from the host to the device.",
         source="tokens_loaded",
     ),
     *_by_label(
-        _counter,
+        counter,
         "hicache_controller_copies_without_room_total",
         "Copies declined for want of room, by direction: write (to the host) or load (to the "
         "device).",
@@ -345,7 +191,7 @@ CONTROLLER: Final = (
     ),
     # One metric with a label: the outcomes add up to all prefetches that were asked for.
     *_by_label(
-        _counter,
+        counter,
         "hicache_controller_prefetches_total",
         "Prefetches by what became of them: begun, below_threshold (too short) or rate_limited.",
         "outcome",
@@ -353,53 +199,53 @@ CONTROLLER: Final = (
         below_threshold="prefetches_below_threshold",
         rate_limited="prefetches_rate_limited",
     ),
-    _counter(
+    counter(
         "hicache_controller_prefetched_tokens_total",
         "Tokens that prefetches have delivered to the cache.",
         source="tokens_prefetched",
     ),
-    _counter(
+    counter(
         "hicache_controller_hit_tokens_total",
         "Tokens of the longest prefixes that all ranks could restore from storage.",
         source="tokens_hit",
     ),
-    _counter(
+    counter(
         "hicache_controller_cut_tokens_total",
         "Of those, the ones left out for want of host memory.",
         source="tokens_without_room",
     ),
-    _counter(
+    counter(
         "hicache_controller_backed_up_pages_total",
         "Pages of all pools that are in storage: stored by this rank, found there, or another rank's "
         "to write.",
         source="pages_backed_up",
     ),
-    _counter(
+    counter(
         "hicache_controller_dropped_pages_total",
         "Pages of all pools whose backup was given up after the last attempt.",
         source="pages_dropped",
     ),
-    _counter(
+    counter(
         "hicache_controller_backup_retries_total",
         "Backups tried once more.",
         source="backup_retries",
     ),
-    _counter(
+    counter(
         "hicache_controller_storage_errors_total",
         "Calls of the storage that have raised; the contract forbids it.",
         source="storage_errors",
     ),
-    _counter(
+    counter(
         "hicache_controller_invalid_answers_total",
         "Answers of the storage that are none.",
         source="invalid_answers",
     ),
-    _counter(
+    counter(
         "hicache_controller_abandoned_calls_total",
         "Calls of the storage that were left behind.",
         source="abandoned_calls",
     ),
-    _gauge(
+    gauge(
         "hicache_controller_stuck_calls",
         "Of those, the ones that have not come back yet.",
         source="stuck_calls",
@@ -408,7 +254,7 @@ CONTROLLER: Final = (
 """Of each hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`."""
 CACHE: Final = (
     *_by_label(
-        _gauge,
+        gauge,
         "hicache_cache_tokens",
         "Tokens whose KV a tier holds.",
         "tier",
@@ -416,36 +262,36 @@ CACHE: Final = (
         host="host_tokens",
     ),
     *_by_label(
-        _gauge,
+        gauge,
         "hicache_cache_states",
         "Recurrent states that a tier holds.",
         "tier",
         device="device_states",
         host="host_states",
     ),
-    _gauge(
+    gauge(
         "hicache_cache_evictable_tokens",
         "Tokens on the device that no request holds.",
         source="evictable_tokens",
     ),
-    _gauge(
+    gauge(
         "hicache_cache_evictable_states",
         "Recurrent states on the device that no request holds.",
         source="evictable_states",
     ),
-    _gauge("hicache_cache_locks", "Prefixes that requests hold.", source="locks"),
-    _counter(
+    gauge("hicache_cache_locks", "Prefixes that requests hold.", source="locks"),
+    counter(
         "hicache_cache_declined_writes_total",
         "Nodes not copied to the host for want of room there.",
         source="declined_writes",
     ),
-    _counter(
+    counter(
         "hicache_cache_dropped_tokens_total",
         "Tokens fetched from storage in vain: what was before them was evicted meanwhile, or there was "
         "no room.",
         source="dropped_tokens",
     ),
-    _counter(
+    counter(
         "hicache_cache_tokens_stored_again_total",
         "Tokens handed to the storage a second time, as it had lost them while they were cached.",
         source="tokens_stored_again",

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import PROCESS_COLLECTOR
 
+from hicache_metadata_server import metric_defs
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.metric_defs import Metric, MetricKind
 
-SERVER = [
-    metric
-    for metric in vars(v).values()
-    if isinstance(metric, Metric) and metric.name.startswith("hicache_metadata_")
-]
+SERVER = [metric for metric in vars(metric_defs).values() if isinstance(metric, Metric)]
 PROCESS = [
     Metric(
         family.name + "_total" * (family.type == "counter"),

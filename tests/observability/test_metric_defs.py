@@ -16,11 +16,12 @@ from hicache_metadata_server.auth.security import Security, WatchedFiles
 from hicache_metadata_server.core.limits import Quota, Quotas
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
+from hicache_metadata_server.metric_defs import MAX_SCOPE_SERIES, OTHER_SCOPES
 from hicache_metadata_server.storage.store import MemoryStore
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.storage_io.calls import ControllerStats
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.observability.metric_defs import CONTROLLER, MAX_SCOPE_SERIES, OTHER_SCOPES
+from hicache_storage.observability.metric_defs import CONTROLLER
 from hicache_storage.observability.prometheus import (
     CacheCollector,
     ControllerCollector,

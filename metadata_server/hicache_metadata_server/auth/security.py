@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import structlog
 
+from hicache_metadata_server import metric_defs as v
 from hicache_metadata_server.auth.access import OriginPolicy, Tokens
 from hicache_metadata_server.auth.files import (
     read_tenants_file,
@@ -17,7 +18,6 @@ from hicache_metadata_server.auth.files import (
 )
 from hicache_metadata_server.core.limits import ANYBODY, Caller, TenantUsage
 from hicache_metadata_server.logs import AUDIT
-from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
+from hicache_metadata_server import metric_defs as v
 from hicache_metadata_server.protocol import History, Series, SlotState, SlowCall
-from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 
 if TYPE_CHECKING:
