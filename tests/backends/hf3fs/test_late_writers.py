@@ -168,7 +168,9 @@ def test_a_file_has_its_length_before_the_first_lease(rig, server):
 
 
 def test_slots_are_not_written_through_a_link(rig, tmp_path):
-    one, elsewhere = rig(), tmp_path / "elsewhere"
+    # A file that was there before its scope may still be written, until leases of that time have
+    # ended.
+    one, elsewhere = rig(lease_seconds=1.0, wait_seconds=30.0), tmp_path / "elsewhere"
     elsewhere.write_bytes(b"not yours")
     path = one.scope.file.path
     os.symlink(elsewhere, path)
