@@ -26,8 +26,6 @@ from hicache_storage.tools.bench.sweep import run_sweep
 from hicache_storage.tools.options import parse_pairs, size_text, trial_options
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from hicache_storage.tools.bench.results import Rate, Report
 
 WRONG_ANSWER, USAGE_ERROR = 1, 2
@@ -116,7 +114,10 @@ def bench(
             for count in _counts(clients)
         ]
         doing = f"{driver}: {len(workloads)} combinations of page size and clients"
-        with _status(doing), tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
+        with (
+            Console(stderr=True).status(doing),
+            tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory,
+        ):
             report = run_sweep(
                 _candidate(driver, config, directory),
                 workloads,
@@ -175,7 +176,10 @@ def _replay(
                 f"--sample: of a capacity of {size_text(limit)} no page is left; give a smaller N"
             )
         doing = f"{driver}, {size_text(limit)}: {part.requests:,} requests"
-        with _status(doing), tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
+        with (
+            Console(stderr=True).status(doing),
+            tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory,
+        ):
             candidate = _candidate(driver, config, directory)
             check_disk(part, candidate, sizes[0], room)
             result = replay(part, candidate, sizes[0], room)
@@ -205,11 +209,6 @@ def _replay(
         plot_file.write_text(plot(results))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
-
-
-def _status(doing: str) -> Status:
-    # On standard error, so that standard output has the tables alone.
-    return Console(stderr=True).status(doing)
 
 
 def _candidate(driver: str, config: list[str] | None, directory: str) -> Candidate:

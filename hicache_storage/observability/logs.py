@@ -7,13 +7,11 @@ from typing import Final
 
 from hicache_storage.observability.request_ids import current_request_id
 
-FIELDS: Final = ("request_id", "driver", "operation", "pool", "pages", "defect", "seconds")
-"""Attributes of records: strings, except for the numbers `pages` and `seconds`."""
 LOGGERS: Final = ("hicache_storage", "hicache_backends")
 
 
 def fields(**values: str | float) -> dict[str, str | float]:
-    """Return the `extra` of a record: the request id, and other fields."""
+    """Return the `extra` of a record: the request id, and strings or numbers by their names."""
     request_id = current_request_id()
     return {"request_id": request_id, **values} if request_id else values
 

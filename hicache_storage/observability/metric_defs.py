@@ -72,6 +72,18 @@ def _pool(name: str, text: str, source: str, label: str = "") -> Metric:
     return counter(f"hicache_storage_{name}_total", text, *labels, source=source)
 
 
+def _storage(name: str, text: str, source: str) -> Metric:
+    return counter(f"hicache_storage_{name}_total", text, "driver", source=source)
+
+
+def _controller(name: str, text: str, source: str) -> Metric:
+    return counter(f"hicache_controller_{name}_total", text, source=source)
+
+
+def _cache(name: str, text: str, source: str) -> Metric:
+    return counter(f"hicache_cache_{name}_total", text, source=source)
+
+
 _REASONS: Final = ", ".join(MissReason)
 
 
@@ -141,45 +153,29 @@ STORAGE: Final = (
     ),
     _pool("evicted_pages", "Pages that this storage has evicted.", "pages_evicted"),
     CALL_SECONDS,
-    counter(
-        "hicache_storage_faults_total",
-        "Calls of the driver that have failed and were turned into misses.",
-        "driver",
-        source="faults",
+    _storage(
+        "faults", "Calls of the driver that have failed and were turned into misses.", "faults"
     ),
-    counter(
-        "hicache_storage_missed_deadlines_total",
-        "Of those, the ones that did not come back in time.",
-        "driver",
-        source="deadlines_missed",
+    _storage(
+        "missed_deadlines", "Of those, the ones that did not come back in time.", "deadlines_missed"
     ),
-    counter(
-        "hicache_storage_breaker_refusals_total",
+    _storage(
+        "breaker_refusals",
         "Calls answered as misses by an open circuit breaker.",
-        "driver",
-        source="breaker_refusals",
+        "breaker_refusals",
     ),
-    counter(
-        "hicache_storage_failovers_total",
-        "Metadata servers that have failed and were left for another.",
-        "driver",
-        source="failovers",
+    _storage(
+        "failovers", "Metadata servers that have failed and were left for another.", "failovers"
     ),
     BREAKER_OPEN,
     CHECKSUMS_OFF,
 )
 """Of each storage: `hicache_storage.observability.prometheus.StorageCollector`."""
 CONTROLLER: Final = (
-    counter(
-        "hicache_controller_written_back_tokens_total",
-        "Tokens copied from the device to the host.",
-        source="tokens_written_back",
+    _controller(
+        "written_back_tokens", "Tokens copied from the device to the host.", "tokens_written_back"
     ),
-    counter(
-        "hicache_controller_loaded_tokens_total",
-        "Tokens copied from the host to the device.",
-        source="tokens_loaded",
-    ),
+    _controller("loaded_tokens", "Tokens copied from the host to the device.", "tokens_loaded"),
     *_by_label(
         counter,
         "hicache_controller_copies_without_room_total",
@@ -199,51 +195,39 @@ CONTROLLER: Final = (
         below_threshold="prefetches_below_threshold",
         rate_limited="prefetches_rate_limited",
     ),
-    counter(
-        "hicache_controller_prefetched_tokens_total",
+    _controller(
+        "prefetched_tokens",
         "Tokens that prefetches have delivered to the cache.",
-        source="tokens_prefetched",
+        "tokens_prefetched",
     ),
-    counter(
-        "hicache_controller_hit_tokens_total",
+    _controller(
+        "hit_tokens",
         "Tokens of the longest prefixes that all ranks could restore from storage.",
-        source="tokens_hit",
+        "tokens_hit",
     ),
-    counter(
-        "hicache_controller_cut_tokens_total",
-        "Of those, the ones left out for want of host memory.",
-        source="tokens_without_room",
+    _controller(
+        "cut_tokens", "Of those, the ones left out for want of host memory.", "tokens_without_room"
     ),
-    counter(
-        "hicache_controller_backed_up_pages_total",
+    _controller(
+        "backed_up_pages",
         "Pages of all pools that are in storage: stored by this rank, found there, or another rank's "
         "to write.",
-        source="pages_backed_up",
+        "pages_backed_up",
     ),
-    counter(
-        "hicache_controller_dropped_pages_total",
+    _controller(
+        "dropped_pages",
         "Pages of all pools whose backup was given up after the last attempt.",
-        source="pages_dropped",
+        "pages_dropped",
     ),
-    counter(
-        "hicache_controller_backup_retries_total",
-        "Backups tried once more.",
-        source="backup_retries",
-    ),
-    counter(
-        "hicache_controller_storage_errors_total",
+    _controller("backup_retries", "Backups tried once more.", "backup_retries"),
+    _controller(
+        "storage_errors",
         "Calls of the storage that have raised; the contract forbids it.",
-        source="storage_errors",
+        "storage_errors",
     ),
-    counter(
-        "hicache_controller_invalid_answers_total",
-        "Answers of the storage that are none.",
-        source="invalid_answers",
-    ),
-    counter(
-        "hicache_controller_abandoned_calls_total",
-        "Calls of the storage that were left behind.",
-        source="abandoned_calls",
+    _controller("invalid_answers", "Answers of the storage that are none.", "invalid_answers"),
+    _controller(
+        "abandoned_calls", "Calls of the storage that were left behind.", "abandoned_calls"
     ),
     gauge(
         "hicache_controller_stuck_calls",
@@ -280,21 +264,19 @@ CACHE: Final = (
         source="evictable_states",
     ),
     gauge("hicache_cache_locks", "Prefixes that requests hold.", source="locks"),
-    counter(
-        "hicache_cache_declined_writes_total",
-        "Nodes not copied to the host for want of room there.",
-        source="declined_writes",
+    _cache(
+        "declined_writes", "Nodes not copied to the host for want of room there.", "declined_writes"
     ),
-    counter(
-        "hicache_cache_dropped_tokens_total",
+    _cache(
+        "dropped_tokens",
         "Tokens fetched from storage in vain: what was before them was evicted meanwhile, or there was "
         "no room.",
-        source="dropped_tokens",
+        "dropped_tokens",
     ),
-    counter(
-        "hicache_cache_tokens_stored_again_total",
+    _cache(
+        "tokens_stored_again",
         "Tokens handed to the storage a second time, as it had lost them while they were cached.",
-        source="tokens_stored_again",
+        "tokens_stored_again",
     ),
 )
 """Of each radix cache: `hicache_storage.observability.prometheus.CacheCollector`."""

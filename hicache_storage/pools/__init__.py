@@ -52,7 +52,3 @@ def __getattr__(name: str) -> object:
         if found is not None:
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

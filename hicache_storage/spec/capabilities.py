@@ -87,8 +87,6 @@ class Capabilities:
     Every driver over `ObjectStorage` has it from there. A driver without it may store what a rank
     holds as one object: other TP sizes do not find it.
     """
-    device_memory: bool = False
-    """Host pools may lie in device memory."""
     max_page_bytes: int | None = None
     """Largest page that can be stored, None for no limit."""
     max_key_bytes: int = MAX_KEY_BYTES
@@ -113,7 +111,6 @@ _PROMISES: Final = (
     "clears",
     "evicts",
     "removals",
-    "device_memory",
     "max_page_bytes",
     "max_key_bytes",
 )

@@ -6,8 +6,12 @@ import sys
 
 import pytest
 
-from hicache_storage.tools.scaffold import STORES, check_name, make_package
-from hicache_storage.tools.scaffold.package import MAX_NAME_CHARACTERS
+from hicache_storage.tools.scaffold import (
+    MAX_NAME_CHARACTERS,
+    STORES,
+    check_name,
+    make_package,
+)
 from tests.support.commands import SCRIPTS, run_here, run_hicache, run_program
 from tests.support.environment import ROOT, furnished
 

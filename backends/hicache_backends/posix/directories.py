@@ -35,8 +35,7 @@ _STATX_BYTES = 256
 _STATX_REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL})
 """By an old kernel, or a seccomp filter. glibc makes EINVAL of ENOSYS."""
 
-# Missing in glibc before 2.28.
-_statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+_statx = ctypes.CDLL(None, use_errno=True).statx
 
 
 def check_path(path: str) -> None:
@@ -151,15 +150,14 @@ def server_attributes(descriptor: int) -> Attributes:
 
     NFS, FUSE and CIFS heed AT_STATX_FORCE_SYNC. Where the call is refused, the cache answers.
     """
-    buffer, error = ctypes.create_string_buffer(_STATX_BYTES), errno.ENOSYS
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
     mask = _STATX_NLINK | _STATX_MTIME | _STATX_INO
-    if _statx is not None:
-        if not _statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, mask, buffer):
-            links, inode, seconds, nanoseconds = _STATX.unpack_from(buffer)
-            return Attributes(links, inode, seconds * 1_000_000_000 + nanoseconds)
-        error = ctypes.get_errno()
-        if error not in _STATX_REFUSED:
-            raise OSError(error, os.strerror(error))
+    if not _statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, mask, buffer):
+        links, inode, seconds, nanoseconds = _STATX.unpack_from(buffer)
+        return Attributes(links, inode, seconds * 1_000_000_000 + nanoseconds)
+    error = ctypes.get_errno()
+    if error not in _STATX_REFUSED:
+        raise OSError(error, os.strerror(error))
     _warn_of_refusal(error)
     return cached_attributes(descriptor)
 
