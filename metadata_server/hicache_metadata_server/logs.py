@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import structlog
 
-from hicache_storage.observability.logs import FIELDS
 from hicache_storage.observability.request_ids import current_request_id
 
 AUDIT: Final = "hicache.audit"
 """Logger of the audit log."""
+FIELDS: Final = ("request_id", "driver", "operation", "pool", "pages", "defect", "seconds")
+"""Attributes that the SDK gives to its records."""
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, WrappedLogger
