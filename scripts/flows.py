@@ -1,6 +1,6 @@
 """Count the files that four flows enter, and the hops between files: how far a reader has to go.
 
-    python scripts/flows.py [CHECKOUT]
+    python scripts/flows.py [--files] [CHECKOUT]
 
 A file is entered when one of its functions is called; what runs while a module is imported does not
 count. A hop is a call from one of the project's files into another one; other libraries in between
@@ -9,6 +9,7 @@ are passed through.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -167,7 +168,11 @@ FLOWS = {
 
 def main() -> None:
     """Run the flows, and print a table."""
-    checkout = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", nargs="?", type=Path, default=ROOT, metavar="CHECKOUT")
+    parser.add_argument("--files", action="store_true", help="name the files of each flow")
+    options = parser.parse_args()
+    checkout = options.checkout.resolve()
     print("| flow | files | hops |\n|---|---|---|")
     for name, code in FLOWS.items():
         with tempfile.TemporaryDirectory() as directory:
@@ -194,6 +199,8 @@ def main() -> None:
                 sys.exit(f"{name}: {Path(directory, 'log').read_text()}")
         files = {file for lines in found for file in lines[1:]}
         print(f"| {name} | {len(files)} | {sum(int(lines[0]) for lines in found)} |")
+        if options.files:
+            print("\n".join(f"  {Path(file).relative_to(checkout)}" for file in sorted(files)))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ def tier_identity(
     return StorageIdentity(
         model=engine.model.name,
         revision=config.revision,
+        # `model.dtype` is that of the KV cache: `cache_dtype`, or at `auto` the model's.
         kv_dtype=config.kv_dtype or engine.model.dtype,
         page_size=engine.groups[0].tokens_per_block * engine.cache.blocks_per_chunk,
         layout=engine.kv_cache_layout or "unknown",
