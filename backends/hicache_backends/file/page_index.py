@@ -122,8 +122,6 @@ class PageIndex:
         self._removed: dict[str, ObjectRemoval] | None = None
         """Pages that are gone since `take_removed`, by key; None while nobody watches."""
         self._removed_lost = False
-        self._damaged = set[str]()
-        """Pages that were damaged when their bundle was rewritten."""
         bundle_set.listen(self)
         bundle_set.index = self.read_indexes
         # A set has answered True for its pages, and another storage has removed them.
@@ -259,11 +257,6 @@ class PageIndex:
             # Others were moved by another process, or stored again.
             return [one for key, one in removed.items() if key not in self.pages], lost
 
-    def note_damaged(self, keys: Iterable[str]) -> None:
-        """Note pages that are left out of a rewritten bundle because they are damaged."""
-        with self.bundle_set.lock:
-            self._damaged.update(keys)
-
     def _note_removed(self, bundle: Bundle) -> None:
         """Note the pages that go with a bundle, and have no other copy."""
         find, copies = self.pages.get, self._copies
@@ -275,19 +268,12 @@ class PageIndex:
         if not gone:
             return
         # The time and the author are known of this storage's own removals alone.
-        own, by, seconds = bundle.reason is not None, "", 0.0
-        if own:
-            by, seconds = this_process(), self._clock.now_ns() / 1e9
-        damaged = self._damaged.intersection(gone) if self._damaged else set[str]()
-        for reason, keys in (
-            (RemovalReason.DAMAGED, damaged),
-            (bundle.reason or RemovalReason.UNKNOWN, [key for key in gone if key not in damaged]),
-        ):
-            if own and keys:
-                line = RemovalLine(seconds, reason, by, tuple(keys))
-                self.bundle_set.feed.history.note(self.namespace.name, line)
-            self._keep_removed(keys, reason, seconds, by)
-        self._damaged.difference_update(gone)
+        if bundle.reason is None:
+            self._keep_removed(gone, RemovalReason.UNKNOWN)
+            return
+        line = RemovalLine(self._clock.now_ns() / 1e9, bundle.reason, this_process(), tuple(gone))
+        self.bundle_set.feed.history.note(self.namespace.name, line)
+        self._keep_removed(gone, line.reason, line.seconds, line.by)
 
     def _keep_removed(
         self, keys: Iterable[str], reason: RemovalReason, seconds: float = 0.0, by: str = ""

@@ -6,7 +6,6 @@ pages are copied to a new bundle, which replaces the old one.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import time
@@ -16,7 +15,7 @@ from hicache_backends.file.bundle import Bundle, BundleIndex, tail_checksum
 from hicache_backends.file.page_index import Extent
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import read_into, write_from
-from hicache_storage.objects import ObjectRead
+from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -25,14 +24,8 @@ if TYPE_CHECKING:
     from hicache_backends.file.publisher import Publisher
     from hicache_backends.file.reader import Reader
     from hicache_backends.posix.files import Descriptors
-    from hicache_storage.objects import Call, Namespace
-    from hicache_storage.objects.recorder import StatsRecorder
+    from hicache_storage.objects import Call
     from hicache_storage.spec import RemovalReason
-
-logger = logging.getLogger(__name__)
-
-READS = 2
-"""A page that does not fit its envelope is read once more, from the file opened anew."""
 
 MAX_ATTEMPTS = 24
 WAIT_SECONDS = 0.001
@@ -40,20 +33,13 @@ WAIT_SECONDS = 0.001
 
 
 class Rewriter:
-    """Replaces bundles by ones with fewer pages. Safe for many threads.
+    """Replaces bundles by ones with fewer pages. Safe for many threads."""
 
-    Damaged pages among those to be kept are left out too, and counted: a page in a new bundle
-    counts as sound.
-    """
-
-    def __init__(
-        self, publisher: Publisher, descriptors: Descriptors, recorder: StatsRecorder
-    ) -> None:
+    def __init__(self, publisher: Publisher, descriptors: Descriptors) -> None:
         self.publisher = publisher
         self._feed = publisher.feed
         self._temp_files = publisher.temp_files
         self._descriptors = descriptors
-        self._recorder = recorder
 
     def drop_all(
         self, page_index: PageIndex, find: Callable[[], Sequence[Location]], reason: RemovalReason
@@ -77,8 +63,7 @@ class Rewriter:
             outcomes = self.publisher.remove(page_index.bundle_set, whole, reason)
             for bundle in bundles.keys() - set(whole):
                 try:
-                    if not self.drop(page_index, bundle, bundles[bundle], reason):
-                        outcomes += self.publisher.remove(page_index.bundle_set, [bundle], reason)
+                    self.drop(page_index, bundle, bundles[bundle], reason)
                 except OSError as error:
                     outcomes.append(not isinstance(error, FileNotFoundError) and detached(error))
             # What has failed or was faster comes with events of its own.
@@ -95,33 +80,22 @@ class Rewriter:
 
     def drop(
         self, page_index: PageIndex, bundle: Bundle, keys: Container[str], reason: RemovalReason
-    ) -> bool:
+    ) -> None:
         """Replace a bundle by one without these pages, and announce it.
-
-        Returns:
-            `False` if none of the other pages is sound; the bundle is as it was.
 
         Raises:
             FileNotFoundError: another process has removed or replaced it meanwhile.
             OSError: the bundle is as it was.
         """
         kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
-        name = self._temp_files.name(
-            page_index.format.bundle_bytes([bundle.keys[page] for page in kept])
-        )
+        size = page_index.format.bundle_bytes([bundle.keys[page] for page in kept])
+        name = self._temp_files.name(size)
         try:
             descriptor = self._temp_files.create(name)
             try:
-                sound = self._copy(page_index, bundle, kept, descriptor)
-                index = BundleIndex(
-                    tuple([bundle.keys[page] for page in sound]),
-                    b"".join([bundle.envelope(page) for page in sound]),
-                )
-                tail, end = (
-                    page_index.format.tail(index),
-                    len(sound) * page_index.namespace.page_bytes,
-                )
-                write_from(descriptor, [memoryview(tail)], end)
+                index = self._copy(bundle, kept, page_index.namespace.page_bytes, descriptor)
+                tail = page_index.format.tail(index)
+                write_from(descriptor, [memoryview(tail)], size - len(tail))
                 # The copy inherits the recency: a rewrite is not a use, and must not save the pages
                 # from eviction.
                 os.utime(descriptor, ns=(bundle.recency, bundle.recency))
@@ -129,50 +103,35 @@ class Rewriter:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            page_index.note_damaged([bundle.keys[page] for page in set(kept).difference(sound)])
-            if sound:
-                size, checksum = end + len(tail), tail_checksum(tail)
-                self.publisher.replace(
-                    page_index, bundle, name, index, size=size, checksum=checksum, reason=reason
-                )
-            else:
-                self._temp_files.discard(name)
+            self.publisher.replace(
+                page_index,
+                bundle,
+                name,
+                index,
+                size=size,
+                checksum=tail_checksum(tail),
+                reason=reason,
+            )
         except OSError:
             self._temp_files.discard(name)
             raise
-        if damaged := len(kept) - len(sound):
-            pool = page_index.namespace.pool
-            self._recorder.count(pool, pages_damaged=damaged)
-            logger.warning(
-                "%d more damaged pages in pool %s; they are misses until they are set again",
-                damaged,
-                pool,
-            )
-        return bool(sound)
 
     def _copy(
-        self, page_index: PageIndex, bundle: Bundle, pages: Sequence[int], target: int
-    ) -> list[int]:
-        """Copy the sound pages one after the other, and return their numbers."""
-        page_bytes, sound = page_index.namespace.page_bytes, list[int]()
+        self, bundle: Bundle, pages: Sequence[int], page_bytes: int, target: int
+    ) -> BundleIndex:
+        """Copy pages one after the other, and return the index of the copy.
+
+        Their envelopes go with them, so that a damaged page is found when its copy is read.
+        """
         source, buffer = self._descriptors.borrow(bundle.path), memoryview(bytearray(page_bytes))
-        for page in pages:
-            for _ in range(READS):
-                if read_into(source.descriptor, [buffer], page * page_bytes) and _fits(
-                    page_index.namespace, bundle, page, buffer
-                ):
-                    write_from(target, [buffer], len(sound) * page_bytes)
-                    sound.append(page)
-                    break
-                self._descriptors.forget(bundle.path)
-                source = self._descriptors.borrow(bundle.path)
-        return sound
-
-
-def _fits(namespace: Namespace, bundle: Bundle, page: int, content: memoryview) -> bool:
-    read = ObjectRead(namespace, bundle.keys[page], [content])
-    read.envelope = bundle.envelope(page)
-    return read.verify()
+        envelopes = list[bytes]()
+        for place, page in enumerate(pages):
+            whole = read_into(source.descriptor, [buffer], page * page_bytes)
+            # A file that was cut has no such page: an envelope that fits none, whether or not
+            # checksums are verified.
+            envelopes.append(bundle.envelope(page) if whole else bytes(ENVELOPE_BYTES))
+            write_from(target, [buffer], place * page_bytes)
+        return BundleIndex(tuple([bundle.keys[page] for page in pages]), b"".join(envelopes))
 
 
 def find_damaged(

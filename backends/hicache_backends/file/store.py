@@ -108,7 +108,7 @@ class Store:
 
     Args:
         config: the storage's options.
-        recorder: counts pages that are evicted, or found damaged while others are copied.
+        recorder: counts pages that are evicted.
 
     Raises:
         ConfigError: the path is no directory.
@@ -140,7 +140,7 @@ class Store:
         self.bundle_sets = BundleSets(self.feed)
         self.temp_files = TempFiles(self.paths, self.feed.writer, self.descriptors, self.clock)
         self.publisher = Publisher(self.feed, self.temp_files)
-        self.rewriter = Rewriter(self.publisher, self.descriptors, recorder)
+        self.rewriter = Rewriter(self.publisher, self.descriptors)
         self.buffers = None if mount.is_memory else Buffers(READ_BYTES)
         self.reader = Reader(
             descriptors=self.descriptors,

@@ -10,7 +10,6 @@ import pytest
 
 from hicache_backends.file import page_index as page_index_module
 from hicache_backends.file import reader as reader_module
-from hicache_backends.file import rewriter as rewriter_module
 from hicache_backends.file import store as store_module
 from hicache_backends.posix.directories import Mount
 from tests.backends.file.harness import (
@@ -25,22 +24,6 @@ from tests.backends.file.harness import (
     replaced,
 )
 from tests.support.waiting import eventually
-
-
-def misread_once(monkeypatch, module):
-    """A bit of the next bytes that a module reads is another; the list is empty once it has
-    been."""
-    real, lies = module.read_into, [None]
-
-    def misread(descriptor, buffers, offset):
-        whole = real(descriptor, buffers, offset)
-        if lies:
-            lies.pop()
-            buffers[0][7] ^= 1
-        return whole
-
-    monkeypatch.setattr(module, "read_into", misread)
-    return lies
 
 
 def undroppable(a: Rig):
@@ -95,27 +78,20 @@ def test_of_several_copies_none_that_is_damaged_takes_the_others_place(rig, dama
         assert side.versions(keys, (0, 1, 2)) == [1, repaired, 1]
 
 
-def test_a_page_that_is_misread_once_while_others_are_dropped_is_not_lost(rig, monkeypatch):
-    a, keys = rig(), chain("a", 4)
+@pytest.mark.parametrize("verifies", [True, False])
+def test_a_damaged_page_that_is_copied_beside_others_stays_damaged(rig, verifies):
+    a, keys = rig(verify_checksums=verifies), chain("a", 4)
     a.put(keys)
-    lies = misread_once(monkeypatch, rewriter_module)
+    (bundle,) = a.bundles()
+    if verifies:
+        flip(bundle, a.page_bytes + 7)
+    os.truncate(bundle, 3 * a.page_bytes)
     assert a.storage.delete(keys[:1]) == [True]
-    assert lies == []
-    for side in (a, rig()):
-        assert side.versions(keys) == [None, 0, 0, 0]
-    assert a.stats().pages_damaged == 0
-
-
-def test_where_nothing_that_stays_is_in_order_the_bundle_goes(rig):
-    a, keys = rig(), chain("a", 3)
-    a.put(keys)
-    for page in (1, 2):
-        flip(a.bundles()[0], page * a.page_bytes + 7)
-    assert a.storage.delete(keys[:1]) == [True]
-    assert a.bundles() == []
-    assert a.temporaries() == []
-    assert a.put(keys, version=1) == [True] * 3
-    assert rig().holds(keys, version=1)
+    for side in (rig(verify_checksums=verifies), a):
+        assert side.versions(keys) == [None, None if verifies else 0, 0, None]
+        assert side.present(keys) == [False, not verifies, True, False]
+    assert a.put(keys) == [True] * 4
+    assert rig().holds(keys)
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
@@ -124,8 +100,16 @@ def test_a_page_that_was_misread_once_is_not_lost(rig, monkeypatch, kind):
     monkeypatch.setattr(reader_module, "is_cached", lambda *_: False)
     a, keys = rig(), chain("a", 4)
     a.put(keys)
-    misread_once(monkeypatch, reader_module)
-    before = a.bundles()
+    real, lies, before = reader_module.read_into, [None], a.bundles()
+
+    def misread(descriptor, buffers, offset):
+        whole = real(descriptor, buffers, offset)
+        if lies:
+            lies.pop()
+            buffers[0][7] ^= 1
+        return whole
+
+    monkeypatch.setattr(reader_module, "read_into", misread)
     assert a.versions(keys) == [None, 0, 0, 0]
     assert a.present(keys) == [True] * 4
     assert a.bundles() == before
