@@ -194,8 +194,6 @@ class Bundle(msgspec.Struct, eq=False, gc=False):
     envelopes: bytes = b""
     touched: int = 0
     """Last use by this process, in nanoseconds since 1970."""
-    checked: float = 0.0
-    """When `modified` was read, on the monotonic clock."""
     gone: bool = False
     suspect: bool = False
     """Perhaps gone since before its announcement: its index is read from the file, not the log."""

@@ -49,6 +49,9 @@ MAX_REMOVALS = 32
 MAX_RELISTS = 8
 """Limit on listing a directory again because other processes change it meanwhile."""
 
+MAX_GONE = 1024
+"""Limit on removed bundles that are kept among the added ones."""
+
 MAX_CATCH_UPS = 64
 """Limit on attempts of one call to read the indexes of bundles that others replace meanwhile."""
 
@@ -104,6 +107,8 @@ class BundleSet:
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
         """Being added; left non-empty only by an interrupt."""
+        self._added = list[Bundle]()
+        """Since `take_added`."""
         self.index: Callable[[Expired], None] = lambda expired: None
         """Reads the indexes of new bundles, without the lock."""
         self.vanished: Callable[[Bundle], None] = lambda bundle: None
@@ -133,6 +138,13 @@ class BundleSet:
             self._listeners.append(listener)
             if self.bundles:
                 listener.bundles_added(list(self.bundles.values()))
+
+    def take_added(self) -> list[Bundle]:
+        """Return the bundles that were added since the last call, and are not gone."""
+        with self.lock:
+            added = self._added
+            self._added = []
+        return [bundle for bundle in added if not bundle.gone]
 
     def is_current(self, snapshot: FeedSnapshot) -> bool:
         """Return whether every event of a snapshot has been applied."""
@@ -302,9 +314,10 @@ class BundleSet:
             listener.bundles_added(bundles)
         used = self.used + sum([bundle.size for bundle in bundles])
         self.bundles.update(self._adding)
-        # No call between these two, because an interrupt may come with a call: the repetition
-        # would add the sizes again.
+        # No call between these, because an interrupt may come with a call: the repetition would
+        # add the sizes again.
         self.used = used
+        self._added += bundles
         self._adding = {}
 
     def remove_files(
@@ -413,6 +426,9 @@ class BundleSet:
             for bundle in known:
                 del self.bundles[bundle.id]
                 self.used -= bundle.size
+            # In a process that never evicts, `take_added` is not called.
+            if len(self._added) > 2 * len(self.bundles) + MAX_GONE:
+                self._added = [bundle for bundle in self._added if not bundle.gone]
 
     def note_size(self, bundle: Bundle, size: int) -> None:
         """Correct the length of a bundle whose file differs from its name.
@@ -717,25 +733,12 @@ class BundleSets:
         self.feed = feed
         self._lock = threading.Lock()
         self._bundle_sets: dict[str, BundleSet] = {}
-        self._listener: BundleSetListener | None = None
 
     def get(self, namespace: str) -> BundleSet:
         with self._lock:
             if namespace not in self._bundle_sets:
-                bundle_set = BundleSet(namespace, self.feed)
-                if self._listener is not None:
-                    bundle_set.listen(self._listener)
-                self._bundle_sets[namespace] = bundle_set
+                self._bundle_sets[namespace] = BundleSet(namespace, self.feed)
             return self._bundle_sets[namespace]
-
-    def listen(self, listener: BundleSetListener) -> None:
-        """Register a listener with all bundle sets, those that are created later included."""
-        with self._lock:
-            if self._listener is None:
-                for bundle_set in self._bundle_sets.values():
-                    bundle_set.listen(listener)
-                # Last: a call that was interrupted is repeated.
-                self._listener = listener
 
     def all(self) -> list[BundleSet]:
         return list(self._bundle_sets.values())

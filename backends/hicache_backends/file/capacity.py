@@ -45,9 +45,6 @@ MAX_RACES = 8
 """So many times the bundles are listed again when others have been faster; then a bundle that they
 took counts as removed."""
 
-STAT_SECONDS = 1.0
-"""Seconds before a file's mtime is read again."""
-
 MEASURE_SECONDS = 1.0
 """Seconds before the free bytes of the file system are measured again."""
 
@@ -59,14 +56,11 @@ FULL_DISK_SECONDS = 10.0
 """Seconds without another eviction for a full disk, after one that was in vain: something else takes
 the room as fast, and would have the whole store evicted."""
 
-MANY_GONE = 1024
-"""Entries of removed bundles that are tolerated in the queue."""
-
 _Entry = tuple[int, int, str, str, int, "Bundle"]
 
 
 class EvictionQueue:
-    """Bundles of all namespaces in LRU order. Safe for many threads; no lock is held during I/O.
+    """Bundles of all namespaces in LRU order, for one thread at a time.
 
     The recency of a bundle only grows, by uses in this process and by mtimes that other processes
     have set. So an entry that has become stale is found when it is popped, and goes back to its new
@@ -81,61 +75,32 @@ class EvictionQueue:
 
     def __init__(self, clock: ServerClock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
         self._heap: list[_Entry] = []
-        self._gone = 0
-        """How many have been removed since such were last dropped."""
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def bundles_added(self, bundles: Sequence[Bundle]) -> None:
+    def add(self, bundles: Sequence[Bundle]) -> None:
         latest = self._clock.now_ns()
         for bundle in bundles:
             bundle.modified = min(bundle.modified, latest)
-        with self._lock:
-            if len(bundles) > len(self._heap) // 8:
-                self._heap += map(_entry, bundles)
-                self._drop_removed()
-            else:
-                for bundle in bundles:
-                    heapq.heappush(self._heap, _entry(bundle))
-
-    def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
-        with self._lock:
-            self._gone += len(bundles)
-            # In a process that only reads, `pop` would never reach their entries.
-            if self._gone > max(MANY_GONE, len(self._heap) // 2):
-                self._drop_removed()
+            self.put_back(bundle)
 
     def pop(self) -> Bundle | None:
         """Take out the next victim; None if there is none left."""
-        while True:
-            with self._lock:
-                if not self._heap:
-                    return None
-                recency, *_, bundle = heapq.heappop(self._heap)
+        while self._heap:
+            recency, *_, bundle = heapq.heappop(self._heap)
             if bundle.gone:
                 continue
-            now = time.monotonic()
-            if now - bundle.checked > STAT_SECONDS:
-                self._refresh_mtime(bundle, now)
+            if bundle.recency <= recency:
+                self._refresh_mtime(bundle)
             if bundle.recency <= recency:
                 return bundle
             self.put_back(bundle)
+        return None
 
     def put_back(self, bundle: Bundle) -> None:
         """Return a victim that could not be removed, or that has been used."""
-        with self._lock:
-            heapq.heappush(self._heap, _entry(bundle))
+        heapq.heappush(self._heap, _entry(bundle))
 
-    def _drop_removed(self) -> None:
-        self._gone = 0
-        self._heap = [entry for entry in self._heap if not entry[-1].gone]
-        heapq.heapify(self._heap)
-
-    def _refresh_mtime(self, bundle: Bundle, now: float) -> None:
-        bundle.checked = now
+    def _refresh_mtime(self, bundle: Bundle) -> None:
         try:
             modified = os.stat(bundle.path).st_mtime_ns
         except OSError:
@@ -249,7 +214,7 @@ class Capacity:
         self._page_indexes = page_indexes
         self._recorder = recorder
         self._lock = threading.Lock()
-        self.queue = EvictionQueue(self._temp_files.clock)
+        self._queue = EvictionQueue(self._temp_files.clock)
         self._relist_at = 0.0
         self.full_until = 0.0
         """Until then a full disk evicts nothing: it has been in vain."""
@@ -265,8 +230,6 @@ class Capacity:
         Raises:
             OSError: the store could not be listed.
         """
-        # Not before the first time: most stores without a limit never need the order.
-        self._bundle_sets.listen(self.queue)
         snapshot = self._feed.read()
         reserved, collected = self._temp_files.collect()
         for namespace in snapshot.cursors:
@@ -357,7 +320,7 @@ class Capacity:
                 for bundle in tried:
                     # A victim that could not be removed is tried again by the next call.
                     if not bundle.gone:
-                        self.queue.put_back(bundle)
+                        self._queue.put_back(bundle)
             return max(0, excess)
 
     def _excess(self, reserved: int, stored: int, limit: int, missing: int) -> int:
@@ -372,7 +335,9 @@ class Capacity:
     def _victims(self, excess: int, tried: list[Bundle]) -> list[Bundle]:
         """Take out as many bundles as free so many bytes; `tried` gets all that were looked at."""
         victims = list[Bundle]()
-        while excess > 0 and (victim := self.queue.pop()) is not None:
+        for bundle_set in self._bundle_sets.all():
+            self._queue.add(bundle_set.take_added())
+        while excess > 0 and (victim := self._queue.pop()) is not None:
             tried.append(victim)
             if (victim.namespace, victim.id) in self._kept:
                 bundle_set = self._bundle_sets.get(victim.namespace)

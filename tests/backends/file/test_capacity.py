@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicache_backends.file import bundle_set, store, temp_files
 from hicache_backends.file import capacity as capacity_module
-from hicache_backends.file import store, temp_files
 from hicache_backends.file.events import WriterCursor
 from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import TemporaryName
@@ -69,7 +69,6 @@ def room(rig):
 
 @pytest.mark.parametrize("by", ["flush", "close"])
 def test_use_by_another_process_counts_once_it_has_been_told(room, monkeypatch, by):
-    monkeypatch.setattr(capacity_module, "STAT_SECONDS", -1.0)
     a = room(3)
     fill(a, "abc")
     monkeypatch.setattr(store, "FLUSH_SECONDS", 0.0 if by == "flush" else 3600.0)
@@ -83,9 +82,8 @@ def test_use_by_another_process_counts_once_it_has_been_told(room, monkeypatch, 
     assert hits(a, "abcd") == [8, 0, 8, 8]
 
 
-def test_a_rewritten_copy_is_as_old_as_the_bundle_was(room, monkeypatch):
+def test_a_rewritten_copy_is_as_old_as_the_bundle_was(room):
     """To others as well: a rewrite is no use."""
-    monkeypatch.setattr(capacity_module, "STAT_SECONDS", -1.0)
     a = room(3)
     fill(a, "abc")
     assert a.storage.delete(chain("a", 1)) == [True]
@@ -292,13 +290,13 @@ def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):
 
 
 def test_who_only_reads_keeps_nothing_of_what_others_evict(room, monkeypatch):
-    monkeypatch.setattr(capacity_module, "MANY_GONE", 4)
+    monkeypatch.setattr(bundle_set, "MAX_GONE", 4)
     a, b = room(3), room(3)
     for name in "abcdefghijkl":
         fill(a, name)
         assert hits(b, name) == [8]
     assert len(b.bundle_set.bundles) == 3
-    assert len(b.store.capacity.queue) <= 3 + 5
+    assert len(b.bundle_set._added) <= 2 * 3 + 4
 
 
 def test_whatever_goes_wrong_while_room_is_made_leaves_no_file(room):
