@@ -123,14 +123,13 @@ class BundleSet:
         self.removing = threading.RLock()
         """Held by the one thread that removes files; taken before `lock`."""
         self._seen: dict[str, int] = {}
-        self._retired: dict[str, int] = {}
-        """By retired writer, the number of the last event that was applied."""
+        """By writer, the number of the last event that was applied."""
+        self._writers = set[str]()
+        """Those with a cursor in the last snapshot: others have been retired."""
         self._buried = set[BundleId]()
         """Removed before their writers have announced them: a late announcement adds nothing."""
         self._since_listing: dict[str, int] | None = None
-        """By writer, its position in the first snapshot after the last listing."""
-        self._trusted = set[str]()
-        """Writers that have announced all bundles that were in place at the last listing."""
+        """`_seen` after the first snapshot that follows the last listing; None before that."""
 
     def listen(self, listener: BundleSetListener) -> None:
         """Register a listener, and report the present bundles to it."""
@@ -479,30 +478,19 @@ class BundleSet:
 
         That is where a log has a gap, or a cursor has disappeared.
         """
-        events = list[Event]()
-        missing = [
-            writer for writer in self._seen if writer not in cursors and writer != self.feed.writer
-        ]
-        if missing:
-            retired = self.feed.retired(self.namespace)
-            if not all(
-                writer in retired and self._add_missed(retired[writer], events)
-                for writer in missing
-            ):
-                return None
-            self._retired.update({writer: retired[writer].sequence for writer in missing})
         # This storage's own changes are in the set already.
+        own, events = self.feed.writer, list[Event]()
+        if not self._writers - {own} <= cursors.keys():
+            return None
         if all(
-            self._add_missed(cursor, events)
-            for writer, cursor in cursors.items()
-            if writer != self.feed.writer
+            self._add_missed(cursor, events) for writer, cursor in cursors.items() if writer != own
         ):
             return events
         return None
 
     def _add_missed(self, cursor: WriterCursor, events: list[Event]) -> bool:
         """Append the new events of one writer; return `False` if some are unknown."""
-        seen = self._seen.get(cursor.writer, self._retired.get(cursor.writer, 0))
+        seen = self._seen.get(cursor.writer, 0)
         missed = cursor.since(seen)
         if missed is None:
             known = cursor.sequence - len(cursor.events)
@@ -536,7 +524,7 @@ class BundleSet:
             bundle = self._bundle_in_place(event.bundle, index)
             if bundle.id not in self.bundles and bundle.id not in void:
                 added.append(bundle)
-        self._suspect([bundle for bundle in added if bundle.name.writer not in self._trusted])
+        self._suspect([bundle for bundle in added if not self._is_trusted(bundle.name.writer)])
         self.add(added)
         return list(removed)
 
@@ -556,27 +544,26 @@ class BundleSet:
             bundle.suspect = not bundle.keys
 
     def _note_positions(self, plan: _CatchUp) -> None:
-        """Note how far the events have been applied, and which writers can be trusted since.
-
-        A writer announces together all that it has renamed before. So once it has announced anything
-        after the first snapshot that follows a listing, none of its bundles of the time of that
-        listing is still to be announced.
-        """
-        before = self._since_listing
+        """Note how far the events have been applied."""
+        self._seen.update(plan.seen)
+        self._writers = set(plan.seen)
         if plan.listed:
             self._since_listing = None
-            self._trusted.clear()
-        elif before is None:
-            self._since_listing = plan.seen
-        else:
-            moved = [writer for writer, at in plan.seen.items() if at > before.get(writer, 0)]
-            self._trusted.update(moved)
-        self._seen = plan.seen
+        elif self._since_listing is None:
+            self._since_listing = self._seen.copy()
+
+    def _is_trusted(self, writer: str) -> bool:
+        """Return whether a writer has announced all bundles of the time of the last listing.
+
+        It announces together all that it has renamed before. So once it has announced anything
+        after the first snapshot that follows a listing, none of these is still to be announced.
+        """
+        before = self._since_listing
+        return before is not None and self._seen.get(writer, 0) > before.get(writer, 0)
 
     def _is_unannounced(self, id: BundleId) -> bool:
         """Return whether the writer of a bundle is still to announce it, as far as is known."""
-        seen = self._seen.get(id.writer, self._retired.get(id.writer, 0))
-        return id.writer != self.feed.writer and seen < id.sequence
+        return id.writer != self.feed.writer and self._seen.get(id.writer, 0) < id.sequence
 
     def _note_leaving(
         self, events: Sequence[Event], removed: Sequence[BundleId], void: set[BundleId]
