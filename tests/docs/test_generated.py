@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hicache_backends.hf3fs.config import TOKEN_VARIABLE
-from hicache_backends.mooncake.config import DEFAULTS, FILE_VARIABLES, VARIABLES
+from hicache_backends.mooncake.config import DEFAULTS, VARIABLES
 from hicache_metadata_server.settings import ServerSettings
 from hicache_storage.engines.bridge_config import BridgeConfig
 from hicache_storage.engines.lmcache.identity import AdapterConfig
@@ -71,7 +71,7 @@ def variables(model: str, name: str) -> tuple[str, ...]:
     if model == "server":
         return (f"{PREFIX}{name}".upper(),)
     named = {
-        "mooncake": VARIABLES | {"config_path": FILE_VARIABLES},
+        "mooncake": VARIABLES,
         "hf3fs": {"token": (TOKEN_VARIABLE,)},
     }
     return named.get(model, {}).get(name, ())
@@ -111,7 +111,7 @@ def test_a_table_has_the_options_of_its_model(model: str) -> None:
             "<br>".join(f"`{each}`" for each in (name, *(f"${v}" for v in variables(model, name)))),
             "required"
             if name in found.get("required", ())
-            # Mooncake's variables and file are asked before, so that the model has no defaults.
+            # Mooncake's variables are asked before, so that the model has no defaults.
             else default_text(field.get("default") or DEFAULTS.get(name))
             if model == "mooncake"
             else default_text(field.get("default")),

@@ -1,14 +1,13 @@
 """Options of the Mooncake driver, under Mooncake's names.
 
-Each is read from the driver's options, then Mooncake's variables, then its JSON file. The last is
-the default.
+Each is read from the driver's options, then SGLang's variables for Mooncake. The last is the
+default.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -30,7 +29,6 @@ VARIABLES: Final = {
     "tenant_id": ("MOONCAKE_TENANT_ID",),
 }
 """Environment variables of options. The first one that is set counts."""
-FILE_VARIABLES: Final = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
 DEFAULTS: Final = {
     "metadata_server": "P2PHANDSHAKE",
     "local_hostname": "localhost",
@@ -41,12 +39,12 @@ DEFAULTS: Final = {
     "tenant_id": "default",
 }
 UNSUPPORTED: Final = {
-    "standalone_storage": "set global_segment_size to 0 instead: a pure client of a store service "
-    "on any node",
-    "enable_ssd_offload": "offload in the store service instead (mooncake_client "
+    "MOONCAKE_STANDALONE_STORAGE": "set global_segment_size to 0 instead: a pure client of a store "
+    "service on any node",
+    "MOONCAKE_ENABLE_SSD_OFFLOAD": "offload in the store service instead (mooncake_client "
     "--enable_offload=true)",
 }
-"""Entries of Mooncake's file that the driver refuses, and the alternatives."""
+"""Variables that the driver refuses, and the alternatives."""
 MIN_SEGMENT_BYTES: Final = 16 << 20
 """Memory that a client lends at least, if it lends any; the library refuses less."""
 
@@ -115,13 +113,6 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
             "'default'."
         ),
     ] = None
-    config_path: Annotated[
-        str | None,
-        Meta(
-            description="Mooncake's JSON file, with these same names. By default "
-            "$MOONCAKE_CONFIG_PATH."
-        ),
-    ] = None
     replica_num: Annotated[
         int,
         Meta(
@@ -186,28 +177,25 @@ def client_settings(
         ConfigError: a setting is missing or invalid; the message names it and a valid form.
     """
     environment = os.environ if environment is None else environment
+    for variable, instead in UNSUPPORTED.items():
+        if environment.get(variable, "").lower() not in ("", "0", "false", "no", "n"):
+            raise ConfigError(f"${variable} is not offered here; {instead}")
     given = msgspec.structs.asdict(config)
-    path = config.config_path or next(
-        (environment[name] for name in FILE_VARIABLES if environment.get(name)), ""
-    )
-    file = _read(path) if path else {}
     found = dict[str, object]()
     for name, variables in VARIABLES.items():
         candidates = [
             given[name],
             *(environment.get(variable) or None for variable in variables),
-            file.get(name),
             DEFAULTS.get(name),
         ]
         found[name] = next((value for value in candidates if value is not None), None)
     if found["master_server_address"] is None:
         raise ConfigError(
             "no master: set the option 'master_server_address' to its HOST:PORT, or "
-            "$MOONCAKE_MASTER, or name Mooncake's JSON file in "
-            "the option 'config_path'"
+            "$MOONCAKE_MASTER; Mooncake's JSON file is not read"
         )
     for name, value in found.items():
-        found[name] = (size_of if name.endswith("_size") else _text)(value, name)
+        found[name] = size_of(value, name) if name.endswith("_size") else str(value).strip()
     found["protocol"] = str(found["protocol"]).lower()
     settings = msgspec.convert(
         {**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings
@@ -219,23 +207,6 @@ def client_settings(
             f"{MIN_SEGMENT_BYTES:,} or more; write '16mb', or 0 for a pure client"
         )
     return settings
-
-
-def _read(path: str) -> dict[str, object]:
-    try:
-        entries = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise ConfigError(
-            f"Mooncake's file {path!r} cannot be read ({error.strerror}); correct 'config_path'"
-        ) from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"Mooncake's file {path!r} is no JSON object ({error}); correct it"
-        ) from error
-    for name, instead in UNSUPPORTED.items():
-        if entries.get(name) not in (None, False, "", "false", "0", 0):
-            raise ConfigError(f"{name!r} in {path} is not offered here; {instead}")
-    return entries
 
 
 def size_of(value: object, name: str) -> int:
@@ -254,12 +225,6 @@ def size_of(value: object, name: str) -> int:
         )
     number, unit = match.groups()
     return int(float(number) * 1024 ** _POWERS[unit.lower()])
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} is {value!r}, and has to be text")
-    return value.strip()
 
 
 def _check_address(address: str) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from hicache_backends.mooncake.client.connection import max_lookup_seconds
@@ -13,30 +11,20 @@ def settings(environment=None, **options):
     return client_settings(parse_config(MooncakeConfig, options), environment or {})
 
 
-def test_what_counts_first(tmp_path):
-    """The driver's options, then the variables, then Mooncake's file, then its defaults."""
-    file = tmp_path / "mooncake.json"
-    file.write_text(
-        json.dumps(
-            {
-                "master_server_address": "file:1",
-                "protocol": "RDMA",
-                "device_name": "mlx5_0",
-                "global_segment_size": "3gb",
-                "local_hostname": "file",
-                "check_server": False,
-            }
-        )
-    )
+def test_what_counts_first():
+    """The driver's options, then SGLang's variables, then the defaults."""
     environment = {
-        "MOONCAKE_CONFIG_PATH": str(file),
-        "MOONCAKE_MASTER": "variable:2",
+        "MOONCAKE_MASTER": " variable:2",
+        "MOONCAKE_PROTOCOL": "RDMA",
         "MOONCAKE_GLOBAL_SEGMENT_SIZE": "2gb",
+        "MOONCAKE_DEVICE": "",
+        "LOCAL_HOSTNAME": "old",
+        "MOONCAKE_STANDALONE_STORAGE": "False",
     }
     found = settings(environment, global_segment_size="1gb")
     assert found.global_segment_size == 1 << 30
     assert found.master_server_address == "variable:2"
-    assert (found.protocol, found.device_name, found.local_hostname) == ("rdma", "mlx5_0", "file")
+    assert (found.protocol, found.device_name, found.local_hostname) == ("rdma", "", "old")
     assert (found.metadata_server, found.tenant_id) == ("P2PHANDSHAKE", "default")
 
 
@@ -56,7 +44,12 @@ def test_sizes_are_mooncakes():
 @pytest.mark.parametrize(
     ("environment", "options", "complaint"),
     [
-        ({}, {}, "'master_server_address'.*MOONCAKE_MASTER.*config_path"),
+        ({}, {}, "'master_server_address'.*MOONCAKE_MASTER.*JSON file is not read"),
+        (
+            {"MOONCAKE_MASTER": "m:1", "MOONCAKE_STANDALONE_STORAGE": "true"},
+            {},
+            r"\$MOONCAKE_STANDALONE_STORAGE is not offered.*global_segment_size to 0",
+        ),
         (
             {},
             {"master_server_address": "master"},
@@ -79,25 +72,11 @@ def test_sizes_are_mooncakes():
             "global_segment_size is 15,728,640 bytes.*16,777,216 or more",
         ),
         ({}, {"master_adress": "m:1"}, "did you mean"),
-        ({}, {"config_path": "/nowhere/mooncake.json"}, "'/nowhere/mooncake.json' cannot be read"),
     ],
 )
 def test_errors_name_the_setting_and_the_fix(environment, options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         settings(environment, **options)
-
-
-def test_a_file_that_cannot_be_served(tmp_path):
-    file = tmp_path / "mooncake.json"
-    file.write_text(json.dumps({"master_server_address": "m:1", "standalone_storage": True}))
-    with pytest.raises(ConfigError, match=r"'standalone_storage'.*global_segment_size to 0"):
-        settings(config_path=str(file))
-    file.write_text("[1]")
-    with pytest.raises(ConfigError, match="no JSON object"):
-        settings(config_path=str(file))
-    file.write_text(json.dumps({"master_server_address": 5}))
-    with pytest.raises(ConfigError, match="master_server_address is 5, and has to be text"):
-        settings(config_path=str(file))
 
 
 def test_masters_behind_a_name_service():
