@@ -19,9 +19,9 @@ from hicache_storage.hybrid.ranks import (
     check_consistent,
 )
 from hicache_storage.hybrid.stack.stack import build_pools
-from hicache_storage.spec import ConfigError, PoolName, StorageUnavailableError
+from hicache_storage.spec import ConfigError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
-from tests.hybrid.stack import ATTENTION, PAGE, STATES, build, mamba_config
+from tests.hybrid.stack import PAGE, build, mamba_config
 from tests.hybrid.storages import is_closed
 
 
@@ -105,7 +105,6 @@ def configs(rank, kind=mamba_config, **changes):
         ({"device_states": 4}, r"device_states \([84] here\)"),
         ({"host_tokens": 8 * PAGE}, r"host_tokens \((64|32) here\)"),
         ({"host_states": 4}, r"host_states \([84] here\)"),
-        ({"host_tokens": "64KiB"}, r"host_tokens( \(64 here\))?"),
         ({"checkpoint_interval": 16}, r"checkpoint_grid \((8|16) here\)"),
         ({"layout": "layer_first"}, "layout"),
         ({"write_policy": "write_back"}, "write_policy"),
@@ -157,21 +156,6 @@ def test_what_cannot_be_made_is_made_on_no_rank(name, make):
         )
     assert str(first) == f"another rank could not make its {make.__name__}"
     assert isinstance(second, SystemExit)
-
-
-@pytest.mark.parametrize("name", ["host_tokens", "host_states"])
-def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can(name):
-    """One has twice as many layers. Numbers of slots are nobody else's business."""
-
-    def sizes(rank, rank_group):
-        grown = {"attention": replace(ATTENTION, layers=(0, 2, 4, 6)[: 2 + 2 * rank])}
-        grown |= {"mamba": replace(STATES, layers=(1, 3, 5, 7)[: 2 + 2 * rank])}
-        with build(configs(rank, **grown, **{name: "2KiB"}), rank_group=rank_group) as stack:
-            return [stack.host_pools[pool].size for pool in (PoolName.KV, PoolName.MAMBA)]
-
-    kv = 2048 // (2 * ATTENTION.page_bytes(PAGE)) * PAGE if name == "host_tokens" else 16 * PAGE
-    states = 2048 // (2 * STATES.page_bytes(1)) if name == "host_states" else 8
-    assert on_ranks(sizes) == [[kv, states]] * 2
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_pages_are_their_components(name, layout, axes):
         pool.size,
     )
     assert geometry.page_bytes * PAGES == sum(buffer.nbytes for buffer in pool.buffers)
+    assert geometry.page_bytes == pool.shape.page_bytes(pool.page_size)
     found = pool.page_buffers(firsts[::-1])
     assert [list(map(bytes, page)) for page in found] == before[::-1]
     assert all(view.format == "B" and not view.readonly for page in found for view in page)

@@ -12,7 +12,7 @@ from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.ranks import ParallelConfig
 from hicache_storage.layers.stack import StorageOptions
 from hicache_storage.pools import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
-from hicache_storage.spec import ConfigError, PoolName, StorageIdentity, parse_bytes
+from hicache_storage.spec import ConfigError, PoolName, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,15 +72,12 @@ class StackConfig:
     """Tokens per page."""
     device_tokens: int
     """KV slots on the device, whole pages."""
-    host_tokens: int | str
-    """KV slots on the host, whole pages; or memory such as "64GiB".
-
-    The memory is for KV and the pools in its slots.
-    """
+    host_tokens: int
+    """KV slots on the host, whole pages."""
     device_states: int = 0
     """State slots on the device: two for each request that runs, and those that are kept."""
-    host_states: int | str = 0
-    """State slots on the host, or the memory for them, such as "16GiB"."""
+    host_states: int = 0
+    """State slots on the host."""
     checkpoint_interval: int = 256
     """Tokens between the states that are kept.
 
@@ -115,11 +112,10 @@ class StackConfig:
             # Not `<= 0`, which is false for NaN.
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        # In this order: sizes in bytes need a page size.
         self._check_choices()
         _check_count("page_size", self.page_size)
         _check_pages("device_tokens", self.device_tokens, self.page_size)
-        self.slots_of(PoolName.KV)
+        _check_pages("host_tokens", self.host_tokens, self.page_size)
         self._check_states()
         self._check_indexer()
 
@@ -145,21 +141,10 @@ class StackConfig:
 
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
         """Return a pool's slots on the device, on the host, and of a page."""
-        if pool == PoolName.MAMBA and self.mamba is not None:
-            page_bytes = self.mamba.page_bytes(1)
-            return self.device_states, _slots_in("host_states", self.host_states, 1, page_bytes), 1
-        # The indexer lies in the slots of KV: `host_tokens` as memory pays for both.
-        in_kv_slots = filter(None, (self.attention, self.indexer))
-        page_bytes = sum(geometry.page_bytes(self.page_size) for geometry in in_kv_slots)
-        on_host = _slots_in("host_tokens", self.host_tokens, self.page_size, page_bytes)
-        return self.device_tokens, on_host, self.page_size
-
-    def is_sized_by_memory(self, pool: PoolName) -> bool:
-        """Return whether a host pool's size is given as memory.
-
-        Its number of slots then depends on this rank's layers.
-        """
-        return isinstance(self.host_states if pool == PoolName.MAMBA else self.host_tokens, str)
+        if pool == PoolName.MAMBA:
+            return self.device_states, self.host_states, 1
+        # The indexer lies in the slots of KV.
+        return self.device_tokens, self.host_tokens, self.page_size
 
     def layout_of(self, pool: PoolName) -> str:
         """Return a pool's layout on the host."""
@@ -203,8 +188,8 @@ class StackConfig:
                     raise ConfigError(f"{name} is given without mamba, whose slots it counts")
             return
         _check_count("device_states", self.device_states)
+        _check_count("host_states", self.host_states)
         _check_count("checkpoint_interval", self.checkpoint_interval)
-        self.slots_of(PoolName.MAMBA)
         both = sorted(set(self.attention.layers) & set(self.mamba.layers))
         if both:
             raise ConfigError(
@@ -247,19 +232,3 @@ def _check_pages(name: str, slots: int, page_size: int) -> None:
         raise ConfigError(
             f"{name} must be a multiple of page_size ({page_size}), got {slots}; pass {fitting}"
         )
-
-
-def _slots_in(name: str, size: int | str, page_size: int, page_bytes: int) -> int:
-    """Return the slots of a size in slots, or of the whole pages that fit into memory."""
-    if not isinstance(size, str):
-        _check_pages(name, size, page_size)
-        return size
-    try:
-        pages = parse_bytes(size) // page_bytes
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from error
-    if not pages:
-        raise ConfigError(
-            f"{name} is {size!r}, and a page takes {page_bytes} bytes; give room for one at least"
-        )
-    return pages * page_size

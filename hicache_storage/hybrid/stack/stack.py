@@ -33,8 +33,6 @@ from hicache_storage.transfer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from hicache_storage.hybrid.ranks import RankGroup
     from hicache_storage.hybrid.stack.config import StorageConfig
     from hicache_storage.transfer import Device, Stream
@@ -193,10 +191,7 @@ def build_hybrid_stack(
         closing = failing.enter_context(ExitStack())
         group = rank_group or _make_rank_group(config, closing)
         check_consistent(group, _rank_invariants(config))
-        host_slots = _host_slots(config, group)
-        pools = make_on_all_ranks(
-            group, "pools", lambda: build_pools(config, host_slots, streams, closing)
-        )
+        pools = make_on_all_ranks(group, "pools", lambda: build_pools(config, streams, closing))
         controller = HybridCacheController(
             pools.group,
             transfers=pools.transfers,
@@ -233,19 +228,6 @@ def _make_rank_group(config: StackConfig, closing: ExitStack) -> RankGroup:
     return rank_group
 
 
-def _host_slots(config: StackConfig, rank_group: RankGroup) -> dict[PoolName, int]:
-    """Return the slots of each host pool. A collective.
-
-    A size given as memory becomes the slots that fit on every rank.
-    """
-    mine = {name: config.slots_of(name)[1] for name in config.pools}
-    fewest = dict(zip(mine, rank_group.all_reduce_min(list(mine.values())), strict=True))
-    return {
-        name: fewest[name] if config.is_sized_by_memory(name) else count
-        for name, count in mine.items()
-    }
-
-
 def _own_streams(place: torch.device, closing: ExitStack) -> tuple[Device, Stream]:
     if place.type == "cuda":
         if not torch.cuda.is_available():
@@ -259,11 +241,7 @@ def _own_streams(place: torch.device, closing: ExitStack) -> tuple[Device, Strea
 
 
 def _rank_invariants(config: StackConfig) -> dict[str, object]:
-    """Return the values that must be equal on all ranks, as messages name them.
-
-    Host pools whose size is given as memory get as many slots as fit on every rank. All other
-    numbers of slots are those of an engine's tables, so they are compared and never reduced.
-    """
+    """Return the values that must be equal on all ranks, as messages name them."""
     named = config.storage
     return {
         # Not their geometries: stages of a pipeline have different layers.
@@ -272,8 +250,8 @@ def _rank_invariants(config: StackConfig) -> dict[str, object]:
         "checkpoint_grid": config.checkpoint_grid,
         "device_tokens": config.device_tokens,
         "device_states": config.device_states,
-        "host_tokens": _slots_or_memory(config.host_tokens),
-        "host_states": _slots_or_memory(config.host_states),
+        "host_tokens": config.host_tokens,
+        "host_states": config.host_states,
         "layout": config.layout,
         "write_policy": config.write_policy,
         "prefetch": config.prefetch,
@@ -283,20 +261,12 @@ def _rank_invariants(config: StackConfig) -> dict[str, object]:
     }
 
 
-def _slots_or_memory(size: int | str) -> int | str:
-    return "memory" if isinstance(size, str) else size
-
-
 def build_pools(
-    config: StackConfig,
-    host_slots: Mapping[PoolName, int],
-    streams: tuple[Device, Stream] | None,
-    closing: ExitStack,
+    config: StackConfig, streams: tuple[Device, Stream] | None, closing: ExitStack
 ) -> StackPools:
     """Allocate all pools, and make the engine that copies between them.
 
     Args:
-        host_slots: number of slots of each host pool.
         streams: the device of the copies' streams, and the model's stream; None to make them.
         closing: waits for running copies.
 
@@ -312,13 +282,13 @@ def build_pools(
     # CUDA locks host memory in the context of the current device.
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
         for name, geometry in config.pools.items():
-            on_device, _, page_size = config.slots_of(name)
+            on_device, on_host, page_size = config.slots_of(name)
             device_pools[name] = DevicePool(
                 geometry, size=on_device, page_size=page_size, device=config.device
             )
             host_pools[name] = PagedHostPool(
                 geometry,
-                size=host_slots[name],
+                size=on_host,
                 page_size=page_size,
                 layout=config.layout_of(name),
             )
