@@ -25,6 +25,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tiny_hybrid_lm_parts import places
@@ -35,7 +36,14 @@ from tiny_hybrid_lm_parts.server import Server
 from tiny_hybrid_lm_parts.sizes import Sizes
 from tiny_hybrid_lm_parts.sparse import sparse_model
 
-from hicache_storage.hybrid import StorageConfig, build_hybrid_stack
+from hicache_storage import create_storage
+from hicache_storage.hybrid import build_hybrid_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    Store = Mapping[str, object]
+    """Options of the driver, with the place of the store."""
 
 MODELS = {"mamba": mamba_model, "dsa": sparse_model}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,12 +70,13 @@ class ExampleFailedError(Exception):
     """The cache did not do what it is for."""
 
 
-def run(options: Options, storage: StorageConfig, conversation: Conversation) -> None:
+def run(options: Options, store: Store, conversation: Conversation) -> None:
     """Play rounds over a stack of their own, and compare all turns."""
     talk, last = options.talk, conversation.rounds + options.talk.rounds
-    sizes = _sizes(options, storage, last)
-    model = MODELS[options.model](sizes)
+    model = MODELS[options.model](_sizes(options, last))
+    identity = model.config.identity(f"examples/tiny-hybrid-lm/{options.model}")
     with build_hybrid_stack(model.config) as stack:
+        stack.attach(create_storage(options.storage, identity, store))
         server = Server(model.forward, stack, running=talk.running)
         play_round(talk, conversation, server, model)
         while conversation.rounds < last:
@@ -76,12 +85,12 @@ def run(options: Options, storage: StorageConfig, conversation: Conversation) ->
                 empty(server)
                 print(
                     f"flipped a bit in "
-                    f"{places.flip_a_bit(Path(str(storage.options['path'])), talk.seed).name}"
+                    f"{places.flip_a_bit(Path(str(store['path'])), talk.seed).name}"
                 )
             play_round(talk, conversation, server, model)
 
 
-def _sizes(options: Options, storage: StorageConfig, rounds: int) -> Sizes:
+def _sizes(options: Options, rounds: int) -> Sizes:
     """Room for all sessions on the device and the host; what makes it short is `squeeze`."""
     page = Sizes.page
     tokens = (options.talk.clients + options.talk.running) * options.talk.longest(rounds, page)
@@ -94,7 +103,6 @@ def _sizes(options: Options, storage: StorageConfig, rounds: int) -> Sizes:
         dtype=DTYPES[options.dtype],
         device=options.device,
         seed=options.talk.seed,
-        storage=storage,
     )
 
 
@@ -139,9 +147,7 @@ def check_loss(conversation: Conversation) -> None:
         )
 
 
-def restart(
-    options: Options, storage: StorageConfig, conversation: Conversation, folder: Path
-) -> int:
+def restart(options: Options, store: Store, conversation: Conversation, folder: Path) -> int:
     """Go on in a second process; its exit status."""
     left = folder / "sessions.json"
     left.write_text(json.dumps({"sessions": conversation.sessions, "rounds": conversation.rounds}))
@@ -150,7 +156,7 @@ def restart(
         command += [f"--{name}", str(getattr(options, name))]
     for name in ("clients", "running", "seed"):
         command += [f"--{name}", str(getattr(options.talk, name))]
-    for name, value in storage.options.items():
+    for name, value in store.items():
         command += ["-c", f"{name}={value}"]
     return subprocess.run(command, check=False).returncode
 
@@ -160,27 +166,26 @@ def main() -> int:
     # Of small tensors, more threads only make it slower.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tiny-hybrid-lm-") as folder:
-        model = f"examples/tiny-hybrid-lm/{options.model}"
-        storage = places.store(options.storage, options.given, Path(folder), model)
+        store = places.store(options.storage, options.given, Path(folder))
         try:
-            return play(options, storage, Path(folder))
+            return play(options, store, Path(folder))
         except ExampleFailedError as error:
             print(f"failed: {error}", file=sys.stderr)
             return 1
 
 
-def play(options: Options, storage: StorageConfig, folder: Path) -> int:
+def play(options: Options, store: Store, folder: Path) -> int:
     """The conversation with all its checks; the exit status."""
     conversation = Conversation([[] for _ in range(options.talk.clients)])
     if options.resume:
         left = json.loads(options.resume.read_text())
         conversation = Conversation(left["sessions"], left["rounds"])
-    run(options, storage, conversation)
+    run(options, store, conversation)
     report(options, conversation, "in a second process" if options.resume else "turns")
     check_tiers(conversation, [Tier.L3] if options.resume else [Tier.L1, Tier.L2, Tier.L3])
     if options.corrupt:
         check_loss(conversation)
-    return restart(options, storage, conversation, folder) if options.restart else 0
+    return restart(options, store, conversation, folder) if options.restart else 0
 
 
 def _options() -> Options:

@@ -7,7 +7,6 @@ import json
 from random import Random
 from typing import TYPE_CHECKING
 
-from hicache_storage.hybrid import StorageConfig
 from hicache_storage.plugins import registry
 from hicache_storage.spec import PoolName
 
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def store(driver: str, given: Mapping[str, str], folder: Path, model: str) -> StorageConfig:
-    """A store of a driver in an empty directory.
+def store(driver: str, given: Mapping[str, str], folder: Path) -> dict[str, object]:
+    """Options of a driver for a store in an empty directory.
 
-    The options are those that the driver registers for a throwaway store, except addresses of
-    servers, which `-c` gives.
+    They are those that the driver registers for a throwaway store, except addresses of servers,
+    which `-c` gives.
 
     Args:
         given: options that take precedence.
@@ -30,7 +29,7 @@ def store(driver: str, given: Mapping[str, str], folder: Path, model: str) -> St
         for name, text in registry().get(driver).trial_config.items()
         if "{port:" not in text
     }
-    return StorageConfig(driver=driver, model=model, options=options | dict(given))
+    return options | dict(given)
 
 
 def flip_a_bit(path: Path, seed: int) -> Path:

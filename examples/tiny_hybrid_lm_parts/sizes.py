@@ -1,16 +1,13 @@
-"""Sizes of model, pools and storage."""
+"""Sizes of model and pools."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import torch
 
 from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules
-
-if TYPE_CHECKING:
-    from hicache_storage.hybrid import StorageConfig
 
 
 class Common(TypedDict):
@@ -21,7 +18,6 @@ class Common(TypedDict):
     host_tokens: int
     device: str
     prefetch: PrefetchRules
-    storage: StorageConfig | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +34,6 @@ class Sizes:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 1
-    storage: StorageConfig | None = None
 
     def common(self) -> Common:
         """For the config of a stack."""
@@ -52,5 +47,4 @@ class Sizes:
             "prefetch": PrefetchRules(
                 policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=self.page, occupancy=1.0
             ),
-            "storage": self.storage,
         }

@@ -19,7 +19,7 @@ from hicache_storage.hybrid.ranks import (
     SingleRank,
     TorchRankGroup,
 )
-from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
+from hicache_storage.hybrid.stack.config import StackConfig
 from hicache_storage.hybrid.stack.stack import HybridStack, build_hybrid_stack
 from hicache_storage.hybrid.storage_io.backups import BackupResult
 from hicache_storage.hybrid.storage_io.calls import ControllerStats
@@ -49,7 +49,6 @@ __all__ = [
     "SingleRank",
     "StackConfig",
     "StorageAttachedError",
-    "StorageConfig",
     "TorchRankGroup",
     "WritePolicy",
     "build_hybrid_stack",

@@ -90,11 +90,11 @@ def played(example, tmp_path, **fields):
     went."""
     talk = example.chat.Talk(clients=5, rounds=fields.pop("rounds", 3), running=2, seed=SEED)
     options = example.main.Options(talk=talk, **fields)
-    storage = example.places.store(options.storage, options.given, tmp_path, "tests")
+    store = example.places.store(options.storage, options.given, tmp_path)
     conversation = example.chat.Conversation([[] for _ in range(talk.clients)])
-    example.main.run(options, storage, conversation)
+    example.main.run(options, store, conversation)
     example.main.report(options, conversation, "test")
-    return options, storage, conversation
+    return conversation
 
 
 @pytest.mark.parametrize("driver", ["file", "hf3fs"])
@@ -103,7 +103,7 @@ def test_prefixes_of_every_tier_give_the_bits_of_a_recomputation(
     request, example, tmp_path, kind, driver
 ):
     given = request.getfixturevalue("hf3fs") if driver == "hf3fs" else {}
-    _, _, conversation = played(example, tmp_path, model=kind, storage=driver, given=given)
+    conversation = played(example, tmp_path, model=kind, storage=driver, given=given)
     tier = example.requests.Tier
     example.main.check_tiers(conversation, [tier.L1, tier.L2, tier.L3])
     assert len(conversation.turns) == 15
@@ -116,7 +116,7 @@ def test_prefixes_of_every_tier_give_the_bits_of_a_recomputation(
 
 
 def test_bfloat16_stays_within_its_tolerance(example, tmp_path):
-    _, _, conversation = played(example, tmp_path, dtype="bfloat16")
+    conversation = played(example, tmp_path, dtype="bfloat16")
     assert all(
         turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns
     )
@@ -127,7 +127,7 @@ def test_bfloat16_stays_within_its_tolerance(example, tmp_path):
 @pytest.mark.parametrize("kind", ["mamba", "dsa"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gpu_restores_what_it_computed(example, tmp_path, kind, dtype):
-    _, _, conversation = played(example, tmp_path, model=kind, dtype=dtype, device="cuda")
+    conversation = played(example, tmp_path, model=kind, dtype=dtype, device="cuda")
     assert all(
         turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns
     )
@@ -135,7 +135,7 @@ def test_a_gpu_restores_what_it_computed(example, tmp_path, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["mamba", "dsa"])
 def test_a_damaged_page_costs_hits_and_no_logit(example, tmp_path, kind, capsys):
-    _, _, conversation = played(example, tmp_path, model=kind, corrupt=True)
+    conversation = played(example, tmp_path, model=kind, corrupt=True)
     example.main.check_loss(conversation)
     assert "flipped a bit in" in capsys.readouterr().out
     last = [turn for turn in conversation.turns if turn.round == 3]

@@ -20,8 +20,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from hicache_storage.hybrid import ParallelConfig, RankGroupError, StorageConfig, TorchRankGroup
+from hicache_storage.hybrid import ParallelConfig, RankGroupError, TorchRankGroup
 from hicache_storage.hybrid.storage_io.workers import Job
+from hicache_storage.plugins import create_storage
 from hicache_storage.spec import HiCacheError
 from hicache_storage.testing import MemoryStorage
 from tests.hybrid.radix.controller import WorldController
@@ -124,8 +125,8 @@ class Rank:
     def building(self):
         """A fault of one rank is a refusal for both; then both build a stack that serves."""
         rank, mine = self.parallel.rank, self.parallel
-        store = StorageConfig(driver="file", model="m", options={"path": self.settings["path"]})
-        config = mamba_config(parallel=mine, storage=store)
+        config = mamba_config(parallel=mine)
+        storage = create_storage("file", config.identity("m"), {"path": self.settings["path"]})
         refusals = (
             # One rank has been told that it is the other, or one of four.
             lambda: TorchRankGroup.of(ParallelConfig.of_rank(0, pp_size=2)),
@@ -135,7 +136,7 @@ class Rank:
             ),
         )
         self.own = [refused(ask) for ask in refusals]
-        with build(config) as stack:
+        with build(config, storage) as stack:
             session = Session(stack, seed=rank)
             # Ranks hold other bytes of the same tokens.
             session.tokens = list(range(Session.LENGTH))

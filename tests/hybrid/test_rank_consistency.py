@@ -13,13 +13,12 @@ from hicache_storage.hybrid import (
     HybridCacheController,
     ParallelConfig,
     PrefetchRules,
-    StorageConfig,
 )
 from hicache_storage.hybrid.ranks import (
     check_consistent,
 )
 from hicache_storage.hybrid.stack.stack import build_pools
-from hicache_storage.spec import ConfigError, StorageUnavailableError
+from hicache_storage.spec import ConfigError, HiCacheError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 from tests.hybrid.stack import PAGE, build, mamba_config
 from tests.hybrid.storages import is_closed
@@ -91,8 +90,6 @@ def test_any_two_values_can_be_told_apart(values):
 # Stacks
 # ---------------------------------------------------------------------------------------------------------------
 
-STORAGE = StorageConfig(driver="file", model="m", options={"path": "/nowhere"})
-
 
 def configs(rank, kind=mamba_config, **changes):
     return kind(parallel=ParallelConfig.of_rank(rank, tp_size=2), **changes)
@@ -109,11 +106,6 @@ def configs(rank, kind=mamba_config, **changes):
         ({"layout": "layer_first"}, "layout"),
         ({"write_policy": "write_back"}, "write_policy"),
         ({"prefetch": PrefetchRules(threshold_tokens=9)}, "prefetch"),
-        ({"storage": None}, "storage"),
-        *(
-            ({"storage": replace(STORAGE, **{name: "other"})}, "storage")
-            for name in ("model", "revision", "tenant", "adapter", "salt")
-        ),
         ({"mamba": None, "device_states": 0, "host_states": 0}, r"pools, checkpoint_grid.*"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -123,8 +115,7 @@ def test_ranks_of_other_configs_are_refused(change, message):
     with mock.patch("hicache_storage.hybrid.stack.stack.build_pools") as build_pools:
         found = on_ranks(
             lambda rank, rank_group: build(
-                configs(rank, **{"storage": STORAGE, **(change if rank else {})}),
-                rank_group=rank_group,
+                configs(rank, **(change if rank else {})), rank_group=rank_group
             )
         )
     assert not build_pools.called
@@ -141,21 +132,36 @@ def pools(config, *arguments):
     return build_pools(config, *arguments)
 
 
-def storage(driver, identity, *arguments, **options):
-    if identity.tp_rank:
-        raise SystemExit(1)
-    return MemoryStorage(identity)
-
-
-@pytest.mark.parametrize(("name", "make"), [("build_pools", pools), ("create_storage", storage)])
-def test_what_cannot_be_made_is_made_on_no_rank(name, make):
-    """Also where a driver calls `sys.exit`."""
-    with mock.patch(f"hicache_storage.hybrid.stack.stack.{name}", make):
+def test_pools_that_cannot_be_made_are_made_on_no_rank():
+    with mock.patch("hicache_storage.hybrid.stack.stack.build_pools", pools):
         first, second = on_ranks(
-            lambda rank, rank_group: build(configs(rank, storage=STORAGE), rank_group=rank_group)
+            lambda rank, rank_group: build(configs(rank), rank_group=rank_group)
         )
-    assert str(first) == f"another rank could not make its {make.__name__}"
+    assert str(first) == "another rank could not make its pools"
     assert isinstance(second, SystemExit)
+
+
+FIELDS = {"model": "m", "kv_dtype": "int16"}
+SHARED = ("model", "kv_dtype", "revision", "tenant", "adapter", "salt")
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        *[({name: "other"}, [f"ranks differ in {name}; make it the same"] * 2) for name in SHARED],
+        ({"layout": "layer_first"}, ["another rank refuses", "identity has layout='layer_first'"]),
+    ],
+)
+def test_storages_that_differ_are_attached_on_no_rank(change, messages):
+    def attach(rank, rank_group):
+        config = configs(rank)
+        identity = replace(config.identity(**FIELDS), **(change if rank else {}))
+        with build(config, rank_group=rank_group) as stack:
+            stack.attach(MemoryStorage(identity))
+
+    for error, message in zip(on_ranks(attach), messages, strict=True):
+        assert isinstance(error, HiCacheError)
+        assert message in str(error)
 
 
 @pytest.mark.parametrize(

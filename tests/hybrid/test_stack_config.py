@@ -11,7 +11,6 @@ import pytest
 from hicache_storage.hybrid import (
     ParallelConfig,
     StackConfig,
-    StorageConfig,
     WritePolicy,
 )
 from hicache_storage.spec import ConfigError
@@ -46,7 +45,6 @@ COMMON_FAULTS = [
     ({"storage_call_seconds": 0}, "storage_call_seconds must be positive, got 0"),
     ({"parallel": 2}, "parallel must be .*ParallelConfig.*, got 2"),
     ({"prefetch": "timeout"}, "prefetch must be .*PrefetchRules.*, got 'timeout'"),
-    ({"storage": "file"}, "storage must be .*StorageConfig | None, got 'file'"),
     ({"attention": INDEX_KEYS}, "attention must be .*MLAGeometry, got IndexerGeometry"),
     ({"mamba": INDEX_KEYS}, "mamba must be .*MambaGeometry | None, got IndexerGeometry"),
     ({"indexer": LATENT}, "indexer must be .*IndexerGeometry | None, got MLAGeometry"),
@@ -102,12 +100,6 @@ def test_a_bad_field_is_named(make, fields, message):
 def test_what_contradicts_the_model_is_named(make, fields, message):
     with pytest.raises(ConfigError, match=message):
         make(**fields)
-
-
-@pytest.mark.parametrize("name", ["driver", "model"])
-def test_a_storage_has_a_driver_and_a_model(name):
-    with pytest.raises(ConfigError, match=f"storage.{name} must not be empty"):
-        StorageConfig(**{"driver": "file", "model": "m", name: ""})
 
 
 def test_checkpoints_are_where_a_page_and_a_chunk_end():

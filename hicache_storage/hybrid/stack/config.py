@@ -1,4 +1,4 @@
-"""Configuration of a stack: geometry, sizes, device, ranks, policies and storage."""
+"""Configuration of a stack: geometry, sizes, device, ranks and policies."""
 
 from __future__ import annotations
 
@@ -10,53 +10,19 @@ import torch
 
 from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.ranks import ParallelConfig
-from hicache_storage.layers.stack import StorageOptions
 from hicache_storage.pools import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
 from hicache_storage.spec import ConfigError, PoolName, StorageIdentity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from hicache_storage.pools import PoolGeometry
 
 FALLBACK_LAYOUT = "page_first"
 """Layout of a side pool that does not support the layout of KV."""
-OPERATOR_FIELDS = ("revision", "tenant", "adapter", "salt")
-"""Texts of an identity that a `StorageConfig` has as well."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageConfig:
-    """Storage of a stack: driver, options, and fields of its identity.
-
-    Raises:
-        ConfigError: a name is missing.
-    """
-
-    driver: str
-    """As `hicache drivers` lists it."""
-    model: str
-    """Name chosen by the operator; with the fields below, part of the `StorageIdentity`."""
-    options: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Options of the driver."""
-    layers: StorageOptions = field(default_factory=StorageOptions)
-    """Layers of the SDK around the driver."""
-    kv_dtype: str | None = None
-    """Logical element type of KV where the pool's does not say it, as for fp8 kept in bytes."""
-    revision: str = ""
-    tenant: str = ""
-    adapter: str = ""
-    salt: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("driver", "model"):
-            if not getattr(self, name):
-                raise ConfigError(f"storage.{name} must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """A model's kinds of state, and the sizes, policies and storage of its cache.
+    """A model's kinds of state, and the sizes and policies of its cache.
 
     Raises:
         ConfigError: a field is out of range, or contradicts another; the message names it and a
@@ -91,8 +57,6 @@ class StackConfig:
     """This rank."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     prefetch: PrefetchRules = field(default_factory=PrefetchRules)
-    storage: StorageConfig | None = None
-    """Attached when the stack is built; None for none yet."""
     storage_call_seconds: float = 30.0
     """Time after which a call of the storage is abandoned; more than the storage's own deadline."""
     stop_seconds: float = 2.0
@@ -151,11 +115,12 @@ class StackConfig:
         return self.layout if self.layout in self.pools[pool].layouts else FALLBACK_LAYOUT
 
     def identity(self, model: str, *, kv_dtype: str | None = None, **texts: str) -> StorageIdentity:
-        """Return the identity for a storage that is not made from a `StorageConfig`.
+        """Return the identity of this rank's storage, for `create_storage`.
 
         Args:
             model: name chosen by the operator.
-            kv_dtype: where the pool does not say it.
+            kv_dtype: logical element type of KV where the pool's does not say it, as for fp8 kept
+                in bytes.
             texts: `revision`, `tenant`, `adapter` and `salt`.
         """
         base = StorageIdentity(
@@ -212,7 +177,6 @@ _KINDS: Final = {
     "indexer": IndexerGeometry | None,
     "parallel": ParallelConfig,
     "prefetch": PrefetchRules,
-    "storage": StorageConfig | None,
 }
 """Types of the fields that are configurations themselves."""
 

@@ -19,11 +19,9 @@ from hicache_storage.hybrid.ranks import (
     check_consistent,
     make_on_all_ranks,
 )
-from hicache_storage.hybrid.stack.config import OPERATOR_FIELDS, StackConfig
 from hicache_storage.hybrid.storage_io.workers import StorageAttachedError
-from hicache_storage.plugins import create_storage
 from hicache_storage.pools import DevicePool, PagedHostPool
-from hicache_storage.spec import ConfigError, HiCacheStorage, PoolName
+from hicache_storage.spec import ConfigError, PoolName
 from hicache_storage.transfer import (
     CudaDevice,
     CudaStream,
@@ -34,9 +32,12 @@ from hicache_storage.transfer import (
 
 if TYPE_CHECKING:
     from hicache_storage.hybrid.ranks import RankGroup
-    from hicache_storage.hybrid.stack.config import StorageConfig
+    from hicache_storage.hybrid.stack.config import StackConfig
+    from hicache_storage.spec import HiCacheStorage, StorageIdentity
     from hicache_storage.transfer import Device, Stream
 
+SHARED_FIELDS: Final = ("model", "kv_dtype", "revision", "tenant", "adapter", "salt")
+"""Fields of an identity that are equal on all ranks."""
 POLL_SECONDS: Final = 0.0005
 """Time between two polls of `drain`."""
 
@@ -100,25 +101,30 @@ class HybridStack:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def attach(self, storage: HiCacheStorage | StorageConfig) -> None:
+    def attach(self, storage: HiCacheStorage) -> None:
         """Use a storage from now on, on every rank or on none; the stack owns it.
 
         A collective.
 
+        Args:
+            storage: of an identity that `config.identity` has made.
+
         Raises:
             StorageAttachedError: there is one already; the new one is unchanged.
-            ConfigError: it is for other bytes than the stack's; the message names the field. The
-                storage is unchanged.
-            OtherRankError: another rank could not make its storage.
-            HiCacheError: as `create_storage` and `HybridCacheController.attach` raise them; the
-                stack is as before.
+            ConfigError: it is for other bytes than the stack's, or ranks have storages of different
+                models or tenants; the message names the field. The storage is unchanged.
+            OtherRankError: another rank's storage is for other bytes than its stack's.
+            HiCacheError: as `HybridCacheController.attach` raises it; the stack is as before.
         """
         if self.controller.attached:
             raise StorageAttachedError("a storage is attached; detach it first")
-        made = make_on_all_ranks(
-            self._rank_group, "storage", lambda: _make_storage(self.config, storage)
+        identity = storage.identity
+        check_consistent(
+            self._rank_group,
+            {name: getattr(identity, name) for name in SHARED_FIELDS},
+            _identity_error(self.config, identity),
         )
-        self.controller.attach(made)
+        self.controller.attach(storage)
         # The new storage has none of the pages that were stored in the former one.
         self.cache.storage_changed()
 
@@ -183,8 +189,7 @@ def build_hybrid_stack(
         ConfigError: the device does not exist, or ranks are not those of torch.distributed or have
             different configs; the message names the field. Nothing is open then.
         OtherRankError: another rank refuses its config, or fails.
-        HiCacheError: as pools, `create_storage` and `HybridCacheController.attach` raise them;
-            nothing is open then.
+        HiCacheError: as pools raise it; nothing is open then.
     """
     with ExitStack() as failing:
         # Closes what the stack will own.
@@ -208,8 +213,6 @@ def build_hybrid_stack(
             write_policy=config.write_policy,
         )
         stack = HybridStack(config, pools, controller, cache, closing)
-        if config.storage is not None:
-            stack.attach(config.storage)
         failing.pop_all()
     return stack
 
@@ -242,7 +245,6 @@ def _own_streams(place: torch.device, closing: ExitStack) -> tuple[Device, Strea
 
 def _rank_invariants(config: StackConfig) -> dict[str, object]:
     """Return the values that must be equal on all ranks, as messages name them."""
-    named = config.storage
     return {
         # Not their geometries: stages of a pipeline have different layers.
         "pools": sorted(config.pools),
@@ -256,8 +258,6 @@ def _rank_invariants(config: StackConfig) -> dict[str, object]:
         "write_policy": config.write_policy,
         "prefetch": config.prefetch,
         "kv_replicated": config.attention.replicated,
-        # None for none, since attaching is a collective.
-        "storage": named and (named.model, *(getattr(named, name) for name in OPERATOR_FIELDS)),
     }
 
 
@@ -310,27 +310,15 @@ def build_pools(
     return StackPools(device_pools, host_pools, compute, transfers, group)
 
 
-def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) -> HiCacheStorage:
-    """Make a storage from its description, or check the identity of the caller's own.
-
-    Raises:
-        ConfigError: it has another page size or layout, or takes KV for replicated where it is not.
-        DriverError: as `create_storage` raises it.
-    """
-    if isinstance(storage, HiCacheStorage):
-        wanted = config.identity("any")
-        # The other fields are the operator's; these describe the bytes of the pools.
-        for name in ("page_size", "layout", "kv_replicated"):
-            found, ours = getattr(storage.identity, name), getattr(wanted, name)
-            if found != ours:
-                raise ConfigError(
-                    f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the "
-                    "storage with config.identity()"
-                )
-        return storage
-    identity = config.identity(
-        storage.model,
-        kv_dtype=storage.kv_dtype,
-        **{name: getattr(storage, name) for name in OPERATOR_FIELDS},
-    )
-    return create_storage(storage.driver, identity, storage.options, options=storage.layers)
+def _identity_error(config: StackConfig, identity: StorageIdentity) -> ConfigError | None:
+    """Error where a storage is for other bytes than those of the pools."""
+    wanted = config.identity("any")
+    # The other fields are the operator's, or checked by the controller.
+    for name in ("page_size", "layout", "kv_replicated"):
+        found, ours = getattr(identity, name), getattr(wanted, name)
+        if found != ours:
+            return ConfigError(
+                f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the "
+                "storage with config.identity()"
+            )
+    return None
