@@ -32,7 +32,7 @@ from hicache_conformance.model.outcomes import (
 )
 from hicache_conformance.model.rules import Level, parse_levels, rules
 from hicache_conformance.model.settings import PROFILES, Settings, parse_page_bytes, parse_profile
-from hicache_conformance.report.results import reproduction
+from hicache_conformance.report.results import SUITE, reproduction
 from hicache_conformance.report.results import results as results_of
 from hicache_storage.tools.options import parse_pairs, redacted
 
@@ -187,8 +187,8 @@ def verify(
     """Repeat the run of a results.json that somebody has published, and compare.
 
     Seed, levels, profile, page length and cases are those of the file. It is compared with what is
-    found here: driver and files, verdict, the outcome of each rule and case, and the badge.json
-    beside it. Options and servers are those of this command line, as a file is not to be trusted.
+    found here: driver and files, verdict, and the outcome of each rule and case. Options and servers
+    are those of this command line, as a file is not to be trusted.
 
     It proves that about this machine. It does not prove who made the file, nor anything of a
     driver's dependencies and servers, nor that no other seed finds a fault.
@@ -199,10 +199,6 @@ def verify(
 
     console = Console(stderr=True)
 
-    def say(lines: list[str], style: str) -> None:
-        for line in lines:
-            console.print(Text(line, style), soft_wrap=True)
-
     with _mistakes(console):
         published = verification.read(results)
         options = parse_pairs(config or [])
@@ -212,7 +208,8 @@ def verify(
     console.print(
         f"driver [bold]{escape(about.name)}[/] of {escape(about.distribution)} "
         f"{escape(about.version)}, levels {', '.join(settings.levels)}, seed {settings.seed}, "
-        f"profile {settings.profile}: {escape(published.verdict)}",
+        f"profile {settings.profile}, by {SUITE} {escape(published.suite_version)}: "
+        f"{escape(published.verdict)}",
         highlight=False,
     )
     record = _run(console, replace(settings, case_seconds=case_seconds))
@@ -220,17 +217,15 @@ def verify(
         raise typer.Exit(conclude(console, record, settings, None))
     judgement = judge(record, settings.levels, record.catalogue)
     now = msgspec.convert(results_of(record.header, judgement), verification.Published)
-    say(verification.notes(published, now), "yellow")
     found = verification.compare(published, now)
-    badge = (results if results.is_dir() else results.parent) / "badge.json"
-    if badge.exists():
-        found += verification.compare_badge(badge, record.header, judgement)
+    for line in found:
+        console.print(Text(line, "red"), soft_wrap=True)
     if found:
-        say([*found, f"different: {len(found)} differences"], "red")
+        console.print(Text(f"different: {len(found)} differences", "red"))
         raise typer.Exit(NOT_CONFORMANT)
     rules_judged = sum(rule.selected for rule in judgement.rules)
     same = f"the same: {judgement.verdict} again, with the same outcome of each of"
-    say([f"{same} {rules_judged} rules"], "green")
+    console.print(Text(f"{same} {rules_judged} rules", "green"), soft_wrap=True)
 
 
 @app.command()

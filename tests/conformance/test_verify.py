@@ -95,7 +95,6 @@ def test_a_driver_that_conforms_no_more_differs_rule_by_rule(site, published, tm
     assert "verdict: conformant in the file, non-conformant here: breaks " in ran.output
     assert "OB-1: pass in the file, fail here: OB-1: pages_damaged of pool" in ran.output
     assert f"driver.files: 5 files of {PACKAGE} with digest " in ran.output
-    assert "badge.json: message is 'conformant (core)', and 'non-conformant (" in ran.output
 
 
 @pytest.mark.parametrize(
@@ -123,13 +122,9 @@ def test_a_file_that_was_altered_differs(published, copied, changes, words):
     assert verify.compare(now, now) == []
 
 
-def test_other_versions_are_told_and_are_no_difference(published, copied):
+def test_other_versions_are_no_difference(published, copied):
     rewrite(copied, suite_version="0.0.1", environment__torch="2.6.0")
-    then, now = verify.read(copied), verify.read(published)
-    assert verify.compare(then, now) == []
-    suite, torch = verify.notes(then, now)
-    assert suite.startswith("suite_version: 0.0.1 in the file, ")
-    assert torch.startswith("environment.torch: 2.6.0 in the file, ")
+    assert verify.compare(verify.read(copied), verify.read(published)) == []
 
 
 @pytest.mark.parametrize(

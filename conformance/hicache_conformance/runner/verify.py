@@ -9,17 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path  # noqa: TC003 - msgspec reads the annotations
 from shlex import quote
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 import msgspec
 
-from hicache_conformance.model.outcomes import DriverFiles, Header, Outcome, Replay
+from hicache_conformance.model.outcomes import DriverFiles, Outcome, Replay
 from hicache_conformance.model.rules import Level, parse_levels
 from hicache_conformance.model.settings import PROFILES, Settings
-from hicache_conformance.report.results import SCHEMA, SUITE, badge, store_is_fresh
-
-if TYPE_CHECKING:
-    from hicache_conformance.model.outcomes import Judgement
+from hicache_conformance.report.results import SCHEMA, SUITE, store_is_fresh
 
 
 class PublishedDriver(msgspec.Struct, frozen=True):
@@ -60,7 +57,6 @@ class Published(msgspec.Struct, frozen=True):
     levels: list[str]
     capabilities: dict[str, object]
     options: dict[str, object]
-    environment: dict[str, str]
     verdict: str
     reason: str
     totals: dict[Outcome, int]
@@ -199,33 +195,3 @@ def _fields(run: Published) -> dict[str, str]:
         }
         fields |= {f"{rule.id}: {case.name}": f"{case.outcome}" for case in rule.cases}
     return fields
-
-
-def compare_badge(path: Path, header: Header, judgement: Judgement) -> list[str]:
-    """List the differences between a published badge and that of a run."""
-    now = badge(header, judgement)
-    try:
-        shown = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return [f"{path.name}: {error}"]
-    return [
-        f"{path.name}: {name} is {shown.get(name)!r}, and {value!r} here"
-        for name, value in now.items()
-        if shown.get(name) != value
-    ]
-
-
-def notes(published: Published, now: Published) -> list[str]:
-    """List what is different here, and may be so."""
-    found = list[str]()
-    if published.suite_version != now.suite_version:
-        found.append(
-            f"suite_version: {published.suite_version} in the file, {now.suite_version} here; "
-            f"another suite may have other cases and draw other calls"
-        )
-    found.extend(
-        f"environment.{name}: {published.environment[name]} in the file, {here} here"
-        for name, here in now.environment.items()
-        if published.environment.get(name, here) != here
-    )
-    return found
