@@ -169,13 +169,15 @@ def test_a_clear_counts_for_deletes_alone_and_raises_while_they_are_refused(brok
 def test_a_missed_deadline_is_a_fault_of_its_kind(kit, hangs, kind):
     storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
     storage.open()
-    layer, release = CircuitBreakerLayer(DeadlineLayer(storage, 0.05), 1, 10.0), threading.Event()
+    guarded, release = DeadlineLayer(storage, PATIENCE_SECONDS), threading.Event()
+    layer = CircuitBreakerLayer(guarded, 1, 10.0)
     layer.register_mem_host_pool_v2(pool, "kv")
     storage.before = lambda operation: operation != hangs or release.wait(PATIENCE_SECONDS)
+    short = HiCacheStorageExtraInfo(deadline_seconds=0.05)
     if kind == "write":
-        assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+        assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])], short) == {"kv": [False]}
     else:
-        assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
+        assert layer.batch_exists_v2(["a"], None, short).kv_hit_pages == 0
     others = dict.fromkeys(("read", "write", "delete"), "closed")
     assert layer.get_stats().breaker_states == {**others, kind: "open"}
     asked = len(storage.operations)

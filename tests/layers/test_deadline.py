@@ -170,7 +170,8 @@ def test_a_storage_is_closed_where_no_thread_can_be_started(hanging, no_more_thr
 def test_a_hung_storage_that_no_thread_can_close_is_told(hanging, no_more_threads, caplog):
     layer, storage, _pool, _release = hanging("exist")
     hurry(layer)
-    layer.batch_exists_v2(["a"])
+    # On a busy machine the deadline may pass before a thread has begun.
+    eventually(lambda: layer.batch_exists_v2(["a"]) and "exist" in storage.operations)
     no_more_threads()
     layer.close()
     assert "no thread can be started; the storage stays open" in caplog.text
@@ -229,11 +230,11 @@ def test_a_lookup_from_memory_needs_no_thread(hanging, call):
 
 def test_a_lookup_that_ends_by_itself_needs_no_thread(hanging):
     """Unless its deadline comes first."""
-    layer, storage, pool, _ = hanging("nothing", lookup_seconds=0.02)
+    layer, storage, pool, _ = hanging("nothing", lookup_seconds=PATIENCE_SECONDS)
     threads = []
     storage.before = lambda asked: threads.append((asked, threading.current_thread()))
     layer.batch_exists_v2(["a"])
-    layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=0.01))
+    layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=50.0))
     layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
     here = threading.current_thread()
     assert [(asked, thread is here) for asked, thread in threads] == [
