@@ -149,7 +149,7 @@ def test_lookups_behind_a_hung_one_have_waited_since_they_were_asked_for(engine,
 
 
 def test_loads_behind_hung_ones_are_misses_at_their_deadline(tmp_path, monkeypatch):
-    engine = Engine(tmp_path, threads=1, deadline_seconds=0.1)
+    engine = Engine(tmp_path, threads=1)
     hung, go_on = threading.Event(), threading.Event()
 
     def get(transfers, extra_info):
@@ -160,6 +160,8 @@ def test_loads_behind_hung_ones_are_misses_at_their_deadline(tmp_path, monkeypat
     monkeypatch.setattr(engine.tier._storage, "batch_get_v2", get)
     first = engine.submit(keys(1), [0], load=True)
     assert hung.wait(60)
+    # Only for the one that waits: a busy machine may begin a load later than that.
+    engine.tier._loads._deadline_seconds = 0.1
     assert not engine.result(engine.submit(keys(1), [1], load=True)).success
     assert engine.tier.refused_calls == 1
     go_on.set()
