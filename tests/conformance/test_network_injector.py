@@ -120,6 +120,8 @@ def test_a_stall_ends_when_it_is_healed(network, client):
 
 def test_a_half_open_connection_stays_silent_and_new_ones_answer(network, client):
     find_fault(network, FaultKind.HALF_OPEN, operations=("request",), count=1)
+    client.sendall(b"x" * 1000)
+    eventually(lambda: network.injected_count() == 1)
     client.settimeout(0.1)
     for _ in range(2):
         client.sendall(b"x" * 1000)

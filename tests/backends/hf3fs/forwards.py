@@ -9,6 +9,8 @@ import threading
 from enum import StrEnum
 from functools import partial
 
+from hicache_conformance.harness.ports import free_ports
+
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: closing sends a reset."""
 
@@ -34,7 +36,8 @@ class Forward:
         self._healed = threading.Event()
         self.asked = 0
         """Pieces of requests that have come; of a small request there is one."""
-        self.port = 0
+        # Of nobody else, also while it refuses.
+        [self.port] = free_ports(1)
         self._listen()
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -64,7 +67,6 @@ class Forward:
 
     def _listen(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
