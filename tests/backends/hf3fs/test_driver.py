@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server import protocol as p
@@ -136,6 +137,8 @@ def test_a_lost_lease_is_a_fault_that_is_counted(rig, caplog):
         assert one.put(keys) == [False, False]
     assert one.storage.fault_count() == 1
     assert "2 leases ended before their pages were stored" in caplog.text
+    # A busy machine takes longer than the fifth of a second.
+    one.store.config = structs.replace(one.store.config, lease_seconds=60.0)
     assert one.put(keys) == [True, True]
     assert one.storage.fault_count() == 1
 
@@ -273,7 +276,7 @@ def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, kept_server):
         closing(Forward(kept_server.port)) as one_way,
         closing(Forward(kept_server.port)) as other_way,
     ):
-        one = rig(metadata_url=f"{one_way.url},{other_way.url}", lease_seconds=1.0)
+        one = rig(metadata_url=f"{one_way.url},{other_way.url}")
         keys = chain("a", 8)
         assert all(one.put(keys))
         # Whichever it uses.

@@ -87,7 +87,7 @@ def test_some_of_a_batch_hang(usrbio, library):
     mine, keys = usrbio(), chain("a", 6)
     assert all(mine.put(keys))
     library.kept = 2
-    found = mine.get(keys, seconds=1.5)
+    found = mine.get(keys, seconds=3.0)
     assert found.count(None) == 2
     assert mine.storage.store.engine.stuck() == 2
     library.kept = 0
@@ -98,7 +98,7 @@ def test_requests_that_hang_keep_nobody_and_no_memory_is_used_twice(usrbio, libr
     mine, keys = usrbio(), chain("a", 4)
     assert all(mine.put(keys))
     library.hangs.set()
-    assert mine.get(keys, seconds=1.5) == [None] * 4
+    assert mine.get(keys, seconds=3.0) == [None] * 4
     # The stand-in lets nothing go by itself.
     assert mine.get(keys, seconds=0.3) == [None] * 4
     assert mine.storage.store.engine.stuck() == 4
