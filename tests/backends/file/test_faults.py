@@ -225,7 +225,7 @@ def test_an_index_that_could_not_be_read_is_tried_again_soon(rig):
     with failing("pread", errno.EIO, when=lambda descriptor, *_: path_of(descriptor) == path):
         assert b.hit(keys) == 0
         assert b.holds(others)
-    assert eventually(lambda: b.hit(keys), seconds=2 * page_index.RETRY_SECONDS)
+    assert eventually(lambda: b.hit(keys), seconds=10 * page_index.RETRY_SECONDS)
     assert b.holds(keys)
 
 

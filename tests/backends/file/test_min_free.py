@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MIN_FREE = 1 << 20
 BATCH_BYTES = bundle_bytes(8)
-BACK_SECONDS = 5.0
+BACK_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -160,6 +160,7 @@ def free(monkeypatch):
 
 def test_what_is_freed_late_is_not_evicted_again_and_again(rig, free, monkeypatch):
     """Some file systems free the bytes of removed files in the background."""
+    monkeypatch.setattr(capacity_module, "LATE_SECONDS", 2.0)
     a = rig(min_free=MIN_FREE)
     fill(a, "abcdefghij")
     free[0] = MIN_FREE - BATCH_BYTES
