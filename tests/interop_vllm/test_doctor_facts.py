@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
 from lmcache.v1.multiprocess.config import add_mp_server_args
-from lmcache.v1.platform.devices.cpu import CpuDeviceSpec
 from vllm.config.cache import CacheConfig, PrefixCachingHashAlgo
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
@@ -137,8 +136,6 @@ def arguments(*words):
 def test_defaults_of_lmcaches_server():
     defaults = arguments()
     assert (defaults.hash_algorithm, defaults.chunk_size) == ("blake3", 256)
-    assert defaults.supported_transfer_mode == "lmcache_driven"
-    assert CpuDeviceSpec().default_mp_transfer_mode().value == "engine_driven"
 
 
 def test_the_example_is_a_command_line_of_lmcaches():

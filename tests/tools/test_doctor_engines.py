@@ -15,8 +15,8 @@ from tests.support.commands import run_here, run_hicache
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A machine with a GPU and both engines; a test may change it."""
-    state = SimpleNamespace(devices=True, versions={"vllm": "0.32.0", "lmcache": "0.5.6"})
+    """A machine with both engines; a test may change it."""
+    state = SimpleNamespace(versions={"vllm": "0.32.0", "lmcache": "0.5.6"})
 
     def version(name):
         if name not in state.versions:
@@ -24,7 +24,6 @@ def machine(monkeypatch):
         return state.versions[name]
 
     monkeypatch.setattr(engine_command, "version", version)
-    monkeypatch.setattr(lmcache, "has_devices", lambda: state.devices)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     return state
 
@@ -183,23 +182,11 @@ def of_lmcache(*words, adapter=None):
         ("", {"module_path": None, "class_name": None}, "no --l2-adapter names the bridge"),
         ("--hash-algorithm sha256_cbor", {}, "warn lmcache: keys: sha256_cbor is vLLM's"),
         ("--hash-algorithm builtin", {}, "fail lmcache: keys: 'builtin' is Python's own"),
-        ("--supported-transfer-mode=engine_driven", {}, "warn lmcache: transfer mode"),
     ],
 )
 def test_a_server_that_does_not_serve_it_as_it_is_meant(words, changes, said):
     found = bad(of_lmcache(*words.split(), adapter=changes))
     assert any(said in line for line in found), found
-
-
-@pytest.mark.parametrize(
-    ("mode", "status"),
-    [("lmcache_driven", Status.FAIL), ("engine_driven", Status.OK), ("auto", Status.OK)],
-)
-def test_the_transfer_mode_of_workers_on_cpus(machine, mode, status):
-    machine.devices = False
-    findings = of_lmcache("--supported-transfer-mode", mode)
-    [finding] = [finding for finding in findings if finding.check == "lmcache: transfer mode"]
-    assert finding.status is status
 
 
 def test_another_version_of_lmcache(machine):

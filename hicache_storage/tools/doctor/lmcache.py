@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hicache_storage.engines.lmcache.identity import VERSIONS
@@ -31,17 +30,13 @@ NAMES: Final = {
 }
 """What names the bridge in the value of `--l2-adapter`."""
 EXAMPLE: Final = f"hicache doctor lmcache server {ADAPTER} '{json.dumps(NAMES)[:-1]}, ...}}'"
-DEVICES: Final = ("nvidia[0-9]*", "dxg", "kfd", "davinci[0-9]*")
-"""Nodes below /dev of GPUs that torch calls CUDA, NVIDIA's, also in WSL, and AMD's; and of NPUs."""
 
 
 def check_lmcache(target: DoctorTarget) -> Iterator[Finding]:
-    """Check version, keys, transfer mode and the configuration of the adapter."""
+    """Check version, keys and the configuration of the adapter."""
     command, check = EngineCommand.parse(target.command_line), "lmcache: adapter"
     yield from check_version("lmcache", ("lmcache",), VERSIONS)
     yield _keys(command)
-    if "server" in command.arguments:
-        yield _transfer(command)
     if not command.configurations(ADAPTER):
         yield warn(check, f"no {ADAPTER} was given; none was checked", EXAMPLE)
         return
@@ -107,28 +102,3 @@ def _keys(command: EngineCommand) -> Finding:
         "nothing is found after a restart"
     )
     return fail(check, f"{algorithm!r} {detail}", fix)
-
-
-def _transfer(command: EngineCommand) -> Finding:
-    """Check that the server answers the requests that the engine's workers make."""
-    check = "lmcache: transfer mode"
-    mode = command.value("--supported-transfer-mode", default="lmcache_driven")
-    serves_handles = has_devices()
-    if mode == "lmcache_driven" and not serves_handles:
-        detail = (
-            "lmcache_driven, and workers on CPUs ask for engine_driven: the server logs `No handler "
-            "registered`, and vLLM hangs at its start"
-        )
-        return fail(check, detail, "--supported-transfer-mode engine_driven, or auto")
-    if mode == "engine_driven" and serves_handles:
-        fix = (
-            "--supported-transfer-mode auto; or in kv_connector_extra_config of the engine "
-            '"lmcache.mp.mp_transfer_mode": "engine_driven"'
-        )
-        return warn(check, "engine_driven, and workers on CUDA or NPUs ask for lmcache_driven", fix)
-    return ok(check, mode)
-
-
-def has_devices() -> bool:
-    """Return True if workers of this machine run on GPUs or NPUs."""
-    return any(True for pattern in DEVICES for _ in Path("/dev").glob(pattern))
