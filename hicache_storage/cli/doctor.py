@@ -80,7 +80,7 @@ def doctor(
 
     With -c the store that those options name is opened; without, a throwaway one. Pages stored on
     the way are removed. With the name of an engine, in front of the command that starts it, its
-    version, keys, memory and the options of its bridge are checked, and then the driver that these
+    version, keys and the options of its bridge are checked, and then the driver that these
     name; options of doctor stand before the engine's name. Exits with 0 if nothing failed, 1 if
     something did, 2 for bad arguments.
     """

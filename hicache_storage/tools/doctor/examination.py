@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "python": machine.check_python,
     "torch": machine.check_torch,
-    "locked memory": machine.check_locked_memory,
     "open files": machine.check_open_files,
     "plugins": drivers.check_plugins,
     "vllm": vllm.check_vllm,
@@ -47,8 +46,8 @@ BRIDGE_OPTIONS: Final = {
 """Options of the bridge on an engine's command line, by engine."""
 LEFT_OUT: Final = {
     Role.ENGINE: frozenset[str](),
-    Role.AUTHOR: frozenset({"locked memory", "open files"}),
-    Role.OPERATOR: frozenset({"torch", "locked memory"}),
+    Role.AUTHOR: frozenset({"open files"}),
+    Role.OPERATOR: frozenset({"torch"}),
 }
 """Checks of no concern, by role."""
 GRACE_SECONDS: Final = 20.0
