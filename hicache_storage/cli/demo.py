@@ -11,7 +11,6 @@ from rich.console import Console
 
 
 def demo(
-    driver: Annotated[str, typer.Option(metavar="NAME", help="The driver.")] = "file",
     path: Annotated[
         Path | None, typer.Option(help="Directory of the store; by default a temporary one.")
     ] = None,
@@ -26,12 +25,12 @@ def demo(
         store = str(path or temporary)
         console.print(
             f"a process stores the cache of a conversation, {gib:g} GiB of KV pages and Mamba "
-            f"states, with the driver {driver} in {store}",
+            f"states, in {store}, and is killed before its end",
             soft_wrap=True,
             markup=False,
         )
         # Torch is in there, which takes seconds.
         from hicache_storage.cli.demo_run import run
 
-        if not run(driver, store, gib, console):
+        if not run(store, gib, console):
             raise typer.Exit(1)

@@ -1,13 +1,13 @@
 """Store a hybrid model's cache, kill the writer, restore it in another process, verify every byte.
 
-One process stores a conversation (KV pages, and a Mamba state every 14 pages). While it stores a
-second conversation it is killed with SIGKILL. Another process then restores whatever was
-acknowledged.
+One process stores a conversation (KV pages, and a Mamba state every 14 pages), and is killed with
+SIGKILL before its end. Another process then restores whatever was acknowledged.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -33,7 +33,7 @@ from hicache_storage.pools import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
 
     from rich.console import Console
@@ -43,7 +43,7 @@ CALL_PAGES = 112
 """KV pages in one call; an engine sends up to 128."""
 STATE_EVERY = 14
 """One Mamba state per this many KV pages: the checkpoints that a hybrid model can resume from."""
-COLUMNS = ("pages", "hits", "damaged", "wrong")
+COLUMNS = ("pages", "hits", "wrong")
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -74,8 +74,8 @@ class Model:
             ),
         }
 
-    def open(self, driver: str, path: str) -> HiCacheStorage:
-        storage = create_storage(driver, self.identity, {"path": path})
+    def open(self, path: str) -> HiCacheStorage:
+        storage = create_storage("file", self.identity, {"path": path})
         for name, pool in self.pools.items():
             storage.register_mem_host_pool_v2(pool, name)
         storage.on_host_pools_registered()
@@ -123,23 +123,23 @@ class Model:
                 buffer.view(torch.uint8).fill_(0xEE)
 
 
-def chain(conversation: str, pages: int) -> list[str]:
+def chain(pages: int) -> list[str]:
     """Page keys, chained as an engine chains them: each stands for all tokens before it."""
-    keys, digest = list[str](), conversation
+    keys, digest = list[str](), "conversation"
     for page in range(pages):
         digest = xxhash.xxh3_128_hexdigest(f"{digest}/{page}".encode())
         keys.append(digest)
     return keys
 
 
-def store(driver: str, path: str, conversation: str, pages: int, calls: Connection) -> None:
+def store(path: str, pages: int, calls: Connection) -> None:
     """Store a conversation, call by call.
 
     Args:
         calls: is sent False when a call begins, and True when the storage has acknowledged it.
     """
-    model, keys = Model(), chain(conversation, pages)
-    with model.open(driver, path) as storage:
+    model, keys = Model(), chain(pages)
+    with model.open(path) as storage:
         for start in range(0, pages, CALL_PAGES):
             transfers = model.transfers(keys[start : start + CALL_PAGES])
             model.write(transfers)
@@ -148,74 +148,56 @@ def store(driver: str, path: str, conversation: str, pages: int, calls: Connecti
             calls.send(True)
 
 
-def restore(
-    driver: str, path: str, acknowledged: Mapping[str, int]
-) -> tuple[dict[str, Counter[str]], dict[str, int]]:
-    """Restore the acknowledged pages of each conversation, and verify every byte.
+def restore(path: str, pages: int) -> tuple[dict[str, Counter[str]], int]:
+    """Restore the acknowledged pages of the conversation, and verify every byte.
 
     Returns:
-        Counts by pool; and of each conversation the pages from which it can be resumed.
+        Counts by pool; and the number of pages from which the conversation can be resumed.
     """
-    model, prefixes = Model(), dict[str, int]()
+    model, keys = Model(), chain(pages)
     counts = {name: Counter[str]() for name in model.pools}
     window = PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
-    with model.open(driver, path) as storage:
-        for conversation, pages in acknowledged.items():
-            keys = chain(conversation, pages)
-            for start in range(0, pages, CALL_PAGES):
-                transfers = model.transfers(keys[start : start + CALL_PAGES])
-                model.forget()
-                delivered = storage.batch_get_v2(transfers)
-                hits = [hit for transfer in transfers for hit in delivered[transfer.name]]
-                for (name, key, buffers), hit in zip(model.pages(transfers), hits, strict=True):
-                    wrong = hit and b"".join(buffers) != model.expected_page(name, key)
-                    counts[name].update(pages=1, hits=hit, wrong=wrong)
-            prefixes[conversation] = storage.batch_exists_v2(keys, [window]).kv_hit_pages
-        for name, stats in storage.get_stats().pools.items():
-            counts[name]["damaged"] += stats.pages_damaged
-    return counts, prefixes
+    with model.open(path) as storage:
+        for start in range(0, pages, CALL_PAGES):
+            transfers = model.transfers(keys[start : start + CALL_PAGES])
+            model.forget()
+            delivered = storage.batch_get_v2(transfers)
+            hits = [hit for transfer in transfers for hit in delivered[transfer.name]]
+            for (name, key, buffers), hit in zip(model.pages(transfers), hits, strict=True):
+                wrong = hit and b"".join(buffers) != model.expected_page(name, key)
+                counts[name].update(pages=1, hits=hit, wrong=wrong)
+        return counts, storage.batch_exists_v2(keys, [window]).kv_hit_pages
 
 
-def run(driver: str, path: str, gib: float, console: Console) -> bool:
-    """Make both conversations, the kill, the restore and the table.
+def run(path: str, gib: float, console: Console) -> bool:
+    """Store a conversation, kill its writer, restore what was acknowledged, print a table.
 
     Returns:
         Whether everything acknowledged came back and every byte was right.
     """
     kv, mamba = (pool.geometry.page_bytes for pool in Model().pools.values())
-    calls = max(1, round(gib * 2**30 / (kv + mamba / STATE_EVERY) / CALL_PAGES))
-    acknowledged = dict[str, int]()
-    for conversation, kill_after in (("first", None), ("second", calls // 2)):
-        reader, writer = SPAWN.Pipe(duplex=False)
-        arguments = (driver, path, conversation, calls * CALL_PAGES, writer)
-        # A daemon is killed with this process.
-        process = SPAWN.Process(target=store, args=arguments, daemon=True)
-        process.start()
-        writer.close()
-        acknowledged[conversation] = follow(reader, process.kill, kill_after) * CALL_PAGES
-        process.join()
-        if kill_after is None and process.exitcode:
-            return False
-        console.print(
-            f"{conversation} conversation: {acknowledged[conversation]} pages acknowledged"
-        )
-    console.print("the writer was killed with SIGKILL while it stored the second conversation")
+    calls = max(3, round(gib * 2**30 / (kv + mamba / STATE_EVERY) / CALL_PAGES))
+    reader, writer = SPAWN.Pipe(duplex=False)
+    # A daemon is killed with this process.
+    process = SPAWN.Process(target=store, args=(path, calls * CALL_PAGES, writer), daemon=True)
+    process.start()
+    writer.close()
+    acknowledged = follow(reader, process.kill, calls - 2) * CALL_PAGES
+    process.join()
+    if process.exitcode != -signal.SIGKILL:
+        return False
+    console.print(f"{acknowledged} pages were acknowledged before the writer was killed (SIGKILL)")
     console.print("another process restores what was acknowledged, and compares every byte ...")
     with ProcessPoolExecutor(1, SPAWN) as executor:
-        counts, prefixes = executor.submit(restore, driver, path, acknowledged).result()
+        counts, prefix = executor.submit(restore, path, acknowledged).result()
     table = Table("pool", *COLUMNS, title="restored by another process", title_justify="left")
     for name, count in counts.items():
         table.add_row(name, *(str(count[column]) for column in COLUMNS))
     console.print(table)
-    for conversation, prefix in prefixes.items():
-        tokens = prefix * PAGE_SIZE
-        console.print(
-            f"{conversation} conversation: {prefix} pages ({tokens} tokens) can be resumed"
-        )
-    right = all(
-        count["hits"] == count["pages"] and not (count["wrong"] or count["damaged"])
-        for count in counts.values()
+    console.print(
+        f"the conversation can be resumed after {prefix} pages ({prefix * PAGE_SIZE} tokens)"
     )
+    right = all(count["hits"] == count["pages"] and not count["wrong"] for count in counts.values())
     console.print(
         "[green]every acknowledged page came back, every byte verified"
         if right
@@ -224,7 +206,7 @@ def run(driver: str, path: str, gib: float, console: Console) -> bool:
     return right
 
 
-def follow(calls: Connection, kill: Callable[[], None], kill_after: int | None) -> int:
+def follow(calls: Connection, kill: Callable[[], None], kill_after: int) -> int:
     """Follow the writer until it ends, and kill it inside the first call after so many.
 
     Returns:
@@ -238,6 +220,6 @@ def follow(calls: Connection, kill: Callable[[], None], kill_after: int | None) 
             return acknowledged
         if is_acknowledged:
             acknowledged += 1
-        elif kill_after is not None and acknowledged >= kill_after:
+        elif acknowledged >= kill_after:
             time.sleep(0.02)  # the call takes some 100 ms: now it is in the middle of it
             kill()

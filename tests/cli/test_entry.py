@@ -40,7 +40,7 @@ def test_without_a_temporary_directory_the_cause_is_told(tmp_path, command):
 def test_the_demo_restores_what_a_killed_writer_acknowledged(tmp_path):
     done = run_hicache("demo", "--gib", "0.5", "--path", tmp_path / "store")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "killed with SIGKILL while it stored the second conversation" in done.stdout
+    assert "acknowledged before the writer was killed (SIGKILL)" in done.stdout
     assert "every acknowledged page came back, every byte verified" in done.stdout
 
 
