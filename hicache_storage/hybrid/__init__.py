@@ -5,7 +5,11 @@ All ranks take the same decisions. Needs torch.
 
 from hicache_storage.hybrid.controller import HybridCacheController
 from hicache_storage.hybrid.hashing import namespace_seed, page_hashes
-from hicache_storage.hybrid.policies import PrefetchPolicy, PrefetchRules
+from hicache_storage.hybrid.policies import (
+    PrefetchPolicy,
+    PrefetchRules,
+    WritePolicy,
+)
 from hicache_storage.hybrid.pools import HostPoolGroup, HybridIndices, PoolEntry
 from hicache_storage.hybrid.ranks import (
     OtherRankError,
@@ -46,6 +50,7 @@ __all__ = [
     "StackConfig",
     "StorageAttachedError",
     "TorchRankGroup",
+    "WritePolicy",
     "build_hybrid_stack",
     "namespace_seed",
     "page_hashes",

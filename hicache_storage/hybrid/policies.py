@@ -1,4 +1,4 @@
-"""Policies of prefetches: pure functions, the same on every rank."""
+"""Policies of write-back and prefetch: pure functions, the same on every rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,33 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hicache_storage.spec import ConfigError
+
+SELECTIVE_HITS = 2
+"""Hits at which `write_through_selective` writes a span; its insertion is the first."""
+
+
+class WritePolicy(StrEnum):
+    """Time at which a span is copied from the device to the host and the storage."""
+
+    WRITE_THROUGH = "write_through"
+    """When it is first inserted."""
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """When it is hit a second time."""
+    WRITE_BACK = "write_back"
+    """When the device evicts it."""
+
+    def writes_on_hit(self, hits: int) -> bool:
+        """Return whether to write a span that is not on the host after so many hits.
+
+        Its insertion is the first hit.
+        """
+        needed = SELECTIVE_HITS if self is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
+        return self is not WritePolicy.WRITE_BACK and hits >= needed
+
+    @property
+    def writes_on_eviction(self) -> bool:
+        """True if eviction from the device writes the span to the host first."""
+        return self is WritePolicy.WRITE_BACK
 
 
 class PrefetchPolicy(StrEnum):

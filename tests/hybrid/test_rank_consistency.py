@@ -104,6 +104,7 @@ def configs(rank, kind=mamba_config, **changes):
         ({"host_states": 4}, r"host_states \([84] here\)"),
         ({"checkpoint_interval": 16}, r"checkpoint_grid \((8|16) here\)"),
         ({"layout": "layer_first"}, "layout"),
+        ({"write_policy": "write_back"}, "write_policy"),
         ({"prefetch": PrefetchRules(threshold_tokens=9)}, "prefetch"),
         ({"mamba": None, "device_states": 0, "host_states": 0}, r"pools, checkpoint_grid.*"),
     ],

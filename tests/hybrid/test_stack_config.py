@@ -11,6 +11,7 @@ import pytest
 from hicache_storage.hybrid import (
     ParallelConfig,
     StackConfig,
+    WritePolicy,
 )
 from hicache_storage.spec import ConfigError
 from tests.hybrid.stack import (
@@ -40,6 +41,7 @@ COMMON_FAULTS = [
     ),
     ({"device": "gpu"}, "device must name a torch device such as 'cuda:0' or 'cpu', got 'gpu'"),
     ({"device": "meta"}, "device must be of kind cuda or cpu, got 'meta'"),
+    ({"write_policy": "never"}, "write_policy must be one of write_through, .*; got 'never'"),
     ({"storage_call_seconds": 0}, "storage_call_seconds must be positive, got 0"),
     ({"parallel": 2}, "parallel must be .*ParallelConfig.*, got 2"),
     ({"prefetch": "timeout"}, "prefetch must be .*PrefetchRules.*, got 'timeout'"),
@@ -110,6 +112,10 @@ def test_a_side_pool_has_the_layout_of_kv_if_it_knows_it():
     assert mamba_config(layout="layer_first").layout_of("mamba") == "layer_first"
     config = mamba_config(layout="page_head")
     assert (config.layout_of("kv"), config.layout_of("mamba")) == ("page_head", "page_first")
+
+
+def test_text_is_taken_for_a_policy():
+    assert mamba_config(write_policy="write_back").write_policy is WritePolicy.WRITE_BACK
 
 
 @pytest.mark.parametrize(

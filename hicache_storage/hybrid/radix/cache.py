@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.pools import HybridIndices
 from hicache_storage.hybrid.radix.prefixes import MatchResult, Prefix, PrefixLocks, PrefixMatcher
 from hicache_storage.hybrid.radix.slots import SlotLocks, SlotOwnership
@@ -88,6 +89,7 @@ class HiMambaRadixCache:
         checkpoint_grid: tokens between checkpoints, where the model's recurrent state is kept; a
             multiple of the page and of the tokens after which the state kernel has a state to give.
             None for a model without such states.
+        write_policy: time at which nodes are written to the host and the storage.
 
     Raises:
         ConfigError: there are states without a checkpoint grid, or the other way round, or the grid
@@ -95,7 +97,11 @@ class HiMambaRadixCache:
     """
 
     def __init__(
-        self, controller: HybridCacheController, *, checkpoint_grid: int | None = None
+        self,
+        controller: HybridCacheController,
+        *,
+        checkpoint_grid: int | None = None,
+        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
     ) -> None:
         self.page_size = controller.group.page_size
         """Tokens per page."""
@@ -113,6 +119,7 @@ class HiMambaRadixCache:
                 f"checkpoint_grid must be a positive multiple of the page size {self.page_size}, "
                 f"got {self.grid}"
             )
+        self._write_policy = WritePolicy(write_policy)
         self._controller = controller
         pools = {SlotKind.KV: PoolName.KV, SlotKind.STATE: PoolName.MAMBA}
         entries = controller.group.entries
@@ -155,9 +162,7 @@ class HiMambaRadixCache:
         return self._matcher.match(tokens, namespace, device_only=device_only)
 
     def lock(self, prefix: Prefix) -> PrefixLock:
-        """Keep a prefix on its tiers until `unlock`.
-
-        A match counts as a use, and is written to the lower tiers where it is not there.
+        """Keep a prefix on its tiers until `unlock`. A match counts as a hit and a use.
 
         Raises:
             StalePrefixError: a part of it has been evicted or moved since it was found.
@@ -168,7 +173,9 @@ class HiMambaRadixCache:
         # The lock of an insertion is no further use: `insert` has counted it.
         if is_hit:
             self._refresh(node)
-            self._write_back.back_up(node)
+            for each in node.upward():
+                each.hits += 1
+            self._write_if_due(node)
         return lock
 
     def unlock(self, lock: PrefixLock) -> None:
@@ -254,7 +261,7 @@ class HiMambaRadixCache:
         self._check_insert(len(pages), kv_indices, states)
         node = self._insert_nodes(self._tree.root(namespace), pages, kv_indices, states)
         self._refresh(node)
-        self._write_back.back_up(node)
+        self._write_if_due(node)
         rows = self._ownership.rows(self._ownership.device, node.downward())
         return Prefix(len(pages), rows, 0, node.id)
 
@@ -273,7 +280,8 @@ class HiMambaRadixCache:
 
     def evict(self, tokens: int = 0, states: int = 0) -> None:
         """Free device slots, the least recently used first, KV before states."""
-        self._ownership.evict(self._ownership.device, tokens, states)
+        save = self._write_back.back_up if self._write_policy.writes_on_eviction else None
+        self._ownership.evict(self._ownership.device, tokens, states, save)
         # The next user of the slots waits for the copies that read them, so they have to be
         # launched.
         self._controller.start_writing()
@@ -450,6 +458,16 @@ class HiMambaRadixCache:
         for tier in self._ownership.tiers:
             for lru in tier.values():
                 lru.touch(node)
+
+    def _write_if_due(self, node: Node) -> None:
+        """Write the nodes that the policy writes at their number of hits."""
+        # The lowest node that is due: `back_up` writes the path above it, too.
+        due = next(
+            (each for each in node.upward() if self._write_policy.writes_on_hit(each.hits)),
+            None,
+        )
+        if due:
+            self._write_back.back_up(due)
 
     def _alloc(self, kind: SlotKind, count: int) -> torch.Tensor | None:
         pool = self._device_pools[kind]

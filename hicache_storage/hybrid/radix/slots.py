@@ -273,20 +273,29 @@ class SlotOwnership:
         assert len(held) == len(nodes)
         return torch.cat(held) if held else NO_SLOTS
 
-    def evict(self, tier: Tier, tokens: int, states: int) -> None:
+    def evict(
+        self, tier: Tier, tokens: int, states: int, save: Callable[[Node], object] | None = None
+    ) -> None:
         """Free the least recently used slots of a tier that are not locked, KV first.
 
         KV goes in whole nodes, from the leaves up; a state can be evicted alone. Fewer are freed if
         the others are locked. A node without KV on either tier is removed from the tree.
+
+        Args:
+            save: called with a node before it loses slots of which the host may have no copy.
         """
         kv, state = tier[SlotKind.KV], tier[SlotKind.STATE]
         freed_tokens = freed_states = 0
         while freed_tokens < tokens and (node := kv.least_recent()):
+            if save:
+                save(node)
             # A state is useless on a tier without the KV before it, so it is freed with the KV.
             freed_states += state.drop(node)
             freed_tokens += kv.drop(node)
             self._prune(node)
         while freed_states < states and (node := state.least_recent()):
+            if save:
+                save(node)
             # The KV stays: a prefix that ends at the state of a descendant needs it.
             freed_states += state.drop(node)
             self._demote_if_useless(node)

@@ -63,6 +63,8 @@ class Node:
     """By their first page."""
     device: dict[SlotKind, HeldSlots] = field(default_factory=_held_slots)
     host: dict[SlotKind, HeldSlots] = field(default_factory=_held_slots)
+    hits: int = 1
+    """Number of requests that inserted or used it."""
     hashes: tuple[str, ...] | None = None
     """The page hashes, computed when they are first used.
 
@@ -207,6 +209,7 @@ class RadixTree:
                 node.start,
                 device=_upper(node.device, size),
                 host=_upper(node.host, size),
+                hits=node.hits,
                 hashes=node.hashes and node.hashes[:pages],
                 writing=node.writing,
                 stored=node.stored - {SlotKind.STATE},

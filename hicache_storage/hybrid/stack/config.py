@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hicache_storage.hybrid.policies import PrefetchRules
+from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.ranks import ParallelConfig
 from hicache_storage.pools import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
 from hicache_storage.spec import ConfigError, PoolName, StorageIdentity
@@ -55,6 +55,7 @@ class StackConfig:
     """A torch device; on "cpu" copies run on the stream simulator."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """This rank."""
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     prefetch: PrefetchRules = field(default_factory=PrefetchRules)
     storage_call_seconds: float = 30.0
     """Time after which a call of the storage is abandoned; more than the storage's own deadline."""
@@ -65,6 +66,12 @@ class StackConfig:
         for name, kind in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {kind}, got {getattr(self, name)!r:.80}")
+        try:
+            object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
+        except ValueError as error:
+            raise ConfigError(
+                f"write_policy must be one of {', '.join(WritePolicy)}; got {self.write_policy!r}"
+            ) from error
         for name in ("storage_call_seconds", "stop_seconds"):
             # Not `<= 0`, which is false for NaN.
             if not getattr(self, name) > 0:

@@ -207,7 +207,11 @@ def build_hybrid_stack(
             stop_seconds=config.stop_seconds,
         )
         closing.callback(controller.close)
-        cache = HiMambaRadixCache(controller, checkpoint_grid=config.checkpoint_grid)
+        cache = HiMambaRadixCache(
+            controller,
+            checkpoint_grid=config.checkpoint_grid,
+            write_policy=config.write_policy,
+        )
         stack = HybridStack(config, pools, controller, cache, closing)
         failing.pop_all()
     return stack
@@ -251,6 +255,7 @@ def _rank_invariants(config: StackConfig) -> dict[str, object]:
         "host_tokens": config.host_tokens,
         "host_states": config.host_states,
         "layout": config.layout,
+        "write_policy": config.write_policy,
         "prefetch": config.prefetch,
         "kv_replicated": config.attention.replicated,
     }

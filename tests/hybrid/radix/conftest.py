@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_storage.hybrid.policies import WritePolicy
 from tests.hybrid.radix.controller import WorldController
 from tests.hybrid.radix.serving import GRID, PAGE
 from tests.hybrid.radix.world import SIZES, World
@@ -13,11 +14,11 @@ from tests.hybrid.radix.world import SIZES, World
 def make_world():
     made = []
 
-    def make(*, grid=GRID, threshold=0, **sizes):
+    def make(*, grid=GRID, policy=WritePolicy.WRITE_THROUGH, threshold=0, **sizes):
         controller = WorldController.of(
             SIZES | sizes, PAGE, states=grid is not None, threshold=threshold
         )
-        made.append(World(controller, PAGE, grid))
+        made.append(World(controller, PAGE, grid, policy))
         return made[-1]
 
     yield make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import (
     HiMambaRadixCache,
     StalePrefixError,
@@ -24,11 +25,6 @@ def computed(world, tokens, *ends):
         world.device[MAMBA][state] = value("state", tokens[:end])
         states[end] = int(state)
     return rows, states
-
-
-def hit(world, tokens):
-    """A request that uses what is cached, and computes nothing."""
-    world.cache.unlock(world.cache.lock(world.cache.match(tokens)))
 
 
 def test_a_namespace_that_nobody_uses_is_forgotten(world):
@@ -131,13 +127,27 @@ def test_a_state_is_loaded_into_a_slot_that_there_is(world, slot):
     assert world.cache.match(LONG).host_length == 16
 
 
-def test_what_is_inserted_or_hit_is_written_to_the_host(world):
-    for use in (lambda: served(world, LONG), lambda: hit(world, LONG)):
-        use()
-        assert world.cache.usage().host_tokens == 16
-        assert world.cache.usage().host_states == 1
-        world.settle()
-        world.cache.evict_host(100, 100)
+@pytest.mark.parametrize(
+    ("policy", "after_first", "after_hit", "after_eviction"),
+    [
+        ("write_through", 16, 16, 16),
+        ("write_through_selective", 0, 16, 16),
+        ("write_back", 0, 0, 16),
+    ],
+)
+def test_write_policies(make_world, policy, after_first, after_hit, after_eviction):
+    world = make_world(policy=WritePolicy(policy))
+    served(world, LONG)
+    found = [world.cache.usage().host_tokens]
+    lock = world.cache.lock(world.cache.match(LONG))
+    world.cache.unlock(lock)
+    found.append(world.cache.usage().host_tokens)
+    world.cache.evict(100, 100)
+    found.append(world.cache.usage().host_tokens)
+    assert found == [after_first, after_hit, after_eviction]
+    world.settle()
+    assert world.cache.match(LONG).host_length == 16
+    assert world.cache.usage().host_states == 1
 
 
 def test_what_finds_no_room_on_the_host_is_counted_and_stays_on_the_device(make_world):

@@ -3,7 +3,7 @@ or once more."""
 
 from __future__ import annotations
 
-from hicache_storage.hybrid import namespace_seed
+from hicache_storage.hybrid import WritePolicy, namespace_seed
 from tests.hybrid.radix.serving import LONG, PAGE, fetch, served
 from tests.hybrid.radix.world import KV, MAMBA, kv_values, value
 from tests.support.waiting import eventually
@@ -55,18 +55,14 @@ def test_what_was_fetched_is_not_backed_up_again(world):
     assert world.controller.stats().pages_backed_up == backed_up
 
 
-def half_on_the_device(world):
-    """The first checkpoints are on the device alone, and all of them in the storage."""
-    for tokens in (LONG[:8], LONG):
-        served(world, tokens)
+def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(make_world):
+    """Its path is copied to the host first, or the prefix there would have a hole."""
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    for _ in range(2):
+        served(world, LONG, 8)
     forget(world)
     served(world, LONG[:8])
-    world.cache.evict_host(100, 100)
-
-
-def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(world):
-    """Its path is copied to the host first, or the prefix there would have a hole."""
-    half_on_the_device(world)
+    assert world.cache.usage().host_tokens == 0
     fetch(world, LONG)
     world.settle()
     match = world.cache.match(LONG)
@@ -76,15 +72,22 @@ def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(world):
 def test_a_prefetch_does_not_wait_for_room_for_the_state_before_it(make_world):
     """The only state slot of the host is the fetched state's; the prefix needs its KV there, and no
     state."""
-    world = make_world(host_states=1)
-    half_on_the_device(world)
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE, host_states=1)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
     fetch(world, LONG)
     assert world.cache.match(LONG).length == 16
     assert world.cache.usage().dropped_tokens == 0
 
 
-def test_what_was_fetched_is_given_up_if_its_prefix_went(world):
-    half_on_the_device(world)
+def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
+    world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    for _ in range(2):
+        served(world, LONG, 8)
+    forget(world)
+    served(world, LONG[:8])
     free = world.controller.host_slots[KV].available_size()
     assert world.cache.prefetch_from_storage("r", LONG)
     world.cache.evict(100, 100)

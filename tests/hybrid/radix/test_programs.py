@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import CacheInUseError, StalePrefixError
 from hicache_storage.hybrid.storage_io.workers import Job
 from tests.hybrid.radix.controller import WorldController
@@ -48,12 +49,13 @@ class Fetches(RuleBasedStateMachine):
     grid: int | None = 4
 
     @initialize(
+        policy=st.sampled_from(WritePolicy),
         seed=st.integers(0, 999),
         host=st.sampled_from([12, 20, 48]),
         states=st.integers(1, 6),
         releases=st.booleans(),
     )
-    def begin(self, seed, host, states, releases):
+    def begin(self, policy, seed, host, states, releases):
         sizes = SIZES | {"host_kv": host, "host_states": states}
         controller = WorldController.of(
             sizes, PAGE, states=self.grid is not None, seed=seed, stop_seconds=0.02
@@ -68,7 +70,7 @@ class Fetches(RuleBasedStateMachine):
         )
         for patch in self.patches:
             patch.start()
-        self.world = World(controller, PAGE, self.grid, releases_states=releases)
+        self.world = World(controller, PAGE, self.grid, policy, releases_states=releases)
         self.stale = None
         self.locks = []
         self.waiting = []
@@ -117,17 +119,16 @@ class Fetches(RuleBasedStateMachine):
         self.world.settle()
         cache.evict_host(10**6, 10**6)
         self.world.visit(tokens[: kept * PAGE * 2 + 1])
-        self.world.settle()
-        cache.evict_host(10**6, 10**6)
         if cache.prefetch_from_storage("more", tokens):
             cache.evict(10**6, 10**6)
             eventually(lambda: cache.poll() or cache.check_prefetch("more"))
 
     def store(self, tokens):
-        """Let requests use half of this sequence and all of it, so that both are written, with
+        """Let two requests use this sequence and half of it, so that every policy writes both, with
         their checkpoints."""
         for end in (len(tokens) // 2, len(tokens)):
-            self.world.visit(tokens[:end])
+            for _ in range(2):
+                self.world.visit(tokens[:end])
         self.world.settle()
 
     def fetch(self, tokens):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hicache_storage.hybrid.hashing import page_hashes
+from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import HiMambaRadixCache
 from hicache_storage.hybrid.radix.tree import SlotKind
 from hicache_storage.spec import PoolName
@@ -54,6 +55,7 @@ class World:
     controller: object
     page: int = 2
     grid: int | None = 4
+    policy: WritePolicy = WritePolicy.WRITE_THROUGH
     label: str = ""
     """Whose bytes: ranks hold others of the same tokens."""
     releases_states: bool = False
@@ -70,7 +72,9 @@ class World:
     of the state after it."""
 
     def __post_init__(self):
-        self.cache = HiMambaRadixCache(self.controller, checkpoint_grid=self.grid)
+        self.cache = HiMambaRadixCache(
+            self.controller, checkpoint_grid=self.grid, write_policy=self.policy
+        )
         self.tree, self.ownership = self.cache._tree, self.cache._ownership
         self.locks, self.write_back = self.cache._locks, self.cache._write_back
         self.kv_slots, self.state_slots = self.controller.kv_slots, self.controller.state_slots
