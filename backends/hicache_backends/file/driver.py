@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.capacity import FULL_DISK_SECONDS
-from hicache_backends.file.rewriter import find_damaged
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import FULL
@@ -252,22 +251,14 @@ class FileStorage(ObjectStorage):
         return Namespace.read_all(map(paths.description, paths.namespaces()))
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        store, conclusive = self.store, True
-
-        def damaged(page_index: PageIndex, keys: Iterable[str]) -> list[Location]:
-            nonlocal conclusive
-            locations, readable = find_damaged(page_index, store.reader, keys, call)
-            conclusive &= readable
-            return locations
-
+        store = self.store
         page_indexes = store.page_indexes([batch.namespace for batch in batches], call.expired)
         for page_index, batch in zip(page_indexes, batches, strict=True):
-            conclusive &= page_index.complete
-            find = partial(damaged, page_index, {read.key for read in batch.reads})
+            find = partial(_damaged, page_index, batch.reads)
             store.rewriter.drop_all(page_index, find, RemovalReason.DAMAGED)
-        # Where some copy may still be damaged, the SDK hides the page until the next set has
-        # written it anew.
-        return conclusive
+        # Where an older copy may be in a bundle whose index is unread, the SDK hides the page until
+        # the next set has written it anew.
+        return all(page_index.complete for page_index in page_indexes)
 
     def collect_removals(
         self, namespaces: Sequence[Namespace], call: Call
@@ -444,3 +435,17 @@ def _extents(
 
 def _locations(page_index: PageIndex, keys: Sequence[str]) -> list[Location]:
     return [location for key in keys for location in page_index.copies(key)]
+
+
+def _damaged(page_index: PageIndex, reads: Sequence[ObjectRead]) -> list[Location]:
+    """Find the copies that were read, and older ones, which would take their places.
+
+    A copy that has been written since has another envelope, and stays.
+    """
+    damaged: list[Location] = []
+    for read in reads:
+        copies = page_index.copies(read.key)
+        envelopes = [bundle.envelope(page) for bundle, page in copies]
+        if read.envelope in envelopes:
+            damaged += copies[envelopes.index(bytes(read.envelope)) :]
+    return damaged

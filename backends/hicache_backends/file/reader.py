@@ -253,7 +253,8 @@ class Reader:
                 outcome.gone.append(chunk)
                 return
             if len(chunk.reads) == 1:
-                chunk.reads[0].damaged = self._is_bad_sector(chunk, error)
+                if self._is_bad_sector(chunk, error):
+                    _mark_damaged(chunk)
                 raise
             whole = False
         if whole:
@@ -262,7 +263,7 @@ class Reader:
             self._read_singly(chunk, call, outcome)
         else:
             # The file ends too early: it was cut after its index had been read.
-            chunk.reads[0].damaged = True
+            _mark_damaged(chunk)
 
     def _read_singly(self, chunk: ReadChunk, call: Call, outcome: ReadOutcome) -> None:
         """Read the pages one by one, so that only the unreadable ones are missing."""
@@ -363,6 +364,13 @@ class Reader:
                 bundle.path,
             )
         self.direct = False
+
+
+def _mark_damaged(chunk: ReadChunk) -> None:
+    """Note that the only page of a chunk cannot be read, and which copy of it that is."""
+    read = chunk.reads[0]
+    read.envelope = chunk.bundle.envelope(chunk.page)
+    read.damaged = True
 
 
 def _byte_range(extent: Extent) -> tuple[int, int]:

@@ -6,25 +6,21 @@ pages are copied to a new bundle, which replaces the old one.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Bundle, BundleIndex, tail_checksum
-from hicache_backends.file.page_index import Extent
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import read_into, write_from
-from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
+from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from hicache_backends.file.page_index import Location, PageIndex
     from hicache_backends.file.publisher import Publisher
-    from hicache_backends.file.reader import Reader
     from hicache_backends.posix.files import Descriptors
-    from hicache_storage.objects import Call
     from hicache_storage.spec import RemovalReason
 
 MAX_ATTEMPTS = 24
@@ -132,34 +128,3 @@ class Rewriter:
             envelopes.append(bundle.envelope(page) if whole else bytes(ENVELOPE_BYTES))
             write_from(target, [buffer], place * page_bytes)
         return BundleIndex(tuple([bundle.keys[page] for page in pages]), b"".join(envelopes))
-
-
-def find_damaged(
-    page_index: PageIndex, reader: Reader, keys: Iterable[str], call: Call
-) -> tuple[list[Location], bool]:
-    """Find the damaged copies of some pages, in all bundles that hold one.
-
-    When a copy is dropped, the next newest takes its place, so all of them are inspected. A copy
-    that has been written since, or that was misread once, is sound and stays.
-
-    Returns:
-        The copies, and whether every copy could be read.
-    """
-    damaged: list[Location] = []
-    namespace, conclusive = page_index.namespace, True
-    # On a page of memory, as O_DIRECT wants it.
-    buffer = memoryview(mmap.mmap(-1, namespace.page_bytes))
-    for key in keys:
-        for bundle, page in page_index.copies(key):
-            # Read through a new descriptor: the open file may belong to a mount that has died.
-            reader.descriptors.forget(bundle.path)
-            read = ObjectRead(
-                namespace, key, [buffer], verifies_checksum=reader.verifies, call=call
-            )
-            outcome = reader.read([Extent(bundle, page, [read])], call)
-            if outcome.gone:
-                page_index.bundle_set.invalidate()
-            if read.damaged:
-                damaged.append((bundle, page))
-            conclusive &= bool(outcome.loaded) or read.damaged
-    return damaged, conclusive
