@@ -101,8 +101,6 @@ class BundleSet:
         """Bytes in all of them."""
         self._prepared: dict[BundleId, Bundle] = {}
         """Published by this storage, and not announced yet."""
-        self._knows_unannounced = False
-        """Since `force_relist`, a listing or a missing file may have shown unannounced changes."""
         self.feed = feed
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
@@ -236,7 +234,6 @@ class BundleSet:
                 if removed or self._leaving:
                     self._note_leaving(events, removed, _removing(cursors))
                 return _CatchUp(removed, seen, invalidations)
-        self._knows_unannounced = True
         names = self._list_bundles(cursors)
         if not last and (unannounced := self._unannounced(names, cursors) - announced):
             return unannounced
@@ -266,17 +263,6 @@ class BundleSet:
             self._generation = -1
             self._epoch = -1
             self._invalidations += 1
-
-    def force_relist(self) -> None:
-        """Make all storages list with the next announcement.
-
-        Only if this one may know unannounced changes: a page that is not found here may have been
-        removed by a process that has not announced it yet.
-        """
-        with self.lock:
-            if self._knows_unannounced:
-                self._knows_unannounced = False
-                self.feed.queue(self.namespace, [Unlisted()])
 
     def prepare_add(self, bundle: Bundle) -> None:
         """Note a bundle that is in place and that `commit_add` will add after its announcement."""
@@ -393,17 +379,6 @@ class BundleSet:
             if not os.path.exists(bundle.path):
                 self._leaving.pop(id, None)
         return sum([bundle.size for bundle in list(self._leaving.values())])
-
-    def remove_missing(self, bundles: Sequence[Bundle]) -> None:
-        """Remove bundles whose files were found to be gone, and make the next call list.
-
-        Whoever has removed the files may not have announced it yet, and may never do so.
-        """
-        with self.lock:
-            # First: a thread that finds nothing unread takes the bundle set for current.
-            self.invalidate()
-            self._knows_unannounced = True
-            self.remove([bundle.id for bundle in bundles])
 
     def remove(self, ids: Iterable[BundleId]) -> None:
         """Remove bundles whose files are gone."""

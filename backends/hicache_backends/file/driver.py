@@ -230,7 +230,6 @@ class FileStorage(ObjectStorage):
                 raise TimeoutError("the deadline of the delete has passed")
             find = partial(_locations, page_index, batch.keys)
             store.rewriter.drop_all(page_index, find, RemovalReason.DELETED)
-            page_index.bundle_set.force_relist()
         store.feed.announce(always_advance=not all(map(all, found)))
         store.after_call()
         return found
@@ -316,7 +315,6 @@ class FileStorage(ObjectStorage):
                 RemovalReason.CLEARED,
                 call.expired,
             )
-            bundle_set.force_relist()
         self.store.feed.announce(always_advance=True)
         for outcome in outcomes:
             # A directory with the name of a bundle holds no page.

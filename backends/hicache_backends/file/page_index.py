@@ -370,7 +370,9 @@ class PageIndex:
         gone = [bundle for bundle, index in read if index is None and not bundle.gone]
         with self.bundle_set.lock:
             if gone:
-                self.bundle_set.remove_missing(gone)
+                # First: a thread that finds nothing unread takes the bundle set for current.
+                self.bundle_set.invalidate()
+                self.bundle_set.remove([bundle.id for bundle in gone])
             for bundle, index in read:
                 if bundle.gone or index is None:
                     pass  # Removed, just now or meanwhile by an event.
