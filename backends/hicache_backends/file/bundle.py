@@ -197,8 +197,8 @@ class Bundle(msgspec.Struct, eq=False, gc=False):
     gone: bool = False
     suspect: bool = False
     """Perhaps gone since before its announcement: its index is read from the file, not the log."""
-    invalid: bool = False
-    """The file has the name of a bundle and other content."""
+    invalid: int = 0
+    """How often the file was read, and had other content than a bundle's."""
     reason: RemovalReason | None = None
     """Why this storage removes it, or pages of it."""
 

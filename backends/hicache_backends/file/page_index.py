@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -112,12 +113,10 @@ class PageIndex:
         """Many are unread, and perhaps in the event logs."""
         self._logged: dict[tuple[str, int], dict[BundleName, Bundle]] = {}
         """By segment of an event log, the unread bundles that it may hold."""
-        self._unreadable: dict[Bundle, None] = {}
-        """Bundles whose index could not be read."""
-        self._to_recheck: dict[Bundle, None] = {}
-        self._recheck_at = 0.0
-        self._rechecks = 0
-        self._retry_at = 0.0
+        self._retries: dict[Bundle, float] = {}
+        """Bundles whose index could not be read or was invalid, and when to read it again."""
+        self._retry_at = math.inf
+        """The earliest of these times."""
         self._touched: dict[Bundle, None] = {}
         self._removed: dict[str, ObjectRemoval] | None = None
         """Pages that are gone since `take_removed`, by key; None while nobody watches."""
@@ -152,21 +151,21 @@ class PageIndex:
         return not self._unread
 
     def _is_retry_due(self) -> bool:
-        return bool(
-            (self._unreadable and time.monotonic() >= self._retry_at)
-            or (self._to_recheck and time.monotonic() >= self._recheck_at)
-        )
+        return bool(self._retries) and time.monotonic() >= self._retry_at
 
     def _requeue(self) -> None:
         """Queue unreadable and invalid bundles to be read again, if it is time."""
         now = time.monotonic()
-        if self._unreadable and now >= self._retry_at:
-            self._unread.update(self._unreadable)
-            self._unreadable = {}
-        if self._to_recheck and now >= self._recheck_at:
-            self._unread.update(self._to_recheck)
-            self._to_recheck = {}
-            self._rechecks += 1
+        if now >= self._retry_at:
+            due = {bundle: None for bundle, at in self._retries.items() if now >= at}
+            self._unread.update(due)
+            for bundle in due:
+                del self._retries[bundle]
+            self._retry_at = min(self._retries.values(), default=math.inf)
+
+    def _retry_in(self, seconds: float, bundle: Bundle) -> None:
+        self._retries[bundle] = time.monotonic() + seconds
+        self._retry_at = min(self._retry_at, self._retries[bundle])
 
     def locate(self, reads: Sequence[ObjectRead]) -> list[Extent]:
         """Find the pages that exist, as extents in the order of the reads."""
@@ -228,8 +227,7 @@ class PageIndex:
             self._descriptors.forget(bundle.path)
             self._touched.pop(bundle, None)
             self._unread.pop(bundle, None)
-            self._unreadable.pop(bundle, None)
-            self._to_recheck.pop(bundle, None)
+            self._retries.pop(bundle, None)
             # First: an interrupted call is repeated.
             if bundle.reason is not None or self._removed is not None:
                 self._note_removed(bundle)
@@ -381,8 +379,7 @@ class PageIndex:
                 elif isinstance(index, NotABundleError):
                     self._note_invalid(bundle, index)
                 else:
-                    self._unreadable[bundle] = None
-                    self._retry_at = time.monotonic() + RETRY_SECONDS
+                    self._retry_in(RETRY_SECONDS, bundle)
                     logger.debug("cannot read %s now: %s", bundle.path, index)
                 # Last: after an interrupt it is read again.
                 self._unread.pop(bundle, None)
@@ -391,7 +388,7 @@ class PageIndex:
         bundle.envelopes = index.envelopes
         bundle.keys = index.keys
         if bundle.invalid:
-            bundle.invalid = False
+            bundle.invalid = 0
             self.ignored -= 1
         if bundle.size != bundle.name.size:
             self.bundle_set.note_size(bundle, bundle.name.size)
@@ -468,15 +465,11 @@ class PageIndex:
             os.close(descriptor)
 
     def _note_invalid(self, bundle: Bundle, error: NotABundleError) -> None:
-        fresh = not bundle.invalid
-        if fresh:
-            self._rechecks = 0
-        if self._rechecks < MAX_RECHECKS:
-            self._to_recheck[bundle] = None
-            self._recheck_at = time.monotonic() + RETRY_SECONDS * (1 << self._rechecks)
-        if not fresh:
+        if bundle.invalid < MAX_RECHECKS:
+            self._retry_in(RETRY_SECONDS * (1 << bundle.invalid), bundle)
+        bundle.invalid += 1
+        if bundle.invalid > 1:
             return
-        bundle.invalid = True
         self.bundle_set.note_size(bundle, error.file_bytes)
         level = logging.DEBUG if self.ignored else logging.WARNING
         self.ignored += 1
