@@ -18,6 +18,10 @@ MASTER: Final = (
     "--metrics_port={port:metrics} --default_kv_lease_ttl=2000 --client_ttl=30 "
     "--put_start_discard_timeout_sec=1 --put_start_release_timeout_sec=60"
 )
+# A store draws its ports at each start, by default two of 2,000, and clients remember the data port
+# of each handshake port. They would never reach a restarted store that draws the handshake port of an
+# earlier start again.
+PORTS: Final = ("env", "MC_MIN_RPC_PORT=10000", "MC_MAX_RPC_PORT=29999")
 STORE: Final = (
     "-m mooncake.cli_client --host=127.0.0.1 --port={port:STORE} "
     "--master_server_address=127.0.0.1:{port:master} --metadata_server=P2PHANDSHAKE "
@@ -55,7 +59,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 "wait_seconds": "2",
             },
             trial_services=tuple(
-                (sys.executable, *command.split())
+                (*PORTS, sys.executable, *command.split())
                 for command in (MASTER, *(STORE.replace("STORE", port) for port in STORES))
             ),
             trial_members=STORES,
