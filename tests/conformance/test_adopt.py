@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from hicache_conformance.model.outcomes import Outcome, Replay
-from hicache_conformance.report.files import REQUIREMENTS, TEST, write_adopted
+from hicache_conformance.report.files import REQUIREMENTS, write_adopted
 from hicache_conformance.report.results import as_json, results
 from tests.conformance.records import ended, header, judged
 
-DRIVERS = Path(__file__).with_name("interfaces")
 # Copies what a run has found, and exits with its status.
 COMMAND = """
 import pathlib, sys
@@ -143,14 +141,3 @@ def test_what_cannot_be_adopted_exits_2(site, tmp_path, arguments, words):
     assert ran.status == 2
     assert words in " ".join(ran.output.split())
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long
-def test_a_driver_of_mine_is_adopted(site, tmp_path):
-    adopt = ("conformance", "adopt", "sglang", "--driver", "sample_storage:Compacts")
-    ran = site.hicache(*adopt, "-c", "interface_v1=1", "-o", str(tmp_path), cwd=DRIVERS)
-    assert ran.status == 0, ran.output
-    assert "expected to fail: GET-1" in ran.output
-    assert "--config=interface_v1=1" in (tmp_path / TEST).read_text()
-    again = site.pytest("-q", str(tmp_path / TEST), cwd=DRIVERS)
-    assert again.status == 0, again.output

@@ -83,6 +83,13 @@ def test_untested_levels_exit_1(site):
         ("memory --profile slow", "unknown profile 'slow'"),
         ("memory --start-server ''", "--start-server needs a command"),
         ('memory --start-server "server \'of"', "No closing quotation"),
+        *(
+            (f"memory --page-bytes {length}", repr(length))
+            for length in ("100", "8192000001", "some")
+        ),
+        ("a:B --interface gelato", "unknown interface 'gelato'; interfaces are sglang, vllm-tier,"),
+        ("a::B --interface sglang", "'a::B' is neither MODULE:CLASS nor one of sglang-file"),
+        ("a:B --interface sglang", "No module named 'sglang'"),
         (
             "CannotOpen",
             "driver 'CannotOpen' cannot be opened: ConnectionRefusedError: no server at 127.0.0.1:1",
@@ -100,6 +107,12 @@ def test_what_the_suite_cannot_work_with_exits_2(site, arguments, words):
     ran = site.judge(arguments)
     assert ran.status == 2, ran.output
     assert words in ran.words
+
+
+def test_a_driver_that_is_not_judged_is_refused_with_the_reason(site):
+    ran = site.judge("sglang-shm --interface sglang")
+    assert ran.status == 2, ran.output
+    assert "there is nothing to judge" in ran.words
 
 
 @pytest.mark.parametrize(

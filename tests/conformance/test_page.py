@@ -61,6 +61,7 @@ def test_a_command_is_one_command_whatever_the_names_are():
     run = _header(COMMAND)
     run.options = {"given": COMMAND, "of its name": COMMAND}
     run.replay = Replay(run=COMMAND, options={"given": COMMAND}, interface=COMMAND)
+    run.page_bytes = 8192
     words = shlex.split(reproduction(run, COMMAND))
     assert words[:7] == [
         *("hicache", "conformance", "run", COMMAND),
@@ -68,6 +69,7 @@ def test_a_command_is_one_command_whatever_the_names_are():
     ]
     assert f"given={COMMAND}" in words
     assert f"of its name={COMMAND}" not in words
+    assert words[words.index("--page-bytes") + 1] == "8192"
     # A name that is quoted is one word; a shell would end a command at each of these.
     assert not {";", "touch", "/tmp/owned;"} & set(words)
 

@@ -3,9 +3,13 @@ the rule that is about it."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from tests.support.foreign import SuiteRun, of_cases
+from hicache_conformance.report.files import TEST
+from tests.support.commands import run_hicache, run_program
+from tests.support.foreign import SAMPLES, SuiteRun, of_cases
 
 # A run of a foreign driver takes minutes where the processors are busy.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
@@ -47,8 +51,28 @@ KNOWN = {
     "sglang-sim": {"test_the_greatest_common_endpoint": "EX-1"},
 }
 """By driver: cases, and the rule that each finds broken; empty where it holds, None where either may be."""
+SAMPLES_KNOWN = {
+    "Wrong": {
+        "test_holes": "GET-1",
+        "test_existing_pages_are_not_rewritten": "SET-3",
+        "test_pages_are_read_while_they_are_set": "GET-1",
+        "test_clear_removes_its_own": "LC-4",
+        "test_pages_read_back": "",
+    },
+    # The first one begins with a set, the other one with a get.
+    "OtherForms": {"test_holes": "GET-3", "test_pages_read_back": "GET-3"},
+    # A window has a page at least, as the engine's have.
+    "NeedsWindows": {"test_one_side_pool": ""},
+}
+"""The same of the samples."""
 LONG = ("sglang-file", "sglang-hf3fs")
 """Drivers with most of the cases."""
+ZERO_COPY = ("-c", "interface_v1=1")
+
+
+def judge(place, driver, *arguments):
+    """Run the suite on a sample."""
+    return SuiteRun(place, "sglang", f"sample_storage:{driver}", *ZERO_COPY, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +103,69 @@ def test_known_faults_are_found_by_their_rules(runs, driver):
     assert ran.report["interface"] == "SGLang 0.5.23"
 
 
+@pytest.mark.parametrize(
+    "driver", ["Wrong", "OtherForms", pytest.param("NeedsWindows", marks=pytest.mark.long)]
+)
+def test_planted_faults_are_found_by_their_rules(tmp_path, driver):
+    wanted = SAMPLES_KNOWN[driver]
+    run = judge(tmp_path, driver, *of_cases(*wanted))
+    assert run.broken_rules(*wanted) == wanted, run.ran.output
+    # Not all rules are tested.
+    assert run.ran.status == 1
+
+
 def test_a_right_driver_is_not_blamed(runs):
     # That the bridge is not blamed either is for `make judged` to find.
     ran = runs["copies"].ran
     assert ran.status == 0, ran.output
     assert ran.report["totals"]["untested"] == 0
     assert ran.report["totals"]["pass"] >= 15
+
+
+@pytest.mark.long
+def test_a_method_that_is_not_implemented_is_not_declared_and_its_text_quoted(tmp_path):
+    ran = judge(tmp_path, "KvAlone", "--level", "core,pools,identity").ran
+    assert (ran.report["totals"]["fail"], ran.report["totals"]["error"]) == (0, 0), ran.output
+    reasons = {rule["id"]: rule["reason"] for rule in ran.report["rules"]}
+    side = "batch_set_v2 of the driver raises NotImplementedError: side pools come in version 2"
+    assert side in reasons["EX-3"]
+    said = {case["reason"] for case in ran.cases.values()}
+    assert {side, "clear of the driver raises NotImplementedError"} <= said
+    assert ran.rules("pass") >= {"GET-1", "SET-1", "ID-1", "EX-1"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("driver", "words"),
+    [
+        ("Ends", "driver 'sample_storage:Ends' cannot be opened: SystemExit: no server"),
+        ("Nothing", "cannot import sample_storage:Nothing"),
+    ],
+)
+def test_what_cannot_be_run_exits_2_and_says_why(tmp_path, driver, words):
+    ran = judge(tmp_path, driver, "--case", "test_holes").ran
+    assert ran.status == 2, ran.output
+    assert words in ran.words
+
+
+@pytest.mark.long
+def test_pages_are_as_long_as_the_driver_needs_them(tmp_path):
+    ran = judge(tmp_path, "Blocks", "--case", "test_pages_read_back").ran
+    assert ran.status == 1, ran.output
+    assert "it has 256 bytes, and --page-bytes gives pages another length" in ran.words
+    ran = judge(tmp_path, "Blocks", "--page-bytes", "8KiB", "--level", "core,identity").ran
+    assert ran.status == 0, ran.output
+    assert ran.report["page_bytes"] == 8192
+    assert ran.report["totals"]["fail"] == ran.report["totals"]["untested"] == 0
+
+
+@pytest.mark.long
+def test_a_driver_of_mine_is_adopted(tmp_path):
+    adopt = ("conformance", "adopt", "sglang", "--driver", "sample_storage:Wrong")
+    home = SAMPLES["sglang"]
+    ran = run_hicache(*adopt, *ZERO_COPY, "-o", tmp_path, cwd=home)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "expected to fail: GET-1" in " ".join(ran.stderr.split())
+    assert "--config=interface_v1=1" in (tmp_path / TEST).read_text()
+    again = run_program(sys.executable, "-m", "pytest", "-q", tmp_path / TEST, cwd=home)
+    assert again.returncode == 0, again.stdout + again.stderr

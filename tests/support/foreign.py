@@ -12,7 +12,7 @@ from tests.support.commands import HICACHE
 
 TESTS = Path(__file__).parents[1]
 SAMPLES = {
-    "sglang": TESTS / "conformance" / "interfaces",
+    "sglang": TESTS / "interop" / "samples",
     "vllm-tier": TESTS / "interop_vllm" / "samples",
     "lmcache-l2": TESTS / "interop_vllm" / "samples",
 }

@@ -64,6 +64,15 @@ class Hangs(Plain):
         raise AssertionError
 
 
+class HangsOnManyPages(Plain):
+    """Stores few pages; does not come back from a set of many."""
+
+    def write(self, request):
+        if len(request.keys) > 60:
+            time.sleep(3600)
+        return super().write(request)
+
+
 class HangsWithTheLock(Plain):
     """Hangs in a library that keeps the interpreter's lock: no other thread of Python runs."""
 
@@ -105,6 +114,7 @@ FAILING = [
         CannotOpen,
         Dies,
         Hangs,
+        HangsOnManyPages,
         HangsWithTheLock,
         Poisoned,
         PoisonedByAFullDisk,

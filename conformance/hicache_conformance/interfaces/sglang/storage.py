@@ -36,7 +36,6 @@ from hicache_conformance.interfaces.sglang.engine import (
     clears,
     construct,
     environment,
-    has_sglang,
     namespace_suffix,
     storage_config,
     types,
@@ -386,7 +385,7 @@ class EngineStorage(ForeignStorage):
                 keys, pages = self._placed(transfer)
                 lent.enter_context(mirror.sources(pages) if writes else mirror.destinations(pages))
                 asked.append(
-                    types().PoolTransfer(
+                    types.PoolTransfer(
                         name=_engine_name(transfer.name),
                         host_indices=memory.indices(pages),
                         keys=keys,
@@ -473,21 +472,18 @@ def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolT
 
 def _engine_name(name: str) -> Any:
     """SGLang's own constant for a pool, which drivers compare with."""
-    if not has_sglang():
-        return PoolName(name)
-    return types().PoolName(str(name))
+    return types.PoolName(str(name))
 
 
 def _question(transfer: PoolTransfer) -> Any:
-    module = types()
     keys = list(transfer.keys) if transfer.keys is not None else None
     if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
         # The engine asks for windows of one page at least, never of none.
         keys = keys or ["__placeholder__"]
-    return module.PoolTransfer(
+    return types.PoolTransfer(
         name=_engine_name(transfer.name),
         keys=keys,
-        hit_policy=module.PoolHitPolicy(str(transfer.hit_policy)),
+        hit_policy=types.PoolHitPolicy(str(transfer.hit_policy)),
     )
 
 
@@ -496,6 +492,6 @@ def _batch_exists(driver: Any, keys: list[str], extra_info: HiCacheStorageExtraI
 
 
 def _extra(extra_info: HiCacheStorageExtraInfo | None) -> Any:
-    return types().HiCacheStorageExtraInfo(
+    return types.HiCacheStorageExtraInfo(
         prefix_keys=list(extra_info.prefix_keys) if extra_info and extra_info.prefix_keys else None
     )

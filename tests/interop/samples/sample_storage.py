@@ -1,8 +1,6 @@
 """Drivers with SGLang's storage interface, each a class that a command line names.
 
 A right one, and wrong ones made of it.
-
-They need no SGLang: what they import of the contract has the names and fields of SGLang's own.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import threading
 import time
 from typing import ClassVar
 
-from hicache_storage.spec import PoolHitPolicy, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransferResult
 
 
 class SampleStorage:
@@ -138,82 +136,44 @@ class KvAlone(SampleStorage):
         raise NotImplementedError
 
 
-class HangsOnManyPages(SampleStorage):
-    """Stores one page; does not come back from a set of several."""
+class Wrong(SampleStorage):
+    """Has several faults, and answers a set for K and for V of each page, which is none."""
 
-    def write(self, pool, keys, host_indices):
-        if len(keys) > 1:
-            time.sleep(3600)
-        return super().write(pool, keys, host_indices)
-
-
-class Compacts(SampleStorage):
-    """Reads the pages that are there into the first places, and reports them in their own."""
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        answers = super().batch_set_v1(keys, host_indices)
+        return [ok for ok in answers for _ in "KV"]
 
     def read(self, pool, keys, host_indices):
+        """Read the pages that are there into the first places; report them in their own."""
         there = [key for key in keys if self.has(pool, key)]
         super().read(pool, there, host_indices)
         return [self.has(pool, key) for key in keys]
 
-
-class Rewrites(SampleStorage):
-    """Writes what it is given over what exists."""
-
     def write(self, pool, keys, host_indices):
-        for key in keys:
-            self.pages.pop(self.name(pool, key), None)
-        return super().write(pool, keys, host_indices)
-
-
-class GetsOneValue(SampleStorage):
-    """Answers a get with one truth value for all pages."""
-
-    def batch_get_v1(self, keys, host_indices, extra_info=None):
-        return all(super().batch_get_v1(keys, host_indices))
-
-
-class SetsShorter(SampleStorage):
-    """Answers a set without its last page."""
-
-    def batch_set_v1(self, keys, host_indices, extra_info=None):
-        return super().batch_set_v1(keys, host_indices)[:-1]
-
-
-class BlankFirst(SampleStorage):
-    """Publishes a page of zeros 2 ms before the page."""
-
-    def write(self, pool, keys, host_indices):
+        """Write over what exists, and publish pages of zeros 2 ms before."""
         blank = self.pools[pool].get_data_page(0, flat=True) * 0
-        names = [self.name(pool, key) for key in keys if not self.has(pool, key)]
+        names = [self.name(pool, key) for key in keys]
         self.pages.update(dict.fromkeys(names, blank))
         time.sleep(0.002)
         for name in names:
             del self.pages[name]
         return super().write(pool, keys, host_indices)
 
-
-class ClearsHalf(SampleStorage):
-    """Leaves every other page when it is cleared."""
-
     def clear(self):
+        """Leave every other page."""
         left = dict([*self.pages.items()][::2])
         super().clear()
         self.pages.update(left)
 
 
-class ClearsNothing(SampleStorage):
-    """Cannot be cleared, and says so."""
+class OtherForms(SampleStorage):
+    """Answers a get with one truth value for all pages, and a set without its last page."""
 
-    def clear(self):
-        """A deliberate no-op: pages age out."""
-        self.cleared = True
+    def batch_get_v1(self, keys, host_indices, extra_info=None):
+        return all(super().batch_get_v1(keys, host_indices))
 
-
-class HasAnEmptyClear(SampleStorage):
-    """Cannot be cleared."""
-
-    def clear(self):
-        pass
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        return super().batch_set_v1(keys, host_indices)[:-1]
 
 
 class NeedsWindows(SampleStorage):
@@ -224,14 +184,6 @@ class NeedsWindows(SampleStorage):
             if transfer.hit_policy != PoolHitPolicy.ALL_PAGES and not transfer.keys:
                 raise ValueError("a window without pages")
         return super().batch_exists_v2(keys, pool_transfers, extra_info)
-
-
-class AnswersForHalves(SampleStorage):
-    """Answers a set for K and for V of each page, as SGLang's hf3fs does."""
-
-    def batch_set_v1(self, keys, host_indices, extra_info=None):
-        answers = super().batch_set_v1(keys, host_indices, extra_info)
-        return [ok for ok in answers for _ in "KV"]
 
 
 class Ends(SampleStorage):
