@@ -19,7 +19,7 @@ from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.sqlite import open_store
 from hicache_metadata_server.storage.store import MemoryStore
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 NOW = 1_800_000_000.0
 
 
@@ -206,14 +206,14 @@ async def running_shared(
     name="http://server",
     peers=None,
     replicas=0,
-    lease_seconds=3.0,
+    lease_seconds=60.0,
     guard=None,
     **options,
 ):
     """One of several servers on one Redis, once it is ready, at the address `name`.
 
     `peers` gets it; requests are sent on to the others in it. `guard` makes what stands before its
-    service.
+    service. Its lease is longer than a busy machine keeps it from its heartbeats.
     """
     # redis-py is an extra.
     from hicache_metadata_server.shared.owned_scopes import owner_app

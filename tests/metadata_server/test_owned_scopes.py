@@ -161,11 +161,13 @@ async def test_nothing_is_acknowledged_that_a_lost_scope_has_discarded(redis, cl
     async with two(redis) as (one, _):
         await one.initialize("0:kv")
         client.hset("hm:{0:kv}:head", "token", "9-another")
-        client.execute_command("CLIENT", "PAUSE", 300, "WRITE")
+        client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
         asking = []
         for key in "abc":
             asking.append(asyncio.create_task(one.reserve("0:kv", [key])))
-            await asyncio.sleep(0.03)
+            while one.service.list_scopes().scopes[0].leased < len(asking):
+                await asyncio.sleep(0.03)
+        client.execute_command("CLIENT", "UNPAUSE")
         assert [answer.status for answer in await asyncio.gather(*asking)] == [503] * 3
 
 

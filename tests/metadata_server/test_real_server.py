@@ -41,25 +41,25 @@ class Writer(threading.Thread):
         self.live, self.gone, self.unsure = {}, [], set()
 
     def run(self):
-        # While Redis is gone, servers refuse.
-        with suppress(Unanswered, Refused):
+        with suppress(Unanswered):
             for batch in itertools.takewhile(lambda _: not self.ends.is_set(), itertools.count()):
-                count = self.chance.choice((1, 16, 128))
-                keys = [f"{self.number}-{batch}-{i}" for i in range(count)]
-                self.unsure = set(keys)
-                leased = services.store(self.service, keys)
-                self.live |= dict(
-                    zip(keys, zip(leased.slots, leased.leases, strict=True), strict=True)
-                )
-                self.unsure = set()
-                if self.chance.random() < 0.3:
-                    gone = self.chance.sample(list(self.live), min(len(self.live), 20))
-                    self.unsure = set(gone)
-                    services.delete(self.service, gone)
-                    for key in gone:
-                        del self.live[key]
-                    self.gone += gone
-                    self.unsure = set()
+                # While Redis is gone, or stalls on a busy machine, servers refuse.
+                with suppress(Refused):
+                    self.change(batch)
+
+    def change(self, batch):
+        count = self.chance.choice((1, 16, 128))
+        keys = [f"{self.number}-{batch}-{i}" for i in range(count)]
+        leased = services.store(self.service, keys)
+        self.live |= dict(zip(keys, zip(leased.slots, leased.leases, strict=True), strict=True))
+        if self.chance.random() < 0.3:
+            gone = self.chance.sample(list(self.live), min(len(self.live), 20))
+            self.unsure |= set(gone)
+            services.delete(self.service, gone)
+            for key in gone:
+                del self.live[key]
+            self.gone += gone
+            self.unsure -= set(gone)
 
 
 def check_kept(service, writers):

@@ -30,7 +30,7 @@ LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
 
 @asynccontextmanager
 async def server_on(url, *, replicas=0, slots=4000):
-    async with running_shared(url, LIMITS, replicas=replicas) as caller:
+    async with running_shared(url, LIMITS, replicas=replicas, lease_seconds=3.0) as caller:
         await served(lambda: caller.initialize("0:kv", slots=slots))
         yield caller
 
