@@ -16,7 +16,7 @@ from hicache_conformance.model.rules import rules
 from hicache_storage.spec import IDENTITY_FIELDS
 
 # All samples run in the first test's fixture.
-pytestmark = [pytest.mark.merge, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.merge
 
 sys.path.insert(0, str(Path(__file__).with_name("mutants")))
 

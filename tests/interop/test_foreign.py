@@ -12,7 +12,7 @@ from tests.support.commands import run_hicache, run_program
 from tests.support.foreign import SAMPLES, SuiteRun, of_cases
 
 # A run of a foreign driver takes minutes where the processors are busy.
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.interop
 
 KNOWN = {
     "sglang-file": {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # One to three starts of a server each; minutes where nothing else leaves it a processor.
-pytestmark = [pytest.mark.slow(seconds=60), pytest.mark.interop, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow(seconds=60), pytest.mark.interop]
 
 
 def stored(server: EngineServer, pages: list[int]) -> None:

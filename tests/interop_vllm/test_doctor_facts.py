@@ -25,7 +25,6 @@ from tests.interop_vllm.test_tier import Engine
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
     # LMCache makes its loggers with what OpenTelemetry deprecates.
     pytest.mark.filterwarnings("ignore:.LoggingHandler.:DeprecationWarning"),
 ]

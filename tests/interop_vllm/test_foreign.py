@@ -8,7 +8,7 @@ import pytest
 from tests.support.foreign import SuiteRun, of_cases
 
 # Each run imports its engine, which takes a minute where the processors are busy.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.vllm
 
 DAMAGE = "test_damaged_pages_are_not_delivered[flipped-bit]"
 SHORT = "test_a_page_found_damaged_stops_existing[short]"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.interop.stores import Store
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.vllm
 
 STORED_BYTES = REUSED * 4096
 """Of a prompt."""

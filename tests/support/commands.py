@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 HICACHE = SCRIPTS / "hicache"
-TIMEOUT_SECONDS = 280.0
+TIMEOUT_SECONDS = 840.0
 """Below what pytest allows a test, so that a hanging command is named."""
 
 
