@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -112,10 +111,7 @@ class SGLangBridge(EngineStorage):
 
     @property
     def refused_calls(self) -> int:
-        """Number of calls that could not be served.
-
-        In a call with several pools each pool counts. The answer is `False` or 0.
-        """
+        """Number of calls that could not be served, and were answered with `False` or 0."""
         return self._refusals.count
 
     # Attaching and detaching
@@ -453,32 +449,17 @@ class SGLangBridge(EngineStorage):
             for name, share in shares.items()
         }
 
-        def ask(storage: HiCacheStorage, names: Sequence[str]) -> dict[str, list[bool]]:
-            converted = [_converted(transfer) for name in names for transfer in shares[name]]
+        def ask(storage: HiCacheStorage) -> dict[str, list[bool]]:
+            converted = [_converted(transfer) for name in served for transfer in shares[name]]
             answers = _move(storage, converted, extra_info, writes=writes)
-            return {name: _fitting(answers, name, pages[name]) for name in names}
-
-        def ask_all(storage: HiCacheStorage) -> dict[str, list[bool]]:
-            try:
-                return ask(storage, served)
-            except InvalidTransferError:
-                if len(served) == 1:
-                    raise
-            # The error precedes any I/O: one pool's transfers are invalid, and the others are
-            # served by themselves.
-            answers = dict[str, list[bool]]()
-            for name in served:
-                answers |= self._answer(
-                    call, partial(ask, names=[name]), dict[str, list[bool]](), name
-                )
-            return answers
+            return {name: _fitting(answers, name, pages[name]) for name in served}
 
         answers = {name: [False] * pages[name] for name in shares}
         served = [name for name in shares if name not in self._unserved]
         for name in shares.keys() - served:
             self._refusals.note(call, name, UnknownPoolError(self._unserved[name]))
         if served:
-            answers |= self._answer(call, ask_all, dict[str, list[bool]](), ", ".join(served))
+            answers |= self._answer(call, ask, dict[str, list[bool]](), ", ".join(served))
         return {_engine_name(name): answer for name, answer in answers.items()}
 
 
