@@ -17,13 +17,13 @@ from hicache_storage.objects.requests import (
 )
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import (
-    CallInfoScope,
     HiCacheStorage,
     MissReason,
     PoolName,
     PoolStats,
     RemovalScope,
     UnknownPoolError,
+    with_call_info,
 )
 from hicache_storage.spec.arguments import check_keys
 from hicache_storage.spec.removals import no_removals
@@ -174,7 +174,7 @@ class StorageLayer(HiCacheStorage):
 
         return self.guard(
             "delete",
-            lambda info: _with_info(info, lambda: self.inner.delete(keys, pool=pool)),
+            lambda info: with_call_info(info, lambda: self.inner.delete(keys, pool=pool)),
             miss,
         )
 
@@ -185,7 +185,7 @@ class StorageLayer(HiCacheStorage):
         if not self.capabilities.clears:
             self.inner.clear()
         else:
-            ask = partial(_with_info, call=self.inner.clear)
+            ask = partial(with_call_info, call=self.inner.clear)
             self.guard("delete", ask, refuse)
 
     def removals(
@@ -250,11 +250,3 @@ def no_pages(keys: Sequence[str], pool: str) -> list[bool]:
     check_keys(keys)
     PoolName(pool)
     return [False] * len(keys)
-
-
-def _with_info(info: HiCacheStorageExtraInfo | None, call: Callable[[], AnswerT]) -> AnswerT:
-    """Call a method that takes no `extra_info`."""
-    if info is None:
-        return call()
-    with CallInfoScope(info):
-        return call()

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.spec.calls import (
     AskedScope,
-    CallInfoScope,
     CancellationToken,
     FaultScope,
     HiCacheStorageExtraInfo,
@@ -17,6 +16,7 @@ from hicache_storage.spec.calls import (
     note_answer_from_memory,
     note_fault,
     seconds_since_asked,
+    with_call_info,
 )
 from hicache_storage.spec.capabilities import Capabilities, Durability, HungReads, Sharing
 from hicache_storage.spec.errors import (
@@ -63,7 +63,6 @@ __all__ = [
     "IDENTITY_FIELDS",
     "MAX_KEY_BYTES",
     "AskedScope",
-    "CallInfoScope",
     "CancellationToken",
     "Capabilities",
     "ConfigError",
@@ -119,6 +118,7 @@ __all__ = [
     "parse_bytes",
     "parse_config",
     "seconds_since_asked",
+    "with_call_info",
 ]
 
 _HOMES = {"DriverConfig": "config", "parse_bytes": "config", "parse_config": "config"}

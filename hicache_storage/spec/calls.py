@@ -10,15 +10,17 @@ import threading
 import time
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from hicache_storage.spec.arguments import as_deadline, check_list
 from hicache_storage.spec.errors import InvalidTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
+
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,22 +157,18 @@ def current_call_info() -> HiCacheStorageExtraInfo | None:
     return _info.get()
 
 
-class CallInfoScope:
-    """Context manager that passes deadline and cancellation to `delete()` and `clear()`.
+def with_call_info(info: HiCacheStorageExtraInfo | None, call: Callable[[], AnswerT]) -> AnswerT:
+    """Pass deadline and cancellation to `delete()` or `clear()`, which take no `extra_info`.
 
-    They take no `extra_info`.
+    Without any, the call has what its context has.
     """
-
-    __slots__ = ("_info", "_token")
-
-    def __init__(self, info: HiCacheStorageExtraInfo) -> None:
-        self._info = info
-
-    def __enter__(self) -> None:
-        self._token: Token[HiCacheStorageExtraInfo | None] = _info.set(self._info)
-
-    def __exit__(self, *_: object) -> None:
-        _info.reset(self._token)
+    if info is None:
+        return call()
+    token = _info.set(info)
+    try:
+        return call()
+    finally:
+        _info.reset(token)
 
 
 def seconds_since_asked() -> float:
