@@ -53,8 +53,6 @@ class ReadChunk(Extent):
     handle: Handle
     cached: bool
     """All of it is in the page cache, and can be read without waiting."""
-    may_wait: bool = True
-    """Pages that turn out not to be in the page cache are read from the disk."""
 
     @property
     def page_bytes(self) -> int:
@@ -86,11 +84,9 @@ class Reader:
         threads: limit on threads for one call.
         bytes_per_thread: a thread is used for at least so many bytes.
         direct: read past the page cache where the file system and the buffers allow it.
-        trusts_cache: pages in the page cache of a local file system are read straight into the host
-            pool all the same.
-        verifies: whether checksums are verified.
-        retires_bad_sectors: an I/O error that stays with one page, while others of its bundle can
-            be read, is damage.
+        on_disk: on a local disk. What is in its page cache is read straight into the host pool all
+            the same; an I/O error that stays with one page, while others of its bundle can be
+            read, is damage.
     """
 
     descriptors: Descriptors
@@ -99,9 +95,7 @@ class Reader:
     threads: int
     bytes_per_thread: int
     direct: bool
-    trusts_cache: bool
-    verifies: bool
-    retires_bad_sectors: bool
+    on_disk: bool
 
     def read(self, extents: Sequence[Extent], call: Call) -> ReadOutcome:
         """Read pages into their buffers, and verify them."""
@@ -126,7 +120,7 @@ class Reader:
             handle = self.descriptors.borrow_cached(extent.bundle.path, os.O_NOATIME)
             if handle is None or not self._is_cached(extent, handle):
                 return False
-            chunks += self._split(extent, handle, cached=True, may_wait=False)
+            chunks += self._split(extent, handle, cached=True)
         outcome = ReadOutcome()
         # A worker that hangs in another call takes no part of this one: the caller reads what no
         # worker has begun.
@@ -140,7 +134,7 @@ class Reader:
             # The expected way to fail is an eviction from the page cache meanwhile; the ordinary
             # read handles everything else.
             try:
-                if call.expired() or not self._read_pages(chunk, call):
+                if call.expired() or not self._read_in_place(chunk, call, read_cached_into):
                     return
             except OSError:
                 return
@@ -174,31 +168,22 @@ class Reader:
         if not cached and not self.direct:
             # Costs nothing where the pages are cached, and doubles the speed where they are not.
             os.posix_fadvise(handle.descriptor, *_byte_range(extent), os.POSIX_FADV_WILLNEED)
-        return self._split(extent, handle, cached=cached, may_wait=True)
+        return self._split(extent, handle, cached=cached)
 
     def _is_cached(self, extent: Extent, handle: Handle) -> bool:
         return bool(handle.flags & os.O_NOATIME) and is_cached(
             handle.descriptor, *_byte_range(extent)
         )
 
-    def _split(
-        self, extent: Extent, handle: Handle, *, cached: bool, may_wait: bool
-    ) -> list[ReadChunk]:
+    def _split(self, extent: Extent, handle: Handle, *, cached: bool) -> list[ReadChunk]:
         step = max(1, CHUNK_BYTES // extent.reads[0].namespace.page_bytes)
         return [
-            ReadChunk(
-                extent.bundle,
-                extent.page + at,
-                extent.reads[at : at + step],
-                handle,
-                cached,
-                may_wait,
-            )
+            ReadChunk(extent.bundle, extent.page + at, extent.reads[at : at + step], handle, cached)
             for at in range(0, len(extent.reads), step)
         ]
 
     def _handle(self, bundle: Bundle) -> Handle:
-        wanted = os.O_DIRECT if self.direct else os.O_NOATIME if self.trusts_cache else 0
+        wanted = os.O_DIRECT if self.direct else os.O_NOATIME if self.on_disk else 0
         try:
             return self.descriptors.borrow(bundle.path, wanted)
         except OSError as error:
@@ -282,8 +267,8 @@ class Reader:
             return bool(self._read_in_place(chunk, call, read_into))
         if chunk.cached:
             whole = self._read_in_place(chunk, call, read_cached_into)
-            if whole is not None or not chunk.may_wait:
-                return bool(whole)
+            if whole is not None:
+                return whole
         if chunk.page_bytes > CHUNK_BYTES:
             return self._read_long_page(chunk, self.buffers, call)
         return self._read_buffered(chunk, self.buffers, call)
@@ -312,7 +297,7 @@ class Reader:
             for number, read in enumerate(chunk.reads):
                 page = buffer[number * length : (number + 1) * length]
                 read.envelope = chunk.bundle.envelope(chunk.page + number)
-                if read.verify(checksum([page]) if self.verifies else None):
+                if read.verify(checksum([page]) if read.verifies_checksum else None):
                     sound.append((read, page))
             with call.shield() as active:
                 raise_if_cancelled(active)
@@ -323,7 +308,7 @@ class Reader:
     def _read_long_page(self, chunk: ReadChunk, buffers: Buffers, call: Call) -> bool:
         """Read a page that is longer than a buffer, piece by piece."""
         read, offset = chunk.reads[0], chunk.page * chunk.page_bytes
-        digest = running_checksum() if self.verifies else None
+        digest = running_checksum() if read.verifies_checksum else None
         for target in read.buffers:
             for at in range(0, len(target), CHUNK_BYTES):
                 part = target[at : at + CHUNK_BYTES]
@@ -346,7 +331,7 @@ class Reader:
 
         It is if the file system can still read the footer of the same file.
         """
-        if error.errno != errno.EIO or not self.retires_bad_sectors:
+        if error.errno != errno.EIO or not self.on_disk:
             return False
         end = chunk.bundle.name.size - FOOTER_BYTES
         try:

@@ -151,9 +151,7 @@ class Store:
             if direct and mount.is_local
             else BYTES_PER_THREAD,
             direct=direct,
-            trusts_cache=mount.is_local and not mount.is_memory,
-            verifies=config.verify_checksums,
-            retires_bad_sectors=mount.is_local,
+            on_disk=mount.is_local and not mount.is_memory,
         )
         self.writer = Writer(
             temp_files=self.temp_files,
