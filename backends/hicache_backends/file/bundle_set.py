@@ -495,8 +495,7 @@ class BundleSet:
                 return None
             if isinstance(event, Removed):
                 continue
-            index = event.index if isinstance(event, Added) else None
-            bundle = self._bundle_in_place(event.bundle, index)
+            bundle = self._bundle_in_place(event.bundle, event.index)
             if bundle.id not in self.bundles and bundle.id not in void:
                 added.append(bundle)
         self._suspect([bundle for bundle in added if not self._is_trusted(bundle.name.writer)])
@@ -549,7 +548,7 @@ class BundleSet:
         """
         gone = {id: self.bundles[id] for id in removed if id in self.bundles}
         if void:
-            new = [event.bundle for event in events if isinstance(event, (Added, Found))]
+            new = [event.bundle for event in events if isinstance(event, Added)]
             gone |= {name.id: self.bundle(name) for name in new if name.id in void}
         self._leaving = {
             id: bundle for id, bundle in {**self._leaving, **gone}.items() if id in void

@@ -141,7 +141,6 @@ class FreeSpace:
         self._measure_at = 0.0
         self._settles_at = 0.0
         self._floor = 0
-        self._privileged = 0
 
     def spare(self, wanted: int = 0) -> int:
         """Bytes that are free beyond `min_free`; negative where less is free.
@@ -180,12 +179,7 @@ class FreeSpace:
         # Some file systems have no fixed size, and report 0.
         total = status.f_blocks * status.f_frsize
         self._floor = self._min_free(total)
-        # A superuser may take blocks that others may not, and then none seem to be free until these
-        # are back.
-        if status.f_bavail:
-            self._privileged = status.f_bfree - status.f_bavail
-        available = status.f_bavail or min(0, status.f_bfree - self._privileged)
-        return available * status.f_frsize - self._floor if total else sys.maxsize
+        return status.f_bavail * status.f_frsize - self._floor if total else sys.maxsize
 
 
 class Capacity:

@@ -86,13 +86,11 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
         return f"r{self.bundle}"
 
 
-class Found(msgspec.Struct, frozen=True, gc=False):
-    """A bundle is in place, and was unannounced or announced as removed.
+class Found(Added, frozen=True, gc=False):
+    """A bundle of any writer is in place, and was unannounced or announced as removed.
 
     Its writer may have been killed before the announcement, or an unlink has failed.
     """
-
-    bundle: BundleName
 
     def __str__(self) -> str:
         return f"f{self.bundle.id}-{self.bundle.numbers}"
@@ -105,25 +103,24 @@ class Unlisted(msgspec.Struct, frozen=True, gc=False):
         return "u"
 
 
-Event = Added | Removed | Found | Unlisted
+Event = Added | Removed | Unlisted
 
-_ID, _NUMBERS = f"({WRITER_PATTERN})-({HEX})", f"({HEX})-({HEX})-({HEX})"
-_ADDED = re.compile(f"a{_NUMBERS}")
+_ID = f"({WRITER_PATTERN})-({HEX})"
+_ADDED = re.compile(f"(?:a|f{_ID}-)({HEX})-({HEX})-({HEX})")
 _REMOVED = re.compile(f"r{_ID}")
-_FOUND = re.compile(f"f{_ID}-{_NUMBERS}")
 
 
 def parse_event(text: str, writer: str, number: int, index: BundleIndex | None = None) -> Event:
     """Parse an event of a writer; one that makes no sense stands for unknown changes."""
     if match := _ADDED.fullmatch(text):
-        name = BundleName(writer, number, int(match[1], 16), int(match[2], 16), int(match[3], 16))
-        return Added(name, index) if is_plausible(name) else Unlisted()
+        if match[1]:
+            writer, number = match[1], int(match[2], 16)
+        name = BundleName(writer, number, int(match[3], 16), int(match[4], 16), int(match[5], 16))
+        if not is_plausible(name):
+            return Unlisted()
+        return Found(name) if match[1] else Added(name, index)
     if match := _REMOVED.fullmatch(text):
         return Removed(BundleId(match[1], int(match[2], 16)))
-    if match := _FOUND.fullmatch(text):
-        size, created_us, checksum = int(match[3], 16), int(match[4], 16), int(match[5], 16)
-        name = BundleName(match[1], int(match[2], 16), size, created_us, checksum)
-        return Found(name) if is_plausible(name) else Unlisted()
     return Unlisted()
 
 
