@@ -291,7 +291,7 @@ class Capacity:
         """
         with self._lock:
             # One thread of this process at a time: two would evict for the same bytes.
-            reserved, stored = self.count(expired)
+            reserved, stored = self._recount(expired)
             limit, races = sys.maxsize if self.limit is None else self.limit, 0
             if missing and self.free is not None:
                 # More than was reckoned with has been taken: measured again.
@@ -307,7 +307,7 @@ class Capacity:
                         self.free.give(freed)
                     if taken and races < MAX_RACES:
                         races += 1
-                        excess = self._excess(*self.count(expired), limit, missing)
+                        excess = self._excess(*self._recount(expired), limit, missing)
                     else:
                         excess -= freed + taken
             finally:
@@ -316,6 +316,14 @@ class Capacity:
                     if not bundle.gone:
                         self._queue.put_back(bundle)
             return max(0, excess)
+
+    def _recount(self, expired: Expired) -> tuple[int, int]:
+        """Count, and queue the bundles that were added; with the lock."""
+        counted = self.count(expired)
+        # Also where nothing is evicted: a time that is ahead of the clock counts as this one.
+        for bundle_set in self._bundle_sets.all():
+            self._queue.add(bundle_set.take_added())
+        return counted
 
     def _excess(self, reserved: int, stored: int, limit: int, missing: int) -> int:
         excess, wanted = reserved + stored - limit, reserved + missing
@@ -329,8 +337,6 @@ class Capacity:
     def _victims(self, excess: int, tried: list[Bundle]) -> list[Bundle]:
         """Take out as many bundles as free so many bytes; `tried` gets all that were looked at."""
         victims = list[Bundle]()
-        for bundle_set in self._bundle_sets.all():
-            self._queue.add(bundle_set.take_added())
         while excess > 0 and (victim := self._queue.pop()) is not None:
             tried.append(victim)
             if (victim.namespace, victim.id) in self._kept:
