@@ -548,10 +548,4 @@ class ChangeFeed:
                 pass  # Retired as idle, or the store was deleted; a new one holds the same events.
             else:
                 return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        try:
-            descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            self.paths.create()
-            descriptor = os.open(path, flags, 0o666)
-        os.close(descriptor)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))

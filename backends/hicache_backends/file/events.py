@@ -341,16 +341,11 @@ class EventLogs:
         self._ends[namespace] = segment, end + len(block)
 
     def _read(self, namespace: str, writer: str, segment: int, start: int = 0) -> bytes:
-        try:
-            descriptor = os.open(self._path(namespace, writer, segment), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return b""
-        try:
-            return os.pread(descriptor, max(0, os.fstat(descriptor).st_size - start), start)
-        except OSError:
-            return b""
-        finally:
-            os.close(descriptor)
+        path = self._path(namespace, writer, segment)
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            return file.read()
+        return b""
 
     def _path(self, namespace: str, writer: str, segment: int) -> str:
         return f"{self._paths.events(namespace)}/{writer}-{segment:x}.events"
@@ -391,8 +386,6 @@ def _blocks(content: bytes, seen: int) -> Iterator[tuple[int, int, list[_Entry]]
             try:
                 entries = _decode(body)
             except msgspec.MsgspecError:
-                return
-            if len(entries) != count:
                 return
             yield at, first, entries
         at += HEADER_BYTES + length
