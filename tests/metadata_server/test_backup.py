@@ -137,7 +137,7 @@ def test_a_serving_server_is_backed_up(tmp_path):
         seconds = re.search("1 scopes give no slot for ([0-9]+) s", told.output)
         found = msgspec.json.decode(run_metadata("status", "--json", "--url", place.url).output)
         # The longest lease of this server is ten of its usual ones.
-        assert 20 < found["closed_seconds"] <= int(seconds[1]) + 1 <= 33
+        assert 10 < found["closed_seconds"] <= int(seconds[1]) + 1 <= 33
 
 
 def test_a_backup_that_fails_leaves_nothing(stored, tmp_path):
