@@ -29,16 +29,13 @@ from tests.metadata_server.services import (
     NOW,
     check_restored,
     commit,
-    delete,
     drop,
     initialize,
     random_changes,
     reserve,
-    slot_status,
     state,
     write_and_compact,
 )
-from tests.metadata_server.test_stores import STRANGE
 
 
 @pytest.fixture(autouse=True)
@@ -113,38 +110,6 @@ def owner(redis):
     yield new
     for one in made:
         one.close()
-
-
-@pytest.mark.parametrize("compacted", [False, True])
-@pytest.mark.parametrize("ahead", [0.0, 86_400.0, -86_400.0])
-def test_everything_comes_back_whatever_the_clocks_say(
-    owner, monkeypatch, compacted, ahead, client
-):
-    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
-    one, other = owner("one"), owner("other", ahead=ahead)
-    one.make("0:kv")
-    commit(one.service, reserve(one.service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
-    held = reserve(one.service, ["held"])
-    slot = one.service.scopes["0:kv"].slot_of("a")
-    delete(one.service, ["a"])
-    one.service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"b", "0:kv"))
-    one.write()
-    if compacted:
-        one.compact()
-        assert client.xlen("hm:{0:kv}:log") == 0
-    other.take("0:kv")
-    assert other.service.recovery_problems == []
-    assert state(other.service, other.now) == state(one.service, one.now)
-    assert other.service.answers.find("once", b"digest", other.now).body == b"b"
-    status = slot_status(other.service, slot, now=other.now)
-    rest = pytest.approx(DEFAULTS.quarantine_seconds, abs=1e-3)
-    assert (status.state, status.seconds_left) == (p.SlotState.QUARANTINED, rest)
-    assert commit(other.service, held.leases, now=other.now) == [p.Settled.DONE]
-    assert min(reserve(other.service, ["new"], now=other.now).leases) > max(held.leases)
-    other.write()
-    third = owner("third", ahead=2 * ahead)
-    third.take("0:kv")
-    assert state(third.service, third.now) == state(other.service, other.now)
 
 
 def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
@@ -284,20 +249,26 @@ def test_a_damaged_snapshot_is_refused(owner, client, monkeypatch, damaged):
 
 @pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
 def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch, client):
-    """The owner changes after every few groups, compacted or half compacted."""
+    """The owner changes after every few groups, compacted or half compacted, and with it the clock;
+    remembered answers come along."""
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
     monkeypatch.setattr(scope_log, "PAGE_GROUPS", 5)
     monkeypatch.setattr(stores, "WINDOW_BYTES", 2000)
-    chance, scopes = random.Random(5), ("0:kv", "0:mamba")
+    chance, scopes, left = random.Random(5), ("0:kv", "0:mamba"), dict[str, float]()
     one = owner("one")
     for scope in scopes:
         one.make(scope, slots=size)
-    for _ in range(150):
-        service = one.service
-        random_changes(chance, service, chance.choice(scopes), one.now, size=size, batch=batch)
+    for turn in range(150):
+        service, scope = one.service, chance.choice(scopes)
+        random_changes(chance, service, scope, one.now, size=size, batch=batch)
+        left[f"once {turn}"] = 9.0
+        answer = p.MSGPACK, 200, b"body", scope
+        service.answers.add(AnswerRecord(f"once {turn}", one.now + 9.0, b"digest", *answer))
         write_and_compact(chance, one.store, service, write=one.append, compact=one.replace)
-        one.now += chance.choice((0.0, 1.0, 3.0))
+        passes = chance.choice((0.0, 1.0, 3.0))
+        one.now += passes
+        left = {once: seconds - passes for once, seconds in left.items() if seconds > passes}
         if chance.random() < 0.2:
             service.settle(one.now, 10**5)
             # A last write, so that the scope's time is that of this owner.
@@ -310,6 +281,8 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch, cli
                 one.take(name)
             assert one.service.recovery_problems == []
             check_restored(before, state(one.service, one.now), seconds=1e-3)
+            answers = [one.service.answers.find(once, b"digest", one.now) for once in left]
+            assert [answer.body for answer in answers] == [b"body"] * len(left)
     assert client.xlen("hm:{0:kv}:log") < 100
 
 

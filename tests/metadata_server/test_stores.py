@@ -26,6 +26,7 @@ from hicache_metadata_server.storage import store as stores
 from tests.fuse.counting_fs import CountingMount, FileChange, file_changes
 from tests.metadata_server.services import (
     NOW,
+    STRANGE,
     check_restored,
     clear,
     commit,
@@ -47,8 +48,6 @@ from tests.support.commands import run_python
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-STRANGE = ["a\x00b", "a", "ключ", "\U0001f5dd", "x" * 1024, " ", "'; DROP TABLE slots; --", "\x7f"]
 
 
 @contextmanager
