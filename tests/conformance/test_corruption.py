@@ -50,7 +50,8 @@ def test_a_page_across_two_pieces_is_found(tmp_path):
 
 
 def test_a_snapshot_of_servers_has_the_same_bytes_and_holes(huge, tmp_path):
-    servers, copy = Servers([], huge.parent), tmp_path / "copy" / huge.name
+    servers, copy = Servers([]), tmp_path / "copy" / huge.name
+    servers.tmp = huge.parent
     servers.snapshot(copy.parent)
     servers.close()
     assert copy.stat().st_size == HUGE

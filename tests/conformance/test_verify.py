@@ -135,7 +135,7 @@ def test_other_versions_are_no_difference(published, copied):
         ({"driver__files": None}, "missing required field `files` - at `$.driver`; publish"),
         ({"GET-1__outcome": "fine"}, "Invalid enum value 'fine' - at `$.rules["),
         ({"profile": "long"}, "profile: 'long' is none of smoke, default; use hicache"),
-        ({"levels": ["heart"]}, "levels: "),
+        ({"levels": ["heart"]}, "Invalid enum value 'heart' - at `$.levels["),
         ({"levels": []}, "levels: none; "),
         ({"replay__test_class": "tests.test_acme.TestAcme"}, "replay: it has not been written by"),
     ],

@@ -379,9 +379,9 @@ class StorageUnderTest:
                 f"{short(keys[hit])} is missing",
             )
 
-    def generation_of(self, key: str, content: bytes, pool: str = PoolName.KV) -> int | None:
+    def generation_of(self, key: str, content: bytes) -> int | None:
         """Return the generation of a page of this key that the bytes are; None if they are none."""
-        return self._patterns.generation(content, self._owners([key], pool)[0])
+        return self._patterns.generation(content, self._owners([key], PoolName.KV)[0])
 
     def explain(self, key: str, content: bytes | None, pool: str = PoolName.KV) -> str:
         """Describe what is wrong with a page; empty where nothing is, or nothing was delivered."""

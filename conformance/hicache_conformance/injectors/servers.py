@@ -44,16 +44,15 @@ class Servers:
     """Servers on free ports of 127.0.0.1, each of them a command.
 
     Args:
-        commands: in the order of their start; `{port:NAME}` and `{tmp}` are filled in.
-        tmp: what `{tmp}` stands for; a restarted server finds it as it left it. A new directory if
-            not given.
+        commands: in the order of their start; `{port:NAME}` and `{tmp}` are filled in. A restarted
+            server finds `{tmp}` as it left it.
     """
 
-    def __init__(self, commands: Sequence[Sequence[str]], tmp: Path | None = None) -> None:
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
         self.commands = [list(command) for command in commands]
         self._home = Path(tempfile.mkdtemp(prefix="hicache-services-"))
-        self.tmp = tmp or self._home / "tmp"
-        self.tmp.mkdir(parents=True, exist_ok=True)
+        self.tmp = self._home / "tmp"
+        self.tmp.mkdir()
         names = port_names(part for command in self.commands for part in command)
         self.ports: Mapping[str, int] = dict(zip(names, free_ports(len(names)), strict=True))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
