@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.commands import run_hicache, run_python
+from tests.tools.conftest import install
 
 
 def hicache(*arguments, **environment):
@@ -28,10 +29,7 @@ def test_lists_drivers_and_shows_one_with_its_options(names, status, words):
 
 def test_a_broken_plugin_is_listed_and_fails_the_command(tmp_path):
     (tmp_path / "acme_plugin.py").write_text("raise RuntimeError('boom')")
-    info = tmp_path / "acme-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hicache_storage.drivers]\nacme = acme_plugin\n")
+    install(tmp_path, "acme", "acme_plugin")
     done = hicache("drivers", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert "driver plugin acme:acme is broken and was left out: boom" in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +16,7 @@ from hicache_storage.objects.namespace import (
     stored_checksum,
 )
 from hicache_storage.spec import PageGeometry, PoolName
+from tests.support.forking import in_child
 
 GEOMETRY = PageGeometry("page_first", "bfloat16", 64, 640, (4096, 4096))
 
@@ -75,15 +74,7 @@ def test_the_checksum_does_not_depend_on_the_cut(pieces):
 
 
 def test_forked_children_draw_generations_of_their_own():
-    seen = []
-    for _ in range(2):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            os.write(writer, seal(bytes(32), "key", 0))
-            os._exit(0)
-        os.close(writer)
-        os.waitpid(child, 0)
-        seen.append(os.read(reader, 64))
-        os.close(reader)
-    assert len({*seen, seal(bytes(32), "key", 0)}) == 3
+    def sealed():
+        return seal(bytes(32), "key", 0).hex()
+
+    assert len({in_child(sealed), in_child(sealed), sealed()}) == 3

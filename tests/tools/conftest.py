@@ -93,14 +93,15 @@ class Site:
         (self.directory / f"{module}.py").write_text(
             DRIVER.format(**words, body=textwrap.indent(textwrap.dedent(body), "    "))
         )
-        self.add_metadata(name, plugin)
+        install(self.directory, name, plugin)
 
-    def add_metadata(self, name, plugin):
-        """Install nothing but an entry point."""
-        info = self.directory / f"{name}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[hicache_storage.drivers]\n{name} = {plugin}\n")
+
+def install(directory, name, plugin):
+    """Install nothing but an entry point, whatever its module."""
+    info = directory / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[hicache_storage.drivers]\n{name} = {plugin}\n")
 
 
 @pytest.fixture

@@ -118,10 +118,8 @@ def test_a_store_that_evicts_pages_is_no_wrong_answer(tmp_path):
 # -------------------------------------------------------------------------------------------------------------
 
 
-def measure(
-    label="x", rounds=(100.0, 300.0, 200.0), operation=Operation.READ, page_bytes=1 << 20, clients=1
-):
-    made = Measurement(label, page_bytes, clients, operation, 128, list(rounds))
+def measure(rounds=(100.0, 300.0, 200.0), operation=Operation.READ):
+    made = Measurement("x", 1 << 20, 1, operation, 128, list(rounds))
     made.set_latencies([0.001 * number for number in range(1, 101)])
     return made
 

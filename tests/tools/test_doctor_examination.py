@@ -11,7 +11,7 @@ from hicache_storage.tools.doctor import DoctorTarget, Role, Status
 from hicache_storage.tools.doctor.examination import examine, planned
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.support.commands import run_hicache
-from tests.tools.conftest import FAULTY
+from tests.tools.conftest import FAULTY, install
 
 pytestmark = pytest.mark.slow(seconds=46)
 
@@ -222,7 +222,7 @@ def test_the_command_on_a_sound_driver(site):
 
 
 def test_the_command_on_a_broken_plugin(site):
-    site.add_metadata("acme", "plugin_that_is_not_there")
+    install(site.directory, "acme", "plugin_that_is_not_there")
     done = doctor("--json")
     assert done.returncode == 1
     answer = json.loads(done.stdout)
