@@ -66,7 +66,7 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Maximum number of threads that move the bytes of one call (posix). By "
+            description="Maximum number of threads that move the bytes of one call. By "
             "default 4, or the number of cores if less, on a local disk; 8 elsewhere."
         ),
     ] = None

@@ -103,7 +103,7 @@ class Hf3fsStorage(ObjectStorage):
         about = self.store.metadata.refresh(Call(self._config.timeout_seconds))
         problem, stuck = self.store.metadata.problem(), self.store.engine.stuck()
         reasons = [*filter(None, [problem]), *self.store.refusals()]
-        hanging = f"; {stuck} reads hang" if stuck else ""
+        hanging = f"; {stuck} requests hang" if stuck else ""
         rate = about.limits.sustained(self._config.file_bytes) / 1e6
         return Health(
             ok=True,

@@ -9,10 +9,11 @@ import threading
 from glob import escape, glob
 from typing import TYPE_CHECKING, Final
 
+from hicache_backends.hf3fs.slots.engine import MAX_BUFFERED_BYTES, SlotEngine
 from hicache_backends.hf3fs.slots.files import SUFFIX, SlotFile, SlotGeometry, refusals
-from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
+from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import make_last, mount_of
 from hicache_storage.objects import Call, Namespace, this_process
 from hicache_storage.spec import ConfigError, StorageUnavailableError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from hicache_backends.hf3fs.config import Hf3fsConfig
-    from hicache_backends.hf3fs.slots.engine import SlotEngine
     from hicache_metadata_server.client.http_client import HttpMetadataClient
 
 logger = logging.getLogger(__name__)
@@ -167,15 +167,17 @@ class Store:
             ) from error
 
     def _open_engine(self) -> SlotEngine:
-        if self.config.engine != "posix":
-            usrbio = self._open_usrbio()
-            if usrbio is not None:
-                return usrbio
         is_local = mount_of(self.path).is_local
         usual = min(LOCAL_THREADS, os.cpu_count() or 1) if is_local else NETWORK_THREADS
-        return PosixEngine(threads=self.config.threads or usual, buffered=not is_local)
+        threads = self.config.threads or usual
+        if self.config.engine != "posix":
+            usrbio = self._open_usrbio(threads)
+            if usrbio is not None:
+                return usrbio
+        buffers = None if is_local else Buffers(MAX_BUFFERED_BYTES)
+        return SlotEngine(threads=threads, buffers=buffers)
 
-    def _open_usrbio(self) -> SlotEngine | None:
+    def _open_usrbio(self, threads: int) -> SlotEngine | None:
         """Open the USRBIO engine; None if it is optional and not possible."""
         try:
             library = load_library()
@@ -184,7 +186,7 @@ class Store:
         else:
             mount_point = library.extract_mount_point(self.path)
             if mount_point is not None:
-                return UsrbioEngine(library, mount_point)
+                return UsrbioEngine(library, mount_point, threads=threads)
             missing = f"a 3FS mount, and {self.path!r} is on none"
         if self.config.engine == "usrbio":
             raise ConfigError(f"engine 'usrbio' needs {missing}")

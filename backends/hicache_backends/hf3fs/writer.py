@@ -275,11 +275,10 @@ class PageWriter:
                 job.ends = begin + seconds if flag else job.ends
 
     def _abort(self, batches: Sequence[_BatchProgress], settled: set[int]) -> None:
-        """Give leases back, except settled ones and those of writes in doubt."""
+        """Give leases back, except settled ones."""
         asked = list[LeaseScope]()
         for batch in batches:
-            pairs = zip(batch.leases, batch.jobs, strict=True)
-            left = [lease for lease, job in pairs if lease not in settled and not job.in_doubt]
+            left = [lease for lease in batch.leases if lease not in settled]
             asked.append(LeaseScope(scope=batch.scope.name, leases=left))
         self._store.metadata.abort(asked)
 
@@ -293,7 +292,7 @@ class PageWriter:
         """
         now = time.monotonic()
         for batch in batches:
-            late = {job.slot: job for job in batch.jobs if now >= job.ends and not job.in_doubt}
+            late = {job.slot: job for job in batch.jobs if now >= job.ends}
             if not late:
                 continue
             try:

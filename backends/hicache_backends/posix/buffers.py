@@ -35,6 +35,7 @@ class Buffers:
         size: bytes of each; they begin on a page, as O_DIRECT requires.
         limit: buffers at a time.
         on_new: called with each new buffer, once.
+        allocate: makes a buffer of so many bytes.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Buffers:
         size: int,
         limit: int = MAX_BUFFERS,
         on_new: Callable[[memoryview], None] = lambda buffer: None,
+        allocate: Callable[[int], memoryview] = lambda size: memoryview(mmap.mmap(-1, size)),
     ) -> None:
         self.size = size
+        self._allocate = allocate
         self._on_new = on_new
         self._limit = limit
         self._changed = threading.Condition()
@@ -83,14 +86,14 @@ class Buffers:
                     raise OSError(errno.ETIMEDOUT, "the deadline has passed")
                 if self._spare or len(self._lent) < self._limit:
                     is_new = not self._spare
-                    buffer = memoryview(mmap.mmap(-1, self.size)) if is_new else self._spare.pop()
+                    buffer = self._allocate(self.size) if is_new else self._spare.pop()
                     # By identity: a writable memoryview has no hash.
                     self._lent[id(buffer)] = call
                     return buffer, is_new
                 if self.stuck() == self._limit:
                     raise OSError(
                         errno.EBUSY,
-                        f"{self._limit} reads hang; no more are begun until some come back",
+                        f"{self._limit} requests hang; no more are begun until some come back",
                     )
                 # With a time limit, because a deadline that passes notifies nobody.
                 self._changed.wait(LOOK_SECONDS)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_backends.hf3fs import store as store_module
-from hicache_backends.hf3fs.slots import posix as posix_module
-from hicache_backends.hf3fs.slots.posix import IO_BYTES
+from hicache_backends.hf3fs.slots import engine as engine_module
+from hicache_backends.hf3fs.slots.engine import IO_BYTES
 from tests.backends.hf3fs.harness import chain, content
 
 
@@ -28,7 +28,7 @@ class Requests:
     def __init__(self, monkeypatch, one, name):
         self.slots = list[list[int]]()
         self.bad = -1
-        step, real = one.scope.file.geometry.slot_bytes, getattr(posix_module, name)
+        step, real = one.scope.file.geometry.slot_bytes, getattr(engine_module, name)
 
         def stand_in(descriptor, buffers, offset):
             touched = list(range(offset // step, (offset + sum(map(len, buffers)) - 1) // step + 1))
@@ -37,7 +37,7 @@ class Requests:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(descriptor, buffers, offset)
 
-        monkeypatch.setattr(posix_module, name, stand_in)
+        monkeypatch.setattr(engine_module, name, stand_in)
 
 
 def test_neighbours_go_together(one, monkeypatch):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from hicache_backends.hf3fs.slots import posix
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import UnknownScopeError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
@@ -179,19 +178,3 @@ def test_slots_are_not_written_through_a_link(rig, tmp_path):
     # A file that was there before its scope may still be written, until leases of that time have
     # ended.
     eventually(lambda: all(one.put(chain("a", 2))))
-
-
-def test_a_long_page_ends_where_its_lease_does(rig):
-    """It is written by pieces, and any of them may take long."""
-    one = rig(components=(3 * posix.IO_BYTES,), pages=2, file_size="8MiB")
-
-    def end_lease():
-        [[[job], _]] = writes
-        job.until = 0.0
-
-    with (
-        interrupted(one.store.engine, "write") as writes,
-        interrupted(posix, "write_from", end_lease, late=True) as pieces,
-    ):
-        assert one.put(chain("a", 1)) == [False]
-    assert len(pieces) == 1

@@ -16,7 +16,7 @@ from itertools import count
 
 import pytest
 
-from hicache_backends.hf3fs.slots import posix as posix_module
+from hicache_backends.hf3fs.slots import engine as engine_module
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import AdminClient
 from hicache_storage.objects import Call
@@ -69,7 +69,7 @@ def test_d2_slots_are_recycled_in_the_middle_of_a_page(rig):
     reader, writer, keys = rig(**options), rig(**options), chain("a", 2)
     assert all(writer.put(keys))
     with interrupted(
-        posix_module, "read_into", lambda: recycle(writer, keys[:1]), after=1
+        engine_module, "read_into", lambda: recycle(writer, keys[:1]), after=1
     ) as calls:
         assert reader.get(keys[:1]) == [None]
     assert len(calls) > 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import random
 import threading
 import time
 import uuid
@@ -30,21 +29,19 @@ class StandIn:
     """The functions of the module.
 
     Trouble is set as attributes: `short` cuts so many results, `errors` fails so many, `excess`
-    tells of more bytes than were asked for; `hangs` keeps all results, `kept` so many of each ring;
-    `idle` lets so many waits come back with nothing; `refusals` are what the next submissions fail
-    with.
+    tells of more bytes than were asked for; `hangs` keeps all results; `idle` lets so many waits
+    come back with nothing; `refusals` are what the next submissions fail with.
     """
 
     def __init__(self, mount_point):
         self.mount_point = str(mount_point)
-        self.random = random.Random(1)
         self.registered = {}
         self.rings = []
         self.misuse = []
+        self.in_flight = set[Vector]()
         self.short = 0
         self.errors = []
         self.excess = 0
-        self.kept = 0
         self.idle = 0
         self.refusals = []
         self.links = os.path.join(self.mount_point, "3fs-virt", "iovs")
@@ -113,16 +110,15 @@ class Vector:
 class Part:
     def __init__(self, vector, start, stop):
         self.vector, self.start, self.stop = vector, start, stop
-        self.result, self.userdata = 0, None
+        self.result = 0
 
 
 class Ring:
     def __init__(self, library, entries, for_read):
         self.library, self.entries, self.for_read = library, entries, for_read
-        self.prepared, self.submitted = [], []
-        self.thread = None
+        self.prepared = None
 
-    def prepare(self, iov, read, fd, off, userdata=None):
+    def prepare(self, iov, read, fd, off):
         library = self.library
         library.check(isinstance(iov, Part), "no slice of a vector")
         library.check(
@@ -139,64 +135,43 @@ class Ring:
             (iov.start - off) % SECTOR == 0,
             f"memory at {iov.start} and file at {off} are aligned differently",
         )
-        for other in (*self.prepared, *self.submitted):
-            part = other[0]
-            apart = (
-                part.vector is not iov.vector or part.stop <= iov.start or iov.stop <= part.start
-            )
-            library.check(apart, "two requests in flight share memory")
-        if len(self.prepared) + len(self.submitted) >= self.entries:
-            raise OSError(errno.EAGAIN, "the ring is full")
-        self.prepared.append((iov, fd, off, userdata))
+        library.check(iov.vector not in library.in_flight, "two requests in flight share memory")
+        library.in_flight.add(iov.vector)
+        self.prepared = (iov, fd, off)
         return self
 
     def submit(self):
-        self.library.check(bool(self.prepared), "nothing was prepared")
+        self.library.check(self.prepared is not None, "nothing was prepared")
         if self.library.refusals:
+            # What was prepared may be begun at any time, submitted or not.
             raise OSError(self.library.refusals.pop(), "not submitted")
-        self.submitted += self.prepared
-        self.prepared = []
         return self
 
     def wait(self, *, max_results=0, min_results=0, timeout=None):
         library = self.library
-        library.check(timeout is None or isinstance(timeout, timedelta), f"timeout {timeout!r}")
-        library.check(timeout is not None, "waits for ever for a daemon that may have died")
-        library.check(
-            0 <= min_results <= max_results,
-            f"at least {min_results} results, and {max_results} at most",
-        )
-        # What was prepared may be begun at any time, submitted or not.
-        self.submitted += self.prepared
-        self.prepared = []
+        library.check(isinstance(timeout, timedelta), f"timeout {timeout!r}")
+        library.check((max_results, min_results) == (1, 1), "there is one request")
         if library.idle:
             library.idle -= 1
             return []
-        ready = [] if library.hangs.is_set() else self.submitted[library.kept :]
-        if len(ready) < min_results:
+        if library.hangs.is_set():
             time.sleep(timeout.total_seconds())
             raise OSError(errno.ETIMEDOUT, "timed out")
-        library.random.shuffle(ready)
-        most = min(len(ready), max(max_results, min_results, 1))
-        done = ready[: library.random.randint(min(min_results, most), most)]
-        self.submitted = [request for request in self.submitted if request not in done]
-        return [self.do(*request) for request in done]
+        (part, fd, off), self.prepared = self.prepared, None
+        library.in_flight.remove(part.vector)
+        part.result = self.do(part, fd, off)
+        return [part]
 
-    def do(self, part, fd, off, userdata):
+    def do(self, part, fd, off):
         library = self.library
-        part.userdata = userdata
-        length = part.stop - part.start
         if library.errors:
-            part.result = -library.errors.pop()
-            return part
-        if library.short and length > 1:
+            return -library.errors.pop()
+        memory = memoryview(part.vector.memory)[part.start : part.stop]
+        if library.short:
             library.short -= 1
-            length = library.random.randint(1, length - 1)
-        memory = memoryview(part.vector.memory)[part.start : part.start + length]
-        part.result = (
-            os.preadv(fd, [memory], off) if self.for_read else os.pwritev(fd, [memory], off)
-        )
+            memory = memory[: len(memory) // 2]
+        moved = os.preadv(fd, [memory], off) if self.for_read else os.pwritev(fd, [memory], off)
         if library.excess:
             library.excess -= 1
-            part.result += 1
-        return part
+            moved += 1
+        return moved
