@@ -93,8 +93,6 @@ class Server:
     def _begin(self, request: Request) -> None:
         match = self._cache.match(request.usable)
         request.lock = self._cache.lock(match)
-        if self._states:
-            request.slot = self._new_slot()
         request.rows = self._restore(request, match)
         if self._states:
             # After the state that was hit is copied, and may go.
@@ -114,15 +112,15 @@ class Server:
         """Rows of the prefix on the device, and its state in the request's slot, some of it on the
         way."""
         lock = _got(request.lock)
-        if match.needs_load:
-            loaded = _got(self._cache.load(lock, request.slot if match.state_on_host else None))
-            rows = loaded.device_indices
-        else:
-            rows = match.device_indices
+        loaded = _got(self._cache.load(lock))
+        if loaded.state_slot is not None:
+            request.slot = loaded.state_slot
+        elif self._states:
+            request.slot = self._new_slot()
         if match.state_slot is not None:
             self._copy_state(match.state_slot, request.slot)
             self._cache.release_state(lock)
-        return rows
+        return loaded.device_indices
 
     def _next_segment(self, request: Request) -> Segment:
         """Return the tokens that are not computed yet, up to the next checkpoint."""

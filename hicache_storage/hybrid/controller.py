@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from hicache_storage.hybrid.copies import CacheOperation, CopyQueue
 from hicache_storage.hybrid.policies import PrefetchRules
 from hicache_storage.hybrid.ranks import ParallelConfig, SingleRank, check_consistent
@@ -21,8 +19,6 @@ from hicache_storage.hybrid.storage_io.workers import (
 )
 from hicache_storage.spec import (
     ConfigError,
-    InvalidTransferError,
-    PoolName,
     StorageUnavailableError,
 )
 from hicache_storage.transfer import LayerCounter
@@ -147,9 +143,7 @@ class HybridCacheController:
         """
         return self._writes.completed()
 
-    def load(
-        self, host: HybridIndices, node_id: int, *, state_slot: int | None = None
-    ) -> HybridIndices | None:
+    def load(self, host: HybridIndices, node_id: int) -> HybridIndices | None:
         """Take device slots for host pages and queue their copy.
 
         A collective. Evicts once if the device has too few free slots.
@@ -158,26 +152,21 @@ class HybridCacheController:
             host: all pools. A state may be loaded alone, without KV.
             node_id: returned by `completed_loads`; until then host and device pages must not be
                 evicted.
-            state_slot: device slot that the caller has for the state, such as a request's; None takes
-                some.
 
         Returns:
             The device slots; None if some rank has not enough memory.
 
         Raises:
-            InvalidTransferError: the span does not fit the pools, or has not one state for the slot;
-                nothing is taken.
+            InvalidTransferError: the span does not fit the pools; nothing is taken.
         """
         self.group.check(host)
-        if state_slot is not None:
-            self._check_given(host, state_slot)
         operation = CacheOperation(host, node_id)
         device = None
         try:
             # Reserve the host pages before memory is taken: that may evict the node that holds
             # them.
             self.group.hold(self.group.owned(host), operation)
-            device = self._allocate(self.group.device, host, state_slot)
+            device = self._allocate(self.group.device, host)
         finally:
             if device is None:
                 operation.is_queued = False
@@ -288,30 +277,12 @@ class HybridCacheController:
         """Return a snapshot of this rank's counters."""
         return self._counter.snapshot()
 
-    def _allocate(
-        self, tier: PoolTier, like: HybridIndices, state_slot: int | None = None
-    ) -> HybridIndices | None:
-        """Take the slots that a span has, except a given one, on every rank or on none."""
+    def _allocate(self, tier: PoolTier, like: HybridIndices) -> HybridIndices | None:
+        """Take as many slots as a span has, on every rank or on none."""
         needs = {name: slots.numel() for name, slots in self.group.owned(like).items()}
-        given: dict[PoolName, torch.Tensor] = {}
-        if state_slot is not None:
-            del needs[PoolName.MAMBA]
-            given = {PoolName.MAMBA: torch.tensor([state_slot])}
         fits, _ = tier.make_room(needs, self.rank_group)
         taken = tier.alloc(needs) if fits else None
-        return None if taken is None else self.group.span(given | taken, like.endpoints)
-
-    def _check_given(self, host: HybridIndices, state_slot: int) -> None:
-        if host.states.numel() != 1:
-            raise InvalidTransferError(
-                f"state_slot is for a span with one state, got {host.states.numel()}"
-            )
-        # Of two loads into one slot only the later one's bytes remain: a request would continue
-        # from another's state.
-        if any(state_slot in load.device.states.tolist() for load in self._loads.queued):
-            raise InvalidTransferError(
-                f"state_slot is one that another load of this step goes to: {state_slot}"
-            )
+        return None if taken is None else self.group.span(taken, like.endpoints)
 
     def _register(self, storage: HiCacheStorage) -> BaseException | None:
         """Open a storage and register all pools, in the order of their names."""

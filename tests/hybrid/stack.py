@@ -239,8 +239,7 @@ class Session:
         if not match.length:
             return 0, 0
         lock = self.cache.lock(match)
-        state = int(self.cache.alloc_state()) if self.cache.has_states else None
-        loaded = self.cache.load(lock, state)
+        loaded = self.cache.load(lock)
         self.cache.start_loading().synchronize()
         found = match.state_slot if loaded.state_slot is None else loaded.state_slot
         for tensor, wanted in self._memory(
@@ -248,8 +247,8 @@ class Session:
         ):
             assert torch.equal(tensor.cpu(), wanted)
         self.cache.unlock(lock)
-        if state is not None:
-            self.stack.states.free(torch.tensor([state]))
+        if loaded.state_slot is not None:
+            self.stack.states.free(torch.tensor([loaded.state_slot]))
         return match.length, match.host_length
 
     def fetch(self):

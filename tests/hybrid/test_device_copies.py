@@ -85,18 +85,13 @@ def test_a_step_waits_for_earlier_loads_too(stack):
     assert stack.controller.start_loading().done()
 
 
-def test_a_state_is_loaded_into_the_slot_of_a_request(stack):
-    """Once into the node's slot with its KV, and alone into one that the caller has."""
+def test_a_state_is_loaded_alone(stack):
+    """Into another slot than that of the node, which is loaded in the same step."""
     _, host = written(stack, 3, ends=(3,))
-    own = int(stack.take("device", 0, ends=(1,)).states)
     alone = HybridIndices(states=host.states, endpoints=(0,))
-    node = stack.controller.load(host, 1)
-    free = stack.free("device")
-    request = stack.controller.load(alone, 2, state_slot=own)
-    assert stack.free("device") == free, "nothing is taken for it"
-    assert request.states.tolist() == [own] != node.states.tolist()
-    counter = stack.controller.start_loading()
-    counter.synchronize()
+    node, request = (stack.controller.load(span, 1) for span in (host, alone))
+    assert request.states.tolist() != node.states.tolist()
+    stack.controller.start_loading().synchronize()
     assert stack.holds("device", node, KEYS)
     assert stack.holds("device", request, KEYS, KEYS[:3])
 
@@ -140,10 +135,8 @@ def test_refused_spans_take_nothing(stack):
     free = stack.free(), stack.free("device")
     with pytest.raises(InvalidTransferError, match="whole pages"):
         stack.controller.write(HybridIndices(device.kv[1:]), 1)
-    with pytest.raises(
-        InvalidTransferError, match="state_slot is for a span with one state, got 0"
-    ):
-        stack.controller.load(HybridIndices(host.kv), 1, state_slot=0)
+    with pytest.raises(InvalidTransferError, match="whole pages"):
+        stack.controller.load(HybridIndices(host.kv[1:]), 1)
     assert (stack.free(), stack.free("device")) == free
 
 
@@ -161,17 +154,3 @@ def test_overwriting_waits_for_the_copies_of_every_pool(stack):
     stack.compute.synchronize()
     assert eventually(stack.controller.completed_writes) == [1]
     assert stack.holds("host", host, KEYS)
-
-
-def test_two_loads_of_a_step_into_one_slot_are_refused_before_anything_is_copied(stack):
-    """Found out by `start_loading`, it would undo every load of the step."""
-    _, host = written(stack, 2, ends=(2,))
-    own = int(stack.take("device", 0, ends=(1,)).states)
-    assert stack.controller.load(host, 1, state_slot=own) is not None
-    free = stack.free("device")
-    with pytest.raises(InvalidTransferError, match="one that another load of this step goes to"):
-        stack.controller.load(host, 2, state_slot=own)
-    assert stack.free("device") == free
-    stack.controller.start_loading().synchronize()
-    assert eventually(stack.controller.completed_loads) == [1]
-    assert stack.controller.load(host, 2, state_slot=own) is not None

@@ -196,29 +196,19 @@ class HiMambaRadixCache:
         """
         self._locks.release_state(lock)
 
-    def load(self, lock: PrefixLock, state_slot: int | None = None) -> LoadResult | None:
+    def load(self, lock: PrefixLock) -> LoadResult | None:
         """Load the locked part of a prefix that is on the host to the device.
 
-        KV is loaded into the cache, the state into a slot of the request. `start_loading` launches
-        the load; until then the slot must not be freed.
-
-        Args:
-            state_slot: the slot for a state from the host; None takes one, which the caller owns.
+        KV is loaded into the cache, the state into a slot that the caller owns then.
+        `start_loading` launches the load; until then the slot must not be freed.
 
         Returns:
             None if the device has too few free slots; the lock is as before then.
 
         Raises:
             StalePrefixError: the lock is not held.
-            InvalidTransferError: there is no such state slot, or another load of this step uses it;
-                nothing changes.
         """
-        states = self._device_pools.get(SlotKind.STATE)
-        if state_slot is not None and (states is None or not 0 <= state_slot < states.size):
-            raise InvalidTransferError(
-                f"state_slot must be in [0, {states.size if states else 0}), got {state_slot}"
-            )
-        return self._locks.load(lock, state_slot)
+        return self._locks.load(lock)
 
     def start_loading(self) -> LayerCounter:
         """Launch the loads of this step; returns the layer counter of its kernels.

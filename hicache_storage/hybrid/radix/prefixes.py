@@ -64,7 +64,7 @@ class LoadResult:
     device_indices: torch.Tensor
     """int64: the KV rows of the whole prefix."""
     state_slot: int | None
-    """The request's slot that the state after the prefix is loaded into.
+    """The slot that the state after the prefix is loaded into; the caller owns it.
 
     None if the state is on the device, or there is none.
     """
@@ -218,7 +218,7 @@ class PrefixLocks:
         self._check_held(lock)
         lock.slots.release(self._ownership.device[SlotKind.STATE])
 
-    def load(self, lock: PrefixLock, state_slot: int | None) -> LoadResult | None:
+    def load(self, lock: PrefixLock) -> LoadResult | None:
         """Queue the load of slots that are not on the device.
 
         None, with nothing changed, if the device has not enough free slots.
@@ -226,7 +226,7 @@ class PrefixLocks:
         self._check_held(lock)
         device, loaded_slot = self._ownership.device, None
         if self._ownership.host[SlotKind.KV] in lock.slots.nodes:
-            taken = self._take_device_slots(lock, state_slot)
+            taken = self._take_device_slots(lock)
             if taken is None:
                 return None
             loaded_slot = int(taken.states[0]) if taken.endpoints else None
@@ -253,7 +253,7 @@ class PrefixLocks:
                 "the lock is not held; unlock a lock once, and do not use it after that"
             )
 
-    def _take_device_slots(self, lock: PrefixLock, state_slot: int | None) -> HybridIndices | None:
+    def _take_device_slots(self, lock: PrefixLock) -> HybridIndices | None:
         """Queue a load and insert its rows into the nodes; returns the device slots."""
         host, device = self._ownership.host, self._ownership.device
         nodes = [node for node in lock.node.downward() if not device[SlotKind.KV].holds(node)]
@@ -264,8 +264,7 @@ class PrefixLocks:
         if not nodes and state is None:
             return source  # loaded or inserted by another request
         load_id = next(self._load_ids)
-        given = None if state is None else state_slot
-        taken = self._controller.load(source, load_id, state_slot=given)
+        taken = self._controller.load(source, load_id)
         if taken is None:
             return None
         for node, part in zip(

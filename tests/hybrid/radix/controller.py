@@ -163,8 +163,8 @@ class WorldController:
 
     # -- what the engine does about copies
 
-    def load(self, host, node_id, *, state_slot=None):
-        taken = self.controller.load(host, node_id, state_slot=state_slot)
+    def load(self, host, node_id):
+        taken = self.controller.load(host, node_id)
         self._arriving |= set(taken.kv.tolist()) if taken else set()
         return taken
 

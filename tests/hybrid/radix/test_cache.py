@@ -13,7 +13,7 @@ from hicache_storage.hybrid.radix import (
 from hicache_storage.hybrid.radix.tree import SlotKind
 from hicache_storage.spec import ConfigError, InvalidTransferError
 from tests.hybrid.radix.serving import LONG, fetch, served
-from tests.hybrid.radix.world import KV, MAMBA, SIZES, kv_values, value
+from tests.hybrid.radix.world import KV, MAMBA, kv_values, value
 
 
 def computed(world, tokens, *ends):
@@ -113,18 +113,6 @@ def test_two_requests_load_one_prefix(world):
         world.cache.unlock(lock)
         world.state_slots.free(torch.tensor([result.state_slot]))
     world.settle()
-
-
-@pytest.mark.parametrize("slot", [-1, SIZES["device_states"]])
-def test_a_state_is_loaded_into_a_slot_that_there_is(world, slot):
-    served(world, LONG)
-    world.cache.evict(100, 100)
-    lock = world.cache.lock(world.cache.match(LONG))
-    with pytest.raises(InvalidTransferError, match=r"state_slot must be in \[0, 6\)"):
-        world.cache.load(lock, slot)
-    world.check()
-    world.cache.unlock(lock)
-    assert world.cache.match(LONG).host_length == 16
 
 
 @pytest.mark.parametrize(
