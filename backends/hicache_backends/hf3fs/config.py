@@ -56,13 +56,12 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         ),
     ] = "16GiB"
     engine: Annotated[
-        Literal["auto", "usrbio", "posix"],
+        Literal["posix", "usrbio"],
         Meta(
-            description="Input and output: 'usrbio', 3FS's interface past the kernel (package "
-            "hf3fs-py-usrbio, experimental), or 'posix', vectored reads and writes. By default "
-            "usrbio on a 3FS mount where the package is installed."
+            description="Input and output: 'posix', vectored reads and writes, or 'usrbio', 3FS's "
+            "interface past the kernel (package hf3fs-py-usrbio, experimental)."
         ),
-    ] = "auto"
+    ] = "posix"
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(

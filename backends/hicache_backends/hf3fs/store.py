@@ -170,24 +170,17 @@ class Store:
         is_local = mount_of(self.path).is_local
         usual = min(LOCAL_THREADS, os.cpu_count() or 1) if is_local else NETWORK_THREADS
         threads = self.config.threads or usual
-        if self.config.engine != "posix":
-            usrbio = self._open_usrbio(threads)
-            if usrbio is not None:
-                return usrbio
+        if self.config.engine == "usrbio":
+            return self._open_usrbio(threads)
         buffers = None if is_local else Buffers(MAX_BUFFERED_BYTES)
         return SlotEngine(threads=threads, buffers=buffers)
 
-    def _open_usrbio(self, threads: int) -> SlotEngine | None:
-        """Open the USRBIO engine; None if it is optional and not possible."""
+    def _open_usrbio(self, threads: int) -> SlotEngine:
         try:
             library = load_library()
         except ImportError as error:
-            missing = f"the package hf3fs-py-usrbio: {error}"
-        else:
-            mount_point = library.extract_mount_point(self.path)
-            if mount_point is not None:
-                return UsrbioEngine(library, mount_point, threads=threads)
-            missing = f"a 3FS mount, and {self.path!r} is on none"
-        if self.config.engine == "usrbio":
-            raise ConfigError(f"engine 'usrbio' needs {missing}")
-        return None
+            raise ConfigError(f"engine 'usrbio' needs hf3fs-py-usrbio: {error}") from error
+        mount_point = library.extract_mount_point(self.path)
+        if mount_point is None:
+            raise ConfigError(f"engine 'usrbio' needs a 3FS mount, and {self.path!r} is on none")
+        return UsrbioEngine(library, mount_point, threads=threads)
