@@ -37,8 +37,7 @@ DRIVERS = ("file", "hf3fs")
 def engine_on(name: str, path: Path, server: Served) -> Rig:
     """A storage with every layer at its defaults, the circuit breakers among them.
 
-    `file` leaves nobody any room, and has no capacity: a full disk makes it evict what is there
-    otherwise.
+    `file` leaves nobody any room, so that it evicts nothing for a full disk.
     """
     driver = name.split()[0]
     options = {

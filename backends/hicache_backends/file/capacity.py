@@ -52,9 +52,6 @@ LATE_SECONDS = 1.0
 """Seconds after an eviction in which what is missing to `min_free` is not evicted again: another
 process has the files open, or the file system frees their bytes in the background."""
 
-FULL_DISK_SECONDS = 10.0
-"""Seconds without another eviction for a full disk, after one that was in vain: something else takes
-the room as fast, and would have the whole store evicted."""
 
 _Entry = tuple[int, int, str, str, int, "Bundle"]
 
@@ -157,6 +154,10 @@ class FreeSpace:
                 self._spare = max(0, self._spare)
         return self._spare
 
+    def invalidate(self) -> None:
+        """Measure before the next bytes are written: others have filled the file system."""
+        self._measure_at = 0.0
+
     def take(self, size: int) -> None:
         """Reckon with bytes that are about to be written."""
         self._spare -= size
@@ -179,7 +180,9 @@ class FreeSpace:
         # Some file systems have no fixed size, and report 0.
         total = status.f_blocks * status.f_frsize
         self._floor = self._min_free(total)
-        return status.f_bavail * status.f_frsize - self._floor if total else sys.maxsize
+        spare = status.f_bavail * status.f_frsize - self._floor if total else sys.maxsize
+        # Without an inode no file can be made: as if a byte were missing, a bundle goes.
+        return min(-1, spare) if status.f_files and not status.f_favail else spare
 
 
 class Capacity:
@@ -187,13 +190,13 @@ class Capacity:
 
     Args:
         limit: bytes of the whole store, if they are limited.
-        free: the room on the file system, if some of it is left to others.
+        free: the room on the file system.
     """
 
     def __init__(
         self,
         limit: int | None,
-        free: FreeSpace | None,
+        free: FreeSpace,
         bundle_sets: BundleSets,
         publisher: Publisher,
         page_indexes: Callable[[str], PageIndex | None],
@@ -210,8 +213,6 @@ class Capacity:
         self._lock = threading.Lock()
         self._queue = EvictionQueue(self._temp_files.clock)
         self._relist_at = 0.0
-        self.full_until = 0.0
-        """Until then a full disk evicts nothing: it has been in vain."""
         self._kept = set[tuple[str, BundleId]]()
         """Bundles that could not be removed; tried again after the next listing."""
         self._told = False
@@ -250,7 +251,7 @@ class Capacity:
 
     def has_room(self, wanted: int) -> bool:
         """Return whether so many bytes may be written without `make_room`."""
-        return self.limit is None and self.free is not None and self.free.spare(wanted) >= wanted
+        return self.limit is None and self.free.spare(wanted) >= wanted
 
     def keep_free(self) -> None:
         """Evict if others have left less than `min_free`.
@@ -258,7 +259,7 @@ class Capacity:
         Raises:
             OSError: the store could not be listed.
         """
-        if self.free is not None and self.free.spare() < 0:
+        if self.free.spare() < 0:
             self.make_room()
 
     def refusal(self) -> str:
@@ -267,21 +268,16 @@ class Capacity:
         Raises:
             OSError: the store could not be listed.
         """
-        if self.free is None or (spare := self.free.spare()) > 0:
-            return ""
-        return "" if self.count(lambda: True)[1] > -spare else str(self)
+        spare = self.free.spare()
+        return "" if spare > 0 or self.count(lambda: True)[1] > -spare else str(self)
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f", the capacity is {self.limit:,}"
-        return f"no room: {self.free or 'nothing is left to evict'}{limit}"
+        return f"no room: {self.free}{limit}"
 
-    def make_room(self, expired: Expired = no_deadline, *, missing: int = 0) -> int:
+    def make_room(self, expired: Expired = no_deadline) -> int:
         """Evict until the used bytes, reservations included, are within the limit, and enough of
         the file system is free for the reservations.
-
-        Args:
-            missing: so many bytes more, which did not fit: the disk is full. If that is below the
-                limit, they are evicted in any case.
 
         Returns:
             Bytes above the limit that remain, because nothing is left to evict.
@@ -292,22 +288,15 @@ class Capacity:
         with self._lock:
             # One thread of this process at a time: two would evict for the same bytes.
             reserved, stored = self._recount(expired)
-            limit, races = sys.maxsize if self.limit is None else self.limit, 0
-            if missing and self.free is not None:
-                # More than was reckoned with has been taken: measured again.
-                self.free.spare(sys.maxsize)
-            if missing and self.limit is not None and time.monotonic() >= self.full_until:
-                limit = min(limit, reserved + stored - missing)
-            excess = self._excess(reserved, stored, limit, missing)
+            excess, races = self._excess(reserved, stored), 0
             tried = list[Bundle]()
             try:
                 while excess > 0 and (victims := self._victims(excess, tried)):
                     freed, taken = self._evict(victims)
-                    if self.free is not None:
-                        self.free.give(freed)
+                    self.free.give(freed)
                     if taken and races < MAX_RACES:
                         races += 1
-                        excess = self._excess(*self._recount(expired), limit, missing)
+                        excess = self._excess(*self._recount(expired))
                     else:
                         excess -= freed + taken
             finally:
@@ -325,14 +314,14 @@ class Capacity:
             self._queue.add(bundle_set.take_added())
         return counted
 
-    def _excess(self, reserved: int, stored: int, limit: int, missing: int) -> int:
-        excess, wanted = reserved + stored - limit, reserved + missing
-        if self.free is None or (spare := self.free.spare(wanted)) >= wanted:
+    def _excess(self, reserved: int, stored: int) -> int:
+        excess = reserved + stored - (sys.maxsize if self.limit is None else self.limit)
+        if (spare := self.free.spare(reserved)) >= reserved:
             return excess
         if not self._told:
             self._told = True
             logger.info("file: evicting pages: %s", self.free)
-        return max(excess, wanted - spare)
+        return max(excess, reserved - spare)
 
     def _victims(self, excess: int, tried: list[Bundle]) -> list[Bundle]:
         """Take out as many bundles as free so many bytes; `tried` gets all that were looked at."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.capacity import FULL_DISK_SECONDS
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import FULL
@@ -345,22 +343,16 @@ class FileStorage(ObjectStorage):
             for pending in pending_bundles:
                 store.writer.open(pending)
             self._make_room(store.capacity, pending_bundles, call)
-        if store.capacity.free is not None:
-            store.capacity.free.take(size)
+        store.capacity.free.take(size)
         return pending_bundles
 
     def _make_room(
-        self,
-        capacity: Capacity,
-        pending_bundles: Sequence[PendingBundle],
-        call: Call,
-        *,
-        missing: int = 0,
+        self, capacity: Capacity, pending_bundles: Sequence[PendingBundle], call: Call
     ) -> None:
         """Make room for bundles, as `Capacity.make_room` does, and refuse those that get none."""
         discard = self.store.writer.discard
         try:
-            excess = capacity.make_room(call.expired, missing=missing)
+            excess = capacity.make_room(call.expired)
         except BaseException:
             # Any error: the bundles hold reservations and open files.
             for pending in pending_bundles:
@@ -373,36 +365,12 @@ class FileStorage(ObjectStorage):
             discard(pending, str(capacity))
 
     def _write_all(self, pending_bundles: Sequence[PendingBundle], call: Call) -> None:
-        """Write bundles; on a disk that has become full once more, after an eviction.
-
-        Below the capacity only as many bytes are evicted as these bundles have.
-        """
-        store, capacity = self.store, self.store.capacity
-        if (
-            capacity is not None
-            and capacity.free is None
-            and time.monotonic() < capacity.full_until
-        ):
-            capacity = None
-        write = partial(store.writer.write, call=call)
-        store.thread_pool.run([partial(write, pending) for pending in pending_bundles])
-        short = [
-            pending
-            for pending in pending_bundles
-            if isinstance(pending.fault, OSError) and pending.fault.errno in FULL
-        ]
-        if capacity is None or not short:
-            return
-        size = sum([pending.size for pending in short])
-        for pending in short:
-            store.writer.reset(pending)
-        try:
-            self._make_room(capacity, short, call, missing=size)
-        except OSError as error:
-            logger.debug("cannot make room on a full disk: %s", error)
-        store.thread_pool.run([partial(write, pending) for pending in short])
-        if all(pending.index is None for pending in short):
-            capacity.full_until = time.monotonic() + FULL_DISK_SECONDS
+        write, capacity = partial(self.store.writer.write, call=call), self.store.capacity
+        self.store.thread_pool.run([partial(write, pending) for pending in pending_bundles])
+        if capacity is not None:
+            faults = [pending.fault for pending in pending_bundles]
+            if any(isinstance(fault, OSError) and fault.errno in FULL for fault in faults):
+                capacity.free.invalidate()
 
 
 def _contained(

@@ -170,7 +170,7 @@ class Store:
         if config.capacity_bytes is not None or config.leaves_room:
             self.capacity = Capacity(
                 config.capacity_bytes,
-                FreeSpace(self.paths.root, config.min_free_bytes) if config.leaves_room else None,
+                FreeSpace(self.paths.root, config.min_free_bytes),
                 self.bundle_sets,
                 self.publisher,
                 self._page_indexes.get,
@@ -274,9 +274,8 @@ class Store:
                 os.access(place, os.W_OK)
                 for place in (paths.root, paths.temporaries, paths.writers)
             ),
-            # With a capacity, a set evicts others' pages.
-            "the file system is full": full
-            and (self.capacity is None or self.capacity.limit is None),
+            # Else a set evicts others' pages, as long as there are any.
+            "the file system is full": full and self.capacity is None,
             "bundles cannot be moved to their places": not self.publisher.moves,
         }
         if self.capacity is not None and (reason := self.capacity.refusal()):
@@ -305,7 +304,7 @@ class Store:
         An engine that makes no calls keeps its pages, and others may fill the disk meanwhile. A
         forked child starts without the thread.
         """
-        if self.capacity is None or self.capacity.free is None or self._watch.is_alive():
+        if self.capacity is None or self._watch.is_alive():
             return
         with self._lock:
             if not self._watch.is_alive() and not self._closing.is_set():

@@ -143,7 +143,9 @@ class Writer:
 
     def write(self, pending: PendingBundle, call: Call) -> None:
         """Write a bundle and close its file."""
-        if pending.descriptor < 0 and pending.fault is None:
+        if pending.descriptor < 0 and not isinstance(pending.fault, StorageRefusedError):
+            # Once more, where an eviction has made room for a file.
+            pending.fault = None
             self.open(pending)
         if pending.fault is not None:
             return
@@ -163,11 +165,6 @@ class Writer:
             self._close(pending)
         if pending.index is None:
             self.temp_files.discard(pending.name)
-
-    def reset(self, pending: PendingBundle) -> None:
-        """Prepare a bundle that could not be written to be written once more."""
-        pending.name = self.temp_files.name(pending.size)
-        pending.fault = None
 
     def discard(self, pending: PendingBundle, reason: str = "") -> None:
         """Give up a bundle that was not written, and note why it is refused."""
