@@ -22,7 +22,6 @@ import errno
 import os
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ from hicache_backends.posix.directories import (
 from hicache_backends.posix.files import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from hicache_backends.file.bundle import BundleId, BundleName
     from hicache_backends.file.paths import StorePaths
@@ -57,9 +56,6 @@ MANY_CURSORS = 128
 
 IDLE_WRITER_SECONDS = 24 * 3600.0
 """Seconds without an event after which a writer counts as idle."""
-
-MAX_SEEN_TAGS = 64
-"""Tags of counter values that are remembered."""
 
 REVALIDATION_SECONDS = 2.0
 """How long a file system that was mounted over the old one can go unnoticed, in seconds."""
@@ -169,6 +165,10 @@ def counter_tag(value: int) -> int:
     return value // 1_000_000_000 & 0xFFFFFF | 1
 
 
+def _tag_of(value: Attributes | None) -> int:
+    return 0 if value is None else counter_tag(value.mtime_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class FeedSnapshot:
     """All cursors, as of one listing."""
@@ -204,8 +204,6 @@ class ChangeFeed:
         self.paths = paths
         self.counter = ChangeCounter(paths.counter, asks_server=paths.asks_server)
         self._list_lock = threading.Lock()
-        self._seen_tags: deque[int] = deque(maxlen=MAX_SEEN_TAGS)
-        """Tags of the latest counter values."""
         self._known: Attributes | None = None
         self._births: frozenset[str] = frozenset()
         self._parsed: dict[str, WriterCursor | None] = {}
@@ -257,29 +255,31 @@ class ChangeFeed:
         with self._list_lock:
             # Before the listing: an announcement made after it gives a value other than the one
             # kept here.
-            value = self._read_counter()
+            value = self._counter_value()
             # A missing counter is never unchanged: the store may have been made and deleted since.
             if value is None or value != self._known:
                 known = self._parsed
                 self._snapshot = self._list(value)
-                self._confirm_counter(
-                    cursor
-                    for name, cursor in self._parsed.items()
-                    if cursor is not None and name not in known
-                )
+                self._confirm_counter(value, known)
                 self._known = value
             return self._snapshot
 
-    def _confirm_counter(self, fresh: Iterable[WriterCursor]) -> None:
-        """Make sure that every later reader finds these cursors."""
-        tags = {cursor.tag for cursor in fresh if cursor.writer != self.writer}
-        if tags and not tags.issubset(self._seen_tags):
-            self._read_counter()
-            if not tags.issubset(self._seen_tags):
-                # A storage that may not write cannot change the counter; it may report a page
-                # earlier than other storages do.
-                with contextlib.suppress(OSError):
-                    self.counter.advance()
+    def _confirm_counter(self, value: Attributes | None, known: Container[str]) -> None:
+        """Make sure that every later reader finds the cursors that this one did not know.
+
+        Args:
+            value: of the counter, before they were listed.
+        """
+        tags = {
+            cursor.tag
+            for name, cursor in self._parsed.items()
+            if cursor is not None and cursor.writer != self.writer and name not in known
+        } - {_tag_of(value)}
+        if tags and tags != {_tag_of(self._counter_value())}:
+            # A storage that may not write cannot change the counter; it may report a page earlier
+            # than other storages do.
+            with contextlib.suppress(OSError):
+                self.counter.advance()
 
     def next_sequence(self, namespace: str) -> int:
         """The number of this writer's next event in a namespace; `lock` is held."""
@@ -505,13 +505,6 @@ class ChangeFeed:
         with contextlib.suppress(FileNotFoundError):
             return self.counter.read()
         return None
-
-    def _read_counter(self) -> Attributes | None:
-        """Read the counter's value and remember its tag; `_list_lock` is held."""
-        value = self._counter_value()
-        if value is not None:
-            self._seen_tags.append(counter_tag(value.mtime_ns))
-        return value
 
     def _list(self, value: Attributes | None) -> FeedSnapshot:
         names = self.paths.list_names(self.paths.writers) if value else []
