@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from hicache_backends.hf3fs.plugin import CAPABILITIES
 from hicache_backends.hf3fs.reader import PageReader
 from hicache_backends.hf3fs.slots.engine import is_damaged
 from hicache_backends.hf3fs.slots.scopes import metadata_keys, page_key
@@ -15,13 +16,10 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import InUseError
 from hicache_storage.objects import Call, ObjectRemoval, ObjectStorage
 from hicache_storage.spec import (
-    Capabilities,
     Durability,
     Health,
     HungReads,
     RemovalReason,
-    RemovalScope,
-    Sharing,
     StorageUnavailableError,
 )
 
@@ -51,16 +49,7 @@ class Hf3fsStorage(ObjectStorage):
         super().__init__(
             identity,
             driver_name="hf3fs",
-            capabilities=Capabilities(
-                sharing=Sharing.PROCESSES,
-                durability=Durability.PROCESS,
-                deletes=True,
-                clears=True,
-                evicts=True,
-                removals=RemovalScope.STORE,
-                networked=True,
-                hung_reads=HungReads.BOUNCE_BUFFER,
-            ),
+            capabilities=CAPABILITIES,
             verifies_checksums=config.verify_checksums,
         )
         self._config = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
 from hicache_storage.spec import Capabilities, Durability, HungReads, RemovalScope, Sharing
@@ -11,6 +11,16 @@ from hicache_storage.spec import Capabilities, Durability, HungReads, RemovalSco
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CAPABILITIES: Final = Capabilities(
+    sharing=Sharing.PROCESSES,
+    durability=Durability.PROCESS,
+    deletes=True,
+    clears=True,
+    evicts=True,
+    removals=RemovalScope.STORE,
+    networked=True,
+    hung_reads=HungReads.BOUNCE_BUFFER,
+)
 _COMMAND_LINE = "from hicache_storage.cli.main import main; main()"
 
 
@@ -22,16 +32,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
             name="hf3fs",
             target="hicache_backends.hf3fs.driver:Hf3fsStorage",
             config="hicache_backends.hf3fs.config:Hf3fsConfig",
-            capabilities=Capabilities(
-                sharing=Sharing.PROCESSES,
-                durability=Durability.PROCESS,
-                deletes=True,
-                clears=True,
-                evicts=True,
-                removals=RemovalScope.STORE,
-                networked=True,
-                hung_reads=HungReads.BOUNCE_BUFFER,
-            ),
+            capabilities=CAPABILITIES,
             summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by "
             "a metadata server",
             # Small, because tools that examine a trial store may read whole files.

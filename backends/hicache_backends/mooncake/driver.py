@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import threading
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from hicache_backends.mooncake.client.handle import ConnectionHandle
 from hicache_backends.mooncake.config import client_settings
 from hicache_backends.mooncake.memory import BLOCK_BYTES, regions_of
 from hicache_backends.mooncake.names import names_of, object_names, prefix_of
+from hicache_backends.mooncake.plugin import CAPABILITIES
 from hicache_backends.mooncake.reader import PageReader, read_verified
 from hicache_backends.mooncake.stores import MAX_HUNG, POOL_THREADS
 from hicache_backends.mooncake.writer import CHUNK_BYTES, MAX_HUNG_SETS, PageWriter
@@ -24,13 +26,11 @@ from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import ObjectRead, ObjectStorage
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import (
-    Capabilities,
     Durability,
     Health,
     HungReads,
     InvalidPoolError,
     PoolName,
-    Sharing,
     StorageTimeoutError,
     StorageUnavailableError,
 )
@@ -83,15 +83,12 @@ class MooncakeStorage(ObjectStorage):
         super().__init__(
             identity,
             driver_name="mooncake",
-            capabilities=Capabilities(
-                sharing=Sharing.PROCESSES,
+            capabilities=replace(
+                CAPABILITIES,
                 # Memory that this process lends leaves with it, and so do the pages in it.
                 durability=Durability.NONE
                 if self._settings.global_segment_size
                 else Durability.REOPEN,
-                deletes=True,
-                clears=True,
-                networked=True,
                 lookup_seconds=max_lookup_seconds(self._settings),
                 hung_reads=HungReads.BOUNCE_BUFFER if self._is_over_tcp else HungReads.WAIT,
             ),

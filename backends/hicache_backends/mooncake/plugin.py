@@ -11,6 +11,14 @@ from hicache_storage.spec import Capabilities, Durability, HungReads, Sharing
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CAPABILITIES: Final = Capabilities(
+    sharing=Sharing.PROCESSES,
+    durability=Durability.REOPEN,
+    deletes=True,
+    clears=True,
+    networked=True,
+    hung_reads=HungReads.BOUNCE_BUFFER,
+)
 # The master keeps the memory of a set that was given up for longer than a store is stopped: bytes
 # that arrive when the store goes on would be in the page that has the memory then.
 MASTER: Final = (
@@ -39,14 +47,7 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
             name="mooncake",
             target="hicache_backends.mooncake.driver:MooncakeStorage",
             config="hicache_backends.mooncake.config:MooncakeConfig",
-            capabilities=Capabilities(
-                sharing=Sharing.PROCESSES,
-                durability=Durability.REOPEN,
-                deletes=True,
-                clears=True,
-                networked=True,
-                hung_reads=HungReads.BOUNCE_BUFFER,
-            ),
+            capabilities=CAPABILITIES,
             summary="Memory of many nodes, by Mooncake Store, over RDMA or TCP",
             requires=("mooncake-transfer-engine-non-cuda",),
             # A store service keeps the pages: memory that a process lends leaves with the process.
