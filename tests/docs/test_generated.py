@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hicache_backends.hf3fs.config import TOKEN_VARIABLE
-from hicache_backends.mooncake.config import DEFAULTS, VARIABLES
+from hicache_backends.mooncake.config import SETTINGS
 from hicache_metadata_server.settings import ServerSettings
 from hicache_storage.engines.bridge_config import BridgeConfig
 from hicache_storage.engines.lmcache.identity import AdapterConfig
@@ -71,7 +71,7 @@ def variables(model: str, name: str) -> tuple[str, ...]:
     if model == "server":
         return (f"{PREFIX}{name}".upper(),)
     named = {
-        "mooncake": VARIABLES,
+        "mooncake": {name: variables for name, (_, *variables) in SETTINGS.items()},
         "hf3fs": {"token": (TOKEN_VARIABLE,)},
     }
     return named.get(model, {}).get(name, ())
@@ -112,7 +112,7 @@ def test_a_table_has_the_options_of_its_model(model: str) -> None:
             "required"
             if name in found.get("required", ())
             # Mooncake's variables are asked before, so that the model has no defaults.
-            else default_text(field.get("default") or DEFAULTS.get(name))
+            else default_text(field.get("default") or SETTINGS.get(name, [""])[0])
             if model == "mooncake"
             else default_text(field.get("default")),
             " ".join(field["description"].split()).replace("|", "\\|"),

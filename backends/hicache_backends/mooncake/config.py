@@ -18,26 +18,17 @@ from hicache_storage.spec import ConfigError, DriverConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VARIABLES: Final = {
-    "master_server_address": ("MOONCAKE_MASTER",),
-    "metadata_server": ("MOONCAKE_TE_META_DATA_SERVER",),
-    "local_hostname": ("MOONCAKE_LOCAL_HOSTNAME", "LOCAL_HOSTNAME"),
-    "protocol": ("MOONCAKE_PROTOCOL",),
-    "device_name": ("MOONCAKE_DEVICE",),
-    "global_segment_size": ("MOONCAKE_GLOBAL_SEGMENT_SIZE",),
-    "local_buffer_size": ("MOONCAKE_LOCAL_BUFFER_SIZE",),
-    "tenant_id": ("MOONCAKE_TENANT_ID",),
+SETTINGS: Final = {
+    "master_server_address": ("", "MOONCAKE_MASTER"),
+    "metadata_server": ("P2PHANDSHAKE", "MOONCAKE_TE_META_DATA_SERVER"),
+    "local_hostname": ("localhost", "MOONCAKE_LOCAL_HOSTNAME", "LOCAL_HOSTNAME"),
+    "protocol": ("tcp", "MOONCAKE_PROTOCOL"),
+    "device_name": ("", "MOONCAKE_DEVICE"),
+    "global_segment_size": ("4gb", "MOONCAKE_GLOBAL_SEGMENT_SIZE"),
+    "local_buffer_size": ("16mb", "MOONCAKE_LOCAL_BUFFER_SIZE"),
+    "tenant_id": ("default", "MOONCAKE_TENANT_ID"),
 }
-"""Environment variables of options. The first one that is set counts."""
-DEFAULTS: Final = {
-    "metadata_server": "P2PHANDSHAKE",
-    "local_hostname": "localhost",
-    "protocol": "tcp",
-    "device_name": "",
-    "global_segment_size": "4gb",
-    "local_buffer_size": "16mb",
-    "tenant_id": "default",
-}
+"""Defaults of options, and their environment variables. The first one that is set counts."""
 UNSUPPORTED: Final = {
     "MOONCAKE_STANDALONE_STORAGE": "set global_segment_size to 0 instead: a pure client of a store "
     "service on any node",
@@ -182,14 +173,10 @@ def client_settings(
             raise ConfigError(f"${variable} is not offered here; {instead}")
     given = msgspec.structs.asdict(config)
     found = dict[str, object]()
-    for name, variables in VARIABLES.items():
-        candidates = [
-            given[name],
-            *(environment.get(variable) or None for variable in variables),
-            DEFAULTS.get(name),
-        ]
-        found[name] = next((value for value in candidates if value is not None), None)
-    if found["master_server_address"] is None:
+    for name, (default, *variables) in SETTINGS.items():
+        named = [environment[variable] for variable in variables if environment.get(variable)]
+        found[name] = next((value for value in (given[name], *named) if value is not None), default)
+    if not found["master_server_address"]:
         raise ConfigError(
             "no master: set the option 'master_server_address' to its HOST:PORT, or "
             "$MOONCAKE_MASTER; Mooncake's JSON file is not read"
