@@ -111,8 +111,7 @@ def storage(request, stores, tmp_path):
     store, config = stores(request.param), {"path": str(tmp_path / "pages")}
     if request.param == "mooncake":
         store.clear()
-        # However busy the machine is.
-        config = {"rpc_timeout_seconds": 5}
+        config = {}
     elif request.param == "hf3fs":
         # Each test has scopes of its own, because their names have the directory's identity in
         # them.

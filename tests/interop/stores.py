@@ -145,7 +145,7 @@ class MooncakeStore:
     options: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.options = {**self.cluster.options, "rpc_timeout_seconds": 2}
+        self.options = self.cluster.options
 
     def damage(self) -> None:
         """Put damaged bytes in the place of every object, by the library itself."""

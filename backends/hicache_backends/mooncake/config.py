@@ -44,7 +44,6 @@ _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NAMED_SERVICES: Final = ("etcd://", "redis://", "k8s://")
 _ADDRESS: Final = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/]+):(\d{1,5})")
 
-Seconds = Annotated[float, Meta(gt=0)]
 Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -113,13 +112,6 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
             "a copy there cannot be stored.",
         ),
     ] = 1
-    rpc_timeout_seconds: Annotated[
-        Seconds,
-        Meta(
-            description="Time limit of one request to the master, and of a connection (2 s at "
-            "most). $MC_RPC_TIMEOUT_MS takes precedence."
-        ),
-    ] = 5.0
     wait_seconds: Annotated[
         float,
         Meta(
@@ -148,7 +140,6 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     global_segment_size: int
     local_buffer_size: int
     tenant_id: str
-    rpc_timeout_seconds: float
 
     @property
     def master(self) -> tuple[str, int] | None:
@@ -184,9 +175,7 @@ def client_settings(
     for name, value in found.items():
         found[name] = size_of(value, name) if name.endswith("_size") else str(value).strip()
     found["protocol"] = str(found["protocol"]).lower()
-    settings = msgspec.convert(
-        {**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings
-    )
+    settings = msgspec.convert(found, ClientSettings)
     _check_address(settings.master_server_address)
     if 0 < settings.global_segment_size < MIN_SEGMENT_BYTES:
         raise ConfigError(

@@ -92,7 +92,7 @@ def wait_for_calls(workers):
 def test_the_master_goes_and_comes_back(goes, comes):
     with (
         DevCluster(2, 32 << 20) as cluster,
-        under_load({**cluster.options, "rpc_timeout_seconds": 2}) as workers,
+        under_load(cluster.options) as workers,
     ):
         for _ in range(2):
             wait_for_hits(workers)
@@ -104,11 +104,12 @@ def test_the_master_goes_and_comes_back(goes, comes):
 
 @pytest.mark.long
 @pytest.mark.parametrize("gone", ["kill", "suspend"])
-def test_lookups_end_by_themselves(gone):
+def test_lookups_end_by_themselves(gone, monkeypatch):
     """Within the time that the driver declares, in their caller's thread: the deadline is
     longer."""
+    monkeypatch.setitem(library.TIME_LIMITS, "MC_RPC_TIMEOUT_MS", "500")
     with DevCluster(1, 16 << 20) as cluster:
-        rig = Rig(cluster.options, deadline=60.0, rpc_timeout_seconds=0.5)
+        rig = Rig(cluster.options, deadline=60.0)
         longest = rig.driver.capabilities.lookup_seconds
         assert longest is not None
         assert longest < 60.0

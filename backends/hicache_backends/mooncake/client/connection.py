@@ -37,7 +37,7 @@ REPEAT_SECONDS: Final = 0.5
 PAUSE_SECONDS: Final = 10.0
 """Transfers that have not failed for so long do not fail any more."""
 PROBE_SECONDS: Final = 2.0
-"""Timeout of a probe of the master, and of a connection to it."""
+"""Timeout of a probe of the master."""
 CONNECT_ATTEMPTS: Final = 4
 CONNECT_PAUSE: Final = 1.0
 """Seconds after each of the library's attempts to reconnect to the master."""
@@ -62,14 +62,13 @@ def check_master(settings: ClientSettings) -> None:
     address = settings.master
     if address is None:
         return
-    seconds = min(PROBE_SECONDS, settings.rpc_timeout_seconds)
     where = f"the master at {address[0]}:{address[1]}"
     try:
-        with socket.create_connection(address, timeout=seconds) as connection:
+        with socket.create_connection(address, timeout=PROBE_SECONDS) as connection:
             connection.sendall(_REQUEST)
             connection.recv(1)
     except TimeoutError as error:
-        raise StorageTimeoutError(f"{where} has not answered for {seconds:.1f} s") from error
+        raise StorageTimeoutError(f"{where} has not answered for {PROBE_SECONDS:.1f} s") from error
     except ConnectionResetError:
         return
     except OSError as error:
@@ -85,7 +84,7 @@ def set_up(settings: ClientSettings) -> Store:
     """
     library.set_transfer_timeouts()
     variables = {
-        **_time_limits(settings),
+        **library.TIME_LIMITS,
         # The master has answered the probe, and each further attempt would hold the GIL.
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         **({} if settings.metadata_server == "P2PHANDSHAKE" else library.REFRESH),
@@ -118,21 +117,11 @@ def max_lookup_seconds(settings: ClientSettings) -> float | None:
 
     After a dead connection a request is sent twice, each time after a probe.
     """
-    limits = {name: os.environ.get(name, limit) for name, limit in _time_limits(settings).items()}
-    if settings.master is None or not all(limit.isdecimal() for limit in limits.values()):
+    limits = [os.environ.get(name, limit) for name, limit in library.TIME_LIMITS.items()]
+    if settings.master is None or not all(limit.isdecimal() for limit in limits):
         return None
-    request, connect = (int(limit) / 1000 for limit in limits.values())
+    request, connect = (int(limit) / 1000 for limit in limits)
     return CONNECT_ATTEMPTS * (connect + CONNECT_PAUSE) + 2 * request + 2 * PROBE_SECONDS
-
-
-def _time_limits(settings: ClientSettings) -> dict[str, str]:
-    """The library's variables for the timeouts of requests and connections, in milliseconds."""
-    request = settings.rpc_timeout_seconds
-    limits = {
-        "MC_RPC_TIMEOUT_MS": request,
-        "MC_RPC_CONNECT_TIMEOUT_MS": min(PROBE_SECONDS, request),
-    }
-    return {name: str(max(1, int(seconds * 1000))) for name, seconds in limits.items()}
 
 
 class Connection:

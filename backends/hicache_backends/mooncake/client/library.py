@@ -23,6 +23,8 @@ ERRORS_ONLY: Final = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
 REFRESH: Final = {"MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "5"}
 """As well, so without effect if it is loaded already: the interval in which it asks the metadata
 server where stores listen. Over TCP a store that was restarted under its old name has another port."""
+TIME_LIMITS: Final = {"MC_RPC_TIMEOUT_MS": "5000", "MC_RPC_CONNECT_TIMEOUT_MS": "2000"}
+"""Milliseconds for a request to the master, and for a connection to it."""
 
 # Codes of mooncake-store's `ErrorCode`.
 NO_ROOM: Final = -200
