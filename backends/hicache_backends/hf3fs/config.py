@@ -84,13 +84,6 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
             "quarantined slots.",
         ),
     ] = 1.0
-    timeout_seconds: Annotated[
-        Seconds,
-        Meta(
-            description="Time limit of requests to the metadata server that have no deadline of a "
-            "call, such as those of open."
-        ),
-    ] = 5.0
     verify_checksums: Annotated[
         bool,
         Meta(

@@ -10,7 +10,7 @@ from hicache_backends.hf3fs.plugin import CAPABILITIES
 from hicache_backends.hf3fs.reader import PageReader
 from hicache_backends.hf3fs.slots.engine import is_damaged
 from hicache_backends.hf3fs.slots.scopes import metadata_keys, page_key
-from hicache_backends.hf3fs.store import Store
+from hicache_backends.hf3fs.store import TIMEOUT_SECONDS, Store
 from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import InUseError
@@ -89,7 +89,7 @@ class Hf3fsStorage(ObjectStorage):
         store.close()
 
     def check_health(self) -> Health:
-        about = self.store.metadata.refresh(Call(self._config.timeout_seconds))
+        about = self.store.metadata.refresh(Call(TIMEOUT_SECONDS))
         problem, stuck = self.store.metadata.problem(), self.store.engine.stuck()
         reasons = [*filter(None, [problem]), *self.store.refusals()]
         hanging = f"; {stuck} requests hang" if stuck else ""

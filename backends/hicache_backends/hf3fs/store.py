@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TIMEOUT_SECONDS: Final = 5.0
+"""Time limit of requests to the metadata server that have no deadline of a call, as those of open."""
 LOCAL_THREADS: Final = 4
 NETWORK_THREADS: Final = 8
 
@@ -55,7 +57,7 @@ class Store:
         self.metadata.owner = this_process()
         try:
             # First: without a server no rings and no shared memory are needed.
-            self.metadata.refresh(Call(config.timeout_seconds))
+            self.metadata.refresh(Call(TIMEOUT_SECONDS))
             self.engine = self._open_engine()
         except BaseException:
             self.metadata.close()
@@ -144,7 +146,7 @@ class Store:
         return HttpMetadataClient(
             config.metadata_urls,
             config.bearer,
-            timeout_seconds=config.timeout_seconds,
+            timeout_seconds=TIMEOUT_SECONDS,
             tls=self._tls(),
             on_failover=count_failover,
         )

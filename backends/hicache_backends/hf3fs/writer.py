@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import SlotWrite, is_damaged
 from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
+from hicache_backends.hf3fs.store import TIMEOUT_SECONDS
 from hicache_backends.posix.buffers import split
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.outcomes import WriteOutcome
@@ -313,7 +314,7 @@ class PageWriter:
 
     def _delete_damaged(self, scope: SlotScope, late: Mapping[int, SlotWrite]) -> int:
         # The deadline of the running call has usually passed by now.
-        call = Call(self._store.config.timeout_seconds)
+        call = Call(TIMEOUT_SECONDS)
         keys, generations = list[str](), list[int]()
         for page in self._store.metadata.inspect(scope.name, list(late), call):
             # With the generation of the lease the slot still has this writer's own page.

@@ -54,7 +54,6 @@ class Engines(ProcessGroup):
             "file_size": "64MiB",
             "lease_seconds": 1.0,
             "wait_seconds": 0.2,
-            "timeout_seconds": DEADLINE_SECONDS,
         }
         self.context = case_context(path, driver="hf3fs", config=config)
         super().__init__(self.context, PAGES)
