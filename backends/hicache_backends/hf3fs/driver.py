@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.plugin import CAPABILITIES
 from hicache_backends.hf3fs.reader import PageReader
-from hicache_backends.hf3fs.slots.engine import is_damaged
 from hicache_backends.hf3fs.slots.scopes import metadata_keys, page_key
 from hicache_backends.hf3fs.store import TIMEOUT_SECONDS, Store
 from hicache_backends.hf3fs.writer import PageWriter
@@ -185,34 +184,12 @@ class Hf3fsStorage(ObjectStorage):
         return all(self._discard(batch, call) for batch in batches)
 
     def _discard(self, batch: ReadBatch, call: Call) -> bool:
-        """Read pages again and delete the damaged ones. True if the state of all is certain."""
-        store = self.store
-        [scope] = store.scopes([batch.namespace])
-        keys = list(dict.fromkeys(read.key for read in batch.reads))
-        asked = p.LookupScope(scope=scope.name, keys=metadata_keys(keys))
-        [found] = store.metadata.lookup([asked], call, touch=False)
-        certain, going, generations = True, list[str](), list[int]()
-        for at, slot in enumerate(found.slots):
-            if slot < 0:
-                continue
-            listed = p.SlotStatus(
-                slot=slot,
-                state=p.SlotState.LIVE,
-                key=asked.keys[at],
-                generation=found.generations[at],
-                length=found.lengths[at],
-                checksum=found.checksums[at],
-            )
-            damaged = is_damaged(store.engine, scope, listed, Call(call.remaining()))
-            # A page that cannot be read may be whole: it is not deleted.
-            certain &= damaged is not None
-            if damaged:
-                going.append(listed.key)
-                generations.append(listed.generation)
-        if going:
-            store.metadata.delete(
-                [p.DeleteScope(scope=scope.name, keys=going, generations=generations)], call
-            )
+        """Delete the pages that are damaged. True if the state of all is certain."""
+        [scope] = self.store.scopes([batch.namespace])
+        keys = metadata_keys(list(dict.fromkeys(read.key for read in batch.reads)))
+        pages = self.store.metadata.inspect(scope.name, call, keys=keys)
+        listed = [page for page in pages if page.state is p.SlotState.LIVE]
+        _, certain = self.store.delete_damaged(scope, listed, Call(call.remaining()))
         return certain
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:

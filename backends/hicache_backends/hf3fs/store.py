@@ -9,12 +9,13 @@ import threading
 from glob import escape, glob
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.slots.engine import MAX_BUFFERED_BYTES, SlotEngine
+from hicache_backends.hf3fs.slots.engine import MAX_BUFFERED_BYTES, SlotEngine, is_damaged
 from hicache_backends.hf3fs.slots.files import SUFFIX, SlotFile, SlotGeometry, refusals
 from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import make_last, mount_of
+from hicache_metadata_server.protocol import DeleteScope
 from hicache_storage.objects import Call, Namespace, this_process
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from hicache_backends.hf3fs.config import Hf3fsConfig
     from hicache_metadata_server.client.http_client import HttpMetadataClient
+    from hicache_metadata_server.protocol import SlotStatus
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,28 @@ class Store:
     def described_namespaces(self) -> list[Namespace]:
         """Return the namespaces of the slot files in the directory that are of this store."""
         return Namespace.read_all(glob(f"{escape(self.path)}/*-{self._id}.json"))
+
+    def delete_damaged(
+        self, scope: SlotScope, pages: Sequence[SlotStatus], call: Call
+    ) -> tuple[int, bool]:
+        """Read live pages again and delete the damaged ones.
+
+        Returns:
+            Their number, and whether the state of all pages is certain.
+        """
+        keys, generations, certain = list[str](), list[int](), True
+        for page in pages:
+            damaged = is_damaged(self.engine, scope, page, call)
+            # A page that cannot be read may be whole: it is not deleted.
+            certain &= damaged is not None
+            if damaged:
+                keys.append(page.key)
+                generations.append(page.generation)
+        if keys:
+            # With generations: a page that was stored under the key meanwhile stays.
+            going = DeleteScope(scope=scope.name, keys=keys, generations=generations)
+            self.metadata.delete([going], call)
+        return len(keys), certain
 
     def refusals(self) -> list[str]:
         """Return the reasons that can be known before a set for which it would be refused."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.slots.engine import SlotWrite, is_damaged
+from hicache_backends.hf3fs.slots.engine import SlotWrite
 from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
 from hicache_backends.hf3fs.store import TIMEOUT_SECONDS
 from hicache_backends.posix.buffers import split
@@ -51,14 +51,12 @@ class _BatchProgress:
 
     scope: SlotScope
     left: list[ObjectWrite]
+    """Pages to be stored, in their order, in which each is a prefix of the next."""
     deleted: set[ObjectWrite] = field(default_factory=set[ObjectWrite])
     """Writes whose former page this call has deleted."""
     stored: int = 0
-    leases: list[int] = field(default_factory=list[int])
     jobs: list[SlotWrite] = field(default_factory=list[SlotWrite])
-    """One for each lease."""
-    waiting: list[ObjectWrite] = field(default_factory=list[ObjectWrite])
-    """Pages that another writer holds, or for which there is no slot yet."""
+    """One for each lease that is held."""
     full: bool = False
     """The last pass found no slot for some of them."""
     existing: list[ObjectWrite] = field(default_factory=list[ObjectWrite])
@@ -133,20 +131,18 @@ class PageWriter:
                 outcome.faults.append(StorageRefusedError(text))
 
     def _pass(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call) -> bool:
-        """Store what can be stored now. True if the next pass can begin without a pause."""
+        """Store what can be stored now; the rest is left.
+
+        True if the next pass can begin without a pause.
+        """
         self._reserve(batches, outcome, call)
         try:
             self._put(batches, outcome, call)
         except BaseException:
             # Otherwise other writers would wait for these keys until the leases end.
-            self._abort(batches, set())
+            self._abort(batches)
             raise
-        again = self._delete_existing(batches, call)
-        for batch in batches:
-            # In their order, in which each page is a prefix of the next.
-            kept = {*batch.existing, *batch.waiting}
-            batch.left = [write for write in batch.left if write in kept]
-        return again
+        return self._delete_existing(batches, call)
 
     # Leases.
 
@@ -167,9 +163,8 @@ class PageWriter:
         answer = self._store.metadata.reserve(asked, call, lease_seconds=config.lease_seconds)
         until, ends = begin + LEASE_FRACTION * answer.lease_seconds, begin + answer.lease_seconds
         for batch, part in zip(batches, answer.scopes, strict=True):
-            batch.leases = []
+            writes, batch.left = batch.left, []
             batch.jobs = []
-            batch.waiting = []
             batch.full = False
             batch.existing = []
             if part.evicted:
@@ -181,25 +176,24 @@ class PageWriter:
                 - sum(state is Reserved.LEASED for state in part.states)
             )
             columns = zip(
-                batch.left, part.states, part.slots, part.generations, part.leases, strict=True
+                writes, part.states, part.slots, part.generations, part.leases, strict=True
             )
             for write, state, slot, generation, lease in columns:
                 if state is Reserved.LEASED:
-                    batch.leases.append(lease)
                     batch.jobs.append(
-                        SlotWrite(
-                            write, batch.scope.file, slot, until, ends=ends, generation=generation
-                        )
+                        SlotWrite(write, batch.scope.file, slot, generation, lease, until, ends)
                     )
                 elif state is Reserved.EXISTS and write.replaces and write not in batch.deleted:
                     batch.existing.append(write)
+                    batch.left.append(write)
                 elif state is Reserved.EXISTS:
                     write.existed = True
                     outcome.stored.add(write)
                 elif state is Reserved.BUSY or room > 0:
                     room -= state is Reserved.FULL
                     batch.full = batch.full or state is Reserved.FULL
-                    batch.waiting.append(write)
+                    # Another writer has it, or there is no slot yet.
+                    batch.left.append(write)
 
     def _put(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call) -> None:
         """Write the leased slots, and commit those that were written whole."""
@@ -215,33 +209,30 @@ class PageWriter:
             job.fault for batch in batches for job in batch.jobs if job.fault is not None
         ]
         # The caller may have overwritten the bytes while they were written (rule SET-8).
-        if call.expired():
-            self._abort(batches, set())
-            return
-        whole = [
-            [pair for pair in zip(batch.leases, batch.jobs, strict=True) if pair[1].whole]
-            for batch in batches
-        ]
+        if not call.expired():
+            self._commit(batches, outcome, call)
+        self._abort(batches)
+
+    def _commit(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call) -> None:
+        """Publish the pages that were written whole."""
+        whole = [[job for job in batch.jobs if job.whole] for batch in batches]
         asked = [
             CommitScope(
                 scope=batch.scope.name,
-                leases=[lease for lease, _ in pairs],
-                lengths=[job.size for _, job in pairs],
-                checksums=[stored_checksum(job.write.envelope) for _, job in pairs],
+                leases=[job.lease for job in jobs],
+                lengths=[job.size for job in jobs],
+                checksums=[stored_checksum(job.write.envelope) for job in jobs],
             )
-            for batch, pairs in zip(batches, whole, strict=True)
+            for batch, jobs in zip(batches, whole, strict=True)
         ]
         done = self._store.metadata.commit(asked, call)
-        live = set[int]()
-        for batch, pairs, flags in zip(batches, whole, done, strict=True):
+        for batch, jobs, flags in zip(batches, whole, done, strict=True):
             batch.stored += sum(flags)
-            for (lease, job), flag in zip(pairs, flags, strict=True):
-                if flag:
-                    outcome.stored.add(job.write)
-                # Answered, so settled either way: one that was refused is not held any more.
-                live.add(lease)
+            outcome.stored.update(job.write for job, flag in zip(jobs, flags, strict=True) if flag)
         self._note_lost_leases(batches, outcome)
-        self._abort(batches, live)
+        for batch in batches:
+            # Answered, so settled either way: a lease that was refused is not held any more.
+            batch.jobs = [job for job in batch.jobs if not job.whole]
 
     def _note_lost_leases(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome) -> None:
         """Note a fault where leases ended, or were lost to a clear, before their pages were stored.
@@ -268,20 +259,16 @@ class PageWriter:
         if min(job.until for job in jobs) - time.monotonic() > seconds / 2:
             return
         begin = time.monotonic()
-        asked = [LeaseScope(scope=batch.scope.name, leases=batch.leases) for batch in batches]
+        asked = [_leases(batch) for batch in batches]
         held = self._store.metadata.renew(asked, call, lease_seconds=seconds)
         for batch, flags in zip(batches, held, strict=True):
             for job, flag in zip(batch.jobs, flags, strict=True):
                 job.until = begin + LEASE_FRACTION * seconds if flag else 0.0
                 job.ends = begin + seconds if flag else job.ends
 
-    def _abort(self, batches: Sequence[_BatchProgress], settled: set[int]) -> None:
-        """Give leases back, except settled ones."""
-        asked = list[LeaseScope]()
-        for batch in batches:
-            left = [lease for lease in batch.leases if lease not in settled]
-            asked.append(LeaseScope(scope=batch.scope.name, leases=left))
-        self._store.metadata.abort(asked)
+    def _abort(self, batches: Sequence[_BatchProgress]) -> None:
+        """Give leases back."""
+        self._store.metadata.abort([_leases(batch) for batch in batches])
 
     # Late writes.
 
@@ -297,7 +284,7 @@ class PageWriter:
             if not late:
                 continue
             try:
-                damaged = self._delete_damaged(batch.scope, late)
+                damaged = self._delete_overwritten(batch.scope, late)
             except StorageUnavailableError as error:
                 logger.warning(
                     "hf3fs: %d writes ended after their leases, and what they damaged is not "
@@ -312,26 +299,17 @@ class PageWriter:
                     damaged,
                 )
 
-    def _delete_damaged(self, scope: SlotScope, late: Mapping[int, SlotWrite]) -> int:
+    def _delete_overwritten(self, scope: SlotScope, late: Mapping[int, SlotWrite]) -> int:
         # The deadline of the running call has usually passed by now.
         call = Call(TIMEOUT_SECONDS)
-        keys, generations = list[str](), list[int]()
-        for page in self._store.metadata.inspect(scope.name, list(late), call):
+        others = [
+            page
+            for page in self._store.metadata.inspect(scope.name, call, slots=list(late))
             # With the generation of the lease the slot still has this writer's own page.
-            is_others = page.generation != late[page.slot].generation
-            if (
-                page.state is SlotState.LIVE
-                and is_others
-                and is_damaged(self._store.engine, scope, page, call)
-            ):
-                keys.append(page.key)
-                generations.append(page.generation)
-        if keys:
-            # With generations: a page that was stored under the key meanwhile stays.
-            self._store.metadata.delete(
-                [DeleteScope(scope=scope.name, keys=keys, generations=generations)], call
-            )
-        return len(keys)
+            if page.state is SlotState.LIVE and page.generation != late[page.slot].generation
+        ]
+        deleted, _ = self._store.delete_damaged(scope, others, call)
+        return deleted
 
     # Existing pages.
 
@@ -376,6 +354,10 @@ class PageWriter:
                 OSError(errno.EFBIG, f"objects longer than {limit} bytes do not fit into a slot")
             )
         return fitting
+
+
+def _leases(batch: _BatchProgress) -> LeaseScope:
+    return LeaseScope(scope=batch.scope.name, leases=[job.lease for job in batch.jobs])
 
 
 def _prefixes(keys: Sequence[str], call: Call) -> list[str]:

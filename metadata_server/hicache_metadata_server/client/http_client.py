@@ -213,11 +213,14 @@ class HttpMetadataClient:
         marked = self._send_split("/v2/delete", request, p.Marked, call)
         return [scope.done for scope in marked.scopes]
 
-    def inspect(self, scope: str, slots: Sequence[int], call: Call) -> list[p.SlotStatus]:
-        """Request the status of slots."""
+    def inspect(
+        self, scope: str, call: Call, *, slots: Sequence[int] = (), keys: Sequence[str] = ()
+    ) -> list[p.SlotStatus]:
+        """Request the status of slots, or of the slots of keys."""
         limit, found = self.about.limits.keys, list[p.SlotStatus]()
-        for start in range(0, len(slots), limit):
-            request = p.Inspect(scope=scope, slots=list(slots[start : start + limit]))
+        for start in range(0, max(len(slots), len(keys)), limit):
+            some = slice(start, start + limit)
+            request = p.Inspect(scope=scope, slots=list(slots[some]), keys=list(keys[some]))
             found += filter(
                 None, self._with_scopes("/v2/inspect", request, [scope], p.Inspected, call).slots
             )

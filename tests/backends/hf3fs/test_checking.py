@@ -23,7 +23,7 @@ def stored(rig):
     """A rig with three pages, and what the map says of them; one key has to be escaped."""
     one = rig(file_size="1MiB")
     assert all(one.put([A, B, ESCAPED]))
-    pages = one.store.metadata.inspect(one.scope.name, [0, 1, 2], Call(5))
+    pages = one.store.metadata.inspect(one.scope.name, Call(5), slots=[0, 1, 2])
     assert {page.state for page in pages} == {SlotState.LIVE}
     assert not any(damaged(one, page) for page in pages)
     return one, pages

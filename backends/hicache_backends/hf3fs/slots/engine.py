@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,13 +61,14 @@ class SlotWrite:
     write: ObjectWrite
     file: SlotFile
     slot: int
+    generation: int
+    """Of the leased slot."""
+    lease: int
     until: float
     """Time by `time.monotonic()` after which no write begins: 9/10 of the lease."""
-    whole: bool = False
-    ends: float = math.inf
+    ends: float
     """End of the lease. Bytes written after it may damage another client's page."""
-    generation: int = 0
-    """Generation of the leased slot."""
+    whole: bool = False
     fault: OSError | None = None
     size: int = field(init=False)
     """Bytes to write. They differ from `namespace.object_bytes` for objects of another length."""
