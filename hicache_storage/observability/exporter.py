@@ -5,12 +5,9 @@ Needs `hicache-storage[metrics]`.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from typing import TYPE_CHECKING
-
-from hicache_storage.spec import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,20 +15,6 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
 
 logger = logging.getLogger(__name__)
-
-
-def check_exporter_available() -> None:
-    """Check that `prometheus_client` is installed, before anything is opened.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
-    try:
-        importlib.import_module("prometheus_client")
-    except ImportError as error:
-        raise ConfigError(
-            f"metrics_port needs one more package: pip install 'hicache-storage[metrics]' ({error})"
-        ) from error
 
 
 class Exporter:
@@ -50,7 +33,7 @@ class Exporter:
     def __init__(
         self, storage: HiCacheStorage, host: str, port: int, labels: Mapping[str, str]
     ) -> None:
-        # An extra: engines without a metrics port run without the package.
+        # Engines without a metrics port do not wait for it.
         from prometheus_client import CollectorRegistry, start_http_server
 
         from hicache_storage.observability.prometheus import StorageCollector

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import threading
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 
-from hicache_storage.observability.exporter import Exporter, check_exporter_available
-from hicache_storage.spec import ConfigError
+from hicache_storage.observability.exporter import Exporter
 
 HOST = "127.0.0.1"
 
@@ -54,10 +52,3 @@ def test_a_port_that_cannot_be_had_is_told_and_harms_nobody(port, kit, caplog):
         taken.listen()
         Exporter(storage, HOST, port or taken.getsockname()[1], {}).close()
     assert "choose another metrics_port" in caplog.text
-
-
-def test_without_the_package(monkeypatch):
-    check_exporter_available()
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"hicache-storage\[metrics\]"):
-        check_exporter_available()

@@ -27,7 +27,7 @@ from hicache_storage.engines.sglang.identity import (
     storage_identity,
     unserved_reason,
 )
-from hicache_storage.observability.exporter import Exporter, check_exporter_available
+from hicache_storage.observability.exporter import Exporter
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import (
     HiCacheError,
@@ -88,8 +88,6 @@ class SGLangBridge(EngineStorage):
         self._engine = storage_config
         self._config = bridge_config(storage_config.extra_config)
         check_engine(storage_config)
-        if self._config.metrics_port:
-            check_exporter_available()
         self._storage: HiCacheStorage | None = None
         self._exporter: Exporter | None = None
         self._anchor: object = None
