@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_config, tier_identity
-from hicache_storage.spec import ConfigError
+from hicache_storage.spec import ConfigError, InvalidIdentityError
 
 OPTIONS = {"driver": "file", "driver_config": {"path": "/data"}}
 BUILD = {"vllm": "0.32", "device": "cuda 9.0"}
@@ -138,8 +138,6 @@ def test_a_bad_option_is_refused_by_name(options, words):
         tier_config({**OPTIONS, **options})
 
 
-def test_an_engine_without_a_model_or_a_cache_is_refused():
-    with pytest.raises(ConfigError, match="no model name"):
+def test_an_engine_without_a_model_is_refused():
+    with pytest.raises(InvalidIdentityError, match="model must not be empty"):
         fingerprint(Engine(model=Model(name="")))
-    with pytest.raises(ConfigError, match="no KV cache"):
-        fingerprint(Engine(groups=()))

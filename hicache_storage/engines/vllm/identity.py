@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from msgspec import Meta
 
 from hicache_storage.engines.bridge_config import BridgeConfig, parse_options
-from hicache_storage.spec import ConfigError, PoolName, StorageIdentity
+from hicache_storage.spec import PoolName, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,14 +102,8 @@ def tier_identity(
             the attention backend.
 
     Raises:
-        ConfigError: vLLM gave no model name, or no KV cache.
+        InvalidIdentityError: vLLM gave no model name.
     """
-    if not engine.model.name:
-        raise ConfigError(
-            "hicache bridge: vLLM gave no model name, and pages of two models must not meet"
-        )
-    if not engine.groups:
-        raise ConfigError("hicache bridge: vLLM has no KV cache to store")
     parallel = engine.parallel
     portable = engine.canonical_layout and parallel.is_parallelism_agnostic
     return StorageIdentity(
