@@ -7,6 +7,7 @@ import os
 from msgspec import structs
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage.sqlite import open_store
@@ -38,15 +39,19 @@ def compact_all(store, service):
 
 
 def state(service, now=NOW):
-    """State that clients can see."""
-    return [
+    """State that clients can see: scopes, and answers by their idempotency key."""
+    scopes = [
         (
-            name,
+            (name, scope.tenant, scope.lru.slots(STRANGE)),
             [scope.status(slot, now) for slot in range(len(scope.table))],
-            scope.lru.slots(["a", "b"]),
         )
         for name, scope in sorted(service.scopes.items())
     ]
+    return scopes, {
+        once: structs.replace(answer, until=answer.until - now, scope="")
+        for once, answer in service.answers._kept.items()
+        if answer.until > now
+    }
 
 
 def initialize(service, *names, slots=1000, now=NOW, **options):
@@ -109,7 +114,7 @@ def numbered(number):
 
 
 def random_changes(chance, service, scope, now, *, size, batch):
-    """Reserve, and perhaps commit, delete and clear."""
+    """Reserve, and perhaps commit, delete and clear; an answer is remembered."""
     keys = [numbered(chance.randrange(size * 3 // 2)) for _ in range(batch)]
     prefixes = [numbered(chance.randrange(size)) for _ in range(batch)]
     given = reserve(service, keys, scope, now, prefixes if chance.random() < 0.5 else ())
@@ -119,6 +124,8 @@ def random_changes(chance, service, scope, now, *, size, batch):
         delete(service, keys[: batch // 2], scope, now)
     if chance.random() < 0.05:
         clear(service, scope, now)
+    once, kind = f"once {chance.random()}", p.MSGPACK
+    service.answers.add(AnswerRecord(once, now + 9.0, b"digest", kind, 200, b"\x00body", scope))
 
 
 def write_and_compact(chance, store, service, now=NOW, *, write=None, compact=None):
@@ -136,19 +143,22 @@ def write_and_compact(chance, store, service, now=NOW, *, write=None, compact=No
 
 
 def check_restored(before, after, seconds=0.0):
-    """A state came back: all pages and leases, whose ends differ by so many seconds at most."""
-    for (name, slots, live), (again, restored, alive) in zip(before, after, strict=True):
-        assert (name, live) == (again, alive)
+    """A state came back: all pages, leases and answers, whose ends differ by so many seconds at
+    most."""
+    (scopes, answers), (scopes_again, found) = before, after
+    assert answers.keys() == found.keys()
+    for once, answer in answers.items():
+        assert structs.replace(answer, until=found[once].until) == found[once]
+        assert abs(answer.until - found[once].until) <= seconds
+    for (scope, slots), (again, restored) in zip(scopes, scopes_again, strict=True):
+        assert scope == again
         assert [slot.generation for slot in slots] == [slot.generation for slot in restored]
         for slot, same in zip(slots, restored, strict=True):
             if slot.state is p.SlotState.QUARANTINED:
                 # A restart knows when a lease has ended, and not when its server has seen that.
                 late = same.seconds_left - slot.seconds_left
-                assert (
-                    -QUARANTINE - seconds
-                    <= late
-                    <= max(0.0, QUARANTINE - slot.seconds_left) + seconds
-                )
+                longest = max(0.0, QUARANTINE - slot.seconds_left)
+                assert -QUARANTINE - seconds <= late <= longest + seconds
             if {slot.state, same.state} & {p.SlotState.LIVE, p.SlotState.LEASED}:
                 assert abs(slot.seconds_left - same.seconds_left) <= seconds
                 assert structs.replace(slot, seconds_left=0.0) == structs.replace(
