@@ -112,7 +112,7 @@ class Site:
             process.wait()
 
     def pytest(
-        self, *arguments, cwd, plugins="hicache_conformance.plugin", seconds=300, **variables
+        self, *arguments, cwd, plugins="hicache_conformance.plugin", seconds=840, **variables
     ):
         """Run pytest in a directory, with no plugin but the suite's and those named."""
         chosen = [part for name in plugins.split(",") for part in ("-p", name)]
@@ -143,7 +143,7 @@ class Site:
             seconds=seconds,
         )
 
-    def _run(self, *arguments, cwd, seconds=300, **variables):
+    def _run(self, *arguments, cwd, seconds=840, **variables):
         command = [sys.executable, "-P", *arguments]
         done = subprocess.run(
             command,
