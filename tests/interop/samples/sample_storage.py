@@ -150,11 +150,11 @@ class Wrong(SampleStorage):
         return [self.has(pool, key) for key in keys]
 
     def write(self, pool, keys, host_indices):
-        """Write over what exists, and publish pages of zeros 2 ms before."""
+        """Write over what exists, and publish pages of zeros 10 ms before."""
         blank = self.pools[pool].get_data_page(0, flat=True) * 0
         names = [self.name(pool, key) for key in keys]
         self.pages.update(dict.fromkeys(names, blank))
-        time.sleep(0.002)
+        time.sleep(0.01)
         for name in names:
             del self.pages[name]
         return super().write(pool, keys, host_indices)
