@@ -11,8 +11,6 @@ They come from its `sglang.srt.mem_cache.utils`, in an environment where it is i
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hicache_storage.hybrid import namespace_seed, page_hashes
 from hicache_storage.spec import InvalidTransferError
@@ -55,7 +53,9 @@ WIDE = [
 
 
 def test_keys_are_sglangs():
-    assert page_hashes(TOKENS, 4) == PLAIN
+    # A partial page at the end has none.
+    assert page_hashes([*TOKENS, 7], 4) == PLAIN
+    assert page_hashes(TOKENS[8:], 4, prior=PLAIN[1]) == PLAIN[2:]
     assert page_hashes([0, 1, 2**31 - 1, 2**31], 2) == WIDE
 
 
@@ -64,19 +64,6 @@ def test_namespaces_are_sglangs(names, expected):
     seed = namespace_seed(*names)
     assert seed == expected[0]
     assert page_hashes(TOKENS[:4], 4, prior=seed) == [expected[1]]
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 5), st.integers(0, 10))
-def test_a_key_says_all_tokens_before(tokens, page_size, cut):
-    keys = page_hashes(tokens, page_size)
-    assert len(keys) == len(tokens) // page_size
-    head = min(cut, len(keys))
-    rest = page_hashes(
-        tokens[head * page_size :], page_size, prior=keys[head - 1] if head else None
-    )
-    assert keys[:head] + rest == keys
-    if keys:
-        assert page_hashes([tokens[0] ^ 1, *tokens[1:]], page_size)[-1] != keys[-1]
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**32], ["a"], [1.5]])
