@@ -137,9 +137,9 @@ class ToyServer(Server):
 
     def check(self, rows: torch.Tensor, slot: int, tokens: Sequence[int]) -> None:
         """Compare what the device holds with a full recomputation."""
-        states, places = self.stack.states, torch.arange(1, len(tokens) + 1)
-        assert states is not None
-        found = [*(part[0][rows, 0] for part in self.stack.kv.parts), states.parts[0][0, slot]]
+        pools, places = self.stack.device_pools, torch.arange(1, len(tokens) + 1)
+        kv, states = pools[PoolName.KV], pools[PoolName.MAMBA]
+        found = [*(part[0][rows, 0] for part in kv.parts), states.parts[0][0, slot]]
         wanted = [*_kv(tokens, 0), (torch.tensor(tokens) * places).sum().view(1)]
         window = torch.tensor([*[0] * WINDOW, *tokens][-WINDOW:], dtype=torch.int32)
         pairs = zip([*found, states.parts[1][0, slot]], [*wanted, window], strict=True)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from hicache_storage import PoolName
 from tiny_hybrid_lm_parts.model import Segment
 from tiny_hybrid_lm_parts.requests import Restored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from hicache_storage import PoolName
     from hicache_storage.hybrid import HybridStack
     from hicache_storage.hybrid.radix import MatchResult
     from hicache_storage.pools import DevicePool
@@ -42,7 +42,8 @@ class Server:
         self.stack = stack
         self._limit = running
         self._cache = stack.cache
-        self._states = stack.states
+        self._kv = stack.device_pools[PoolName.KV]
+        self._states = stack.device_pools.get(PoolName.MAMBA)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -164,7 +165,7 @@ class Server:
         length = self._cache.committed_length(len(request.tokens))
         gives_state = 0 < request.kept == length
         self._insert(request, length, {length: request.checkpoint} if gives_state else {})
-        self.stack.kv.free(request.rows[request.cached :])
+        self._kv.free(request.rows[request.cached :])
         if self._states:
             self._states.free(
                 torch.tensor([request.slot] if gives_state else [request.slot, request.checkpoint])
@@ -192,7 +193,7 @@ class Server:
     def _wait_on_cpu(self) -> None:
         """On the CPU the model computes in this thread, which waits for what its stream would wait
         for."""
-        if self.stack.kv.device.type == "cpu":
+        if self._kv.device.type == "cpu":
             self.stack.compute.synchronize()
 
 

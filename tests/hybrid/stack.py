@@ -248,7 +248,7 @@ class Session:
             assert torch.equal(tensor.cpu(), wanted)
         self.cache.unlock(lock)
         if loaded.state_slot is not None:
-            self.stack.states.free(torch.tensor([loaded.state_slot]))
+            self.stack.device_pools[MAMBA].free(torch.tensor([loaded.state_slot]))
         return match.length, match.host_length
 
     def fetch(self):

@@ -71,9 +71,8 @@ class HybridStack:
         self.config = config
         self.controller = controller
         self.cache = cache
-        self.group = pools.group
-        """All pools together. Their slots are taken through `cache` and `controller`."""
         self.device_pools = pools.device_pools
+        """By name: KV, and those of states and of an indexer where the model has them."""
         self.host_pools = pools.host_pools
         self.transfers = pools.transfers
         """Copies between the pools, for another controller over them."""
@@ -81,19 +80,6 @@ class HybridStack:
         """The stream whose kernels read and write the device pools."""
         self._rank_group = controller.rank_group
         self._closing = closing
-
-    @property
-    def kv(self) -> DevicePool:
-        """KV on the device, as `config.attention` describes it."""
-        return self.device_pools[PoolName.KV]
-
-    @property
-    def states(self) -> DevicePool | None:
-        """States on the device, of running requests and of cached prefixes.
-
-        None for a model without them.
-        """
-        return self.device_pools.get(PoolName.MAMBA)
 
     def __enter__(self) -> Self:
         return self
