@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.plugin import CAPABILITIES
 from hicache_backends.hf3fs.reader import PageReader
-from hicache_backends.hf3fs.slots.scopes import metadata_keys, page_key
+from hicache_backends.hf3fs.slots.names import metadata_keys, page_key
 from hicache_backends.hf3fs.store import TIMEOUT_SECONDS, Store
 from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_backends.hf3fs.config import Hf3fsConfig
-    from hicache_backends.hf3fs.slots.scopes import SlotScope
+    from hicache_backends.hf3fs.slots.files import SlotFile
     from hicache_storage.objects import LookupBatch, Namespace, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
 
@@ -102,8 +102,8 @@ class Hf3fsStorage(ObjectStorage):
         )
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        scopes = self.store.scopes([batch.namespace for batch in batches])
-        found = self.store.metadata.lookup(_lookups(scopes, batches), call)
+        files = self.store.files([batch.namespace for batch in batches])
+        found = self.store.metadata.lookup(_lookups(files, batches), call)
         return [
             [length == batch.namespace.object_bytes for length in part.lengths]
             for part, batch in zip(found, batches, strict=True)
@@ -120,21 +120,21 @@ class Hf3fsStorage(ObjectStorage):
         return [[write in outcome.stored for write in batch.writes] for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        scopes = self.store.scopes([batch.namespace for batch in batches])
+        files = self.store.files([batch.namespace for batch in batches])
         asked = [
             p.DeleteScope(scope=lookup.scope, keys=lookup.keys)
-            for lookup in _lookups(scopes, batches)
+            for lookup in _lookups(files, batches)
         ]
         return self.store.metadata.delete(asked, call)
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        scopes = self.store.scopes(namespaces)
-        self.store.metadata.clear(list(dict.fromkeys(scope.name for scope in scopes)), call)
+        files = self.store.files(namespaces)
+        self.store.metadata.clear(list(dict.fromkeys(file.scope for file in files)), call)
 
     def collect_removals(
         self, namespaces: Sequence[Namespace], call: Call
     ) -> tuple[list[ObjectRemoval], bool]:
-        scopes = {scope.name: scope.namespace for scope in self.store.scopes(namespaces)}
+        scopes = {file.scope: file.namespace for file in self.store.files(namespaces)}
         self._cursors |= dict.fromkeys(scopes.keys() - self._cursors.keys())
         # Kept in the storage until all are known: if a request fails, the next call has them.
         for name, part in self.store.metadata.removals(self._cursors, call):
@@ -147,15 +147,15 @@ class Hf3fsStorage(ObjectStorage):
 
     def recall_removals(self, batches: Sequence[LookupBatch], call: Call) -> list[ObjectRemoval]:
         metadata, found = self.store.metadata, list[ObjectRemoval]()
-        scopes = self.store.scopes([batch.namespace for batch in batches])
-        for scope, batch in zip(scopes, batches, strict=True):
-            keys, everything = set(batch.keys), metadata.removals({scope.name: ""}, call)
+        files = self.store.files([batch.namespace for batch in batches])
+        for file, batch in zip(files, batches, strict=True):
+            keys, everything = set(batch.keys), metadata.removals({file.scope: ""}, call)
             for _, part in everything:
                 found += [one for one in _removals(batch.namespace, part) if one.key in keys]
         return sorted(found, key=lambda one: one.seconds)
 
     def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
-        scopes = self.store.scopes(namespaces)
+        files = self.store.files(namespaces)
         # Slots that were freed just now are free after the quarantine. Each attempt is a line in the
         # server's audit log, so the first one comes then, where there is the time.
         pause = self.store.metadata.about.limits.quarantine_seconds + MARGIN_SECONDS
@@ -164,7 +164,7 @@ class Hf3fsStorage(ObjectStorage):
             time.sleep(pause)
         while True:
             try:
-                self.store.metadata.drop([scope.name for scope in scopes], call)
+                self.store.metadata.drop([file.scope for file in files], call)
                 break
             except InUseError:
                 left = call.remaining()
@@ -173,8 +173,8 @@ class Hf3fsStorage(ObjectStorage):
                     return False
             time.sleep(POLL_SECONDS)
         # After the drop: until then other clients use the slots.
-        for scope in scopes:
-            scope.file.remove()
+        for file in files:
+            file.remove()
         return True
 
     def described_namespaces(self) -> list[Namespace]:
@@ -185,11 +185,11 @@ class Hf3fsStorage(ObjectStorage):
 
     def _discard(self, batch: ReadBatch, call: Call) -> bool:
         """Delete the pages that are damaged. True if the state of all is certain."""
-        [scope] = self.store.scopes([batch.namespace])
+        [file] = self.store.files([batch.namespace])
         keys = metadata_keys(list(dict.fromkeys(read.key for read in batch.reads)))
-        pages = self.store.metadata.inspect(scope.name, call, keys=keys)
+        pages = self.store.metadata.inspect(file.scope, call, keys=keys)
         listed = [page for page in pages if page.state is p.SlotState.LIVE]
-        _, certain = self.store.delete_damaged(scope, listed, Call(call.remaining()))
+        _, certain = self.store.delete_damaged(file, listed, Call(call.remaining()))
         return certain
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:
@@ -205,8 +205,8 @@ def _removals(namespace: Namespace, part: p.RemovedPages) -> list[ObjectRemoval]
     ]
 
 
-def _lookups(scopes: Sequence[SlotScope], batches: Sequence[LookupBatch]) -> list[p.LookupScope]:
+def _lookups(files: Sequence[SlotFile], batches: Sequence[LookupBatch]) -> list[p.LookupScope]:
     return [
-        p.LookupScope(scope=scope.name, keys=metadata_keys(batch.keys))
-        for scope, batch in zip(scopes, batches, strict=True)
+        p.LookupScope(scope=file.scope, keys=metadata_keys(batch.keys))
+        for file, batch in zip(files, batches, strict=True)
     ]

@@ -21,6 +21,8 @@ CAPABILITIES: Final = Capabilities(
     networked=True,
     hung_reads=HungReads.BOUNCE_BUFFER,
 )
+"""On a store that many nodes share; an open storage knows its own."""
+
 _COMMAND_LINE = "from hicache_storage.cli.main import main; main()"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import SlotRead
-from hicache_backends.hf3fs.slots.scopes import metadata_keys
+from hicache_backends.hf3fs.slots.names import metadata_keys
 from hicache_backends.posix.outcomes import ReadOutcome
 from hicache_metadata_server.protocol import LookupScope
 from hicache_storage.objects import ObjectRead
@@ -14,7 +14,7 @@ from hicache_storage.objects.namespace import stored_checksum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.hf3fs.slots.scopes import SlotScope
+    from hicache_backends.hf3fs.slots.files import SlotFile
     from hicache_backends.hf3fs.store import Store
     from hicache_metadata_server.protocol import FoundPages
     from hicache_storage.objects import Call, ReadBatch
@@ -40,17 +40,17 @@ class PageReader:
             StorageUnavailableError: the metadata server does not answer.
         """
         outcome = ReadOutcome()
-        scopes = self._store.scopes([batch.namespace for batch in batches])
+        files = self._store.files([batch.namespace for batch in batches])
         wrong = dict[ObjectRead, _Location]()
         left = [list(batch.reads) for batch in batches]
         for attempt in range(ATTEMPTS):
             asked = [
-                LookupScope(scope=scope.name, keys=metadata_keys([read.key for read in reads]))
-                for scope, reads in zip(scopes, left, strict=True)
+                LookupScope(scope=file.scope, keys=metadata_keys([read.key for read in reads]))
+                for file, reads in zip(files, left, strict=True)
             ]
             # One use for the LRU order, however often the page is read again.
             found = self._store.metadata.lookup(asked, call, touch=not attempt)
-            wrong = self._read_found(scopes, left, found, wrong, outcome, call)
+            wrong = self._read_found(files, left, found, wrong, outcome, call)
             if not wrong or call.expired():
                 break
             left = [[read for read in reads if read in wrong] for reads in left]
@@ -61,7 +61,7 @@ class PageReader:
 
     def _read_found(
         self,
-        scopes: Sequence[SlotScope],
+        files: Sequence[SlotFile],
         left: Sequence[Sequence[ObjectRead]],
         pages: Sequence[FoundPages],
         before: dict[ObjectRead, _Location],
@@ -73,7 +73,7 @@ class PageReader:
         Returns the reads that failed verification, with their locations.
         """
         jobs, locations = list[SlotRead](), list[_Location]()
-        for scope, reads, found in zip(scopes, left, pages, strict=True):
+        for file, reads, found in zip(files, left, pages, strict=True):
             columns = zip(
                 found.slots, found.generations, found.lengths, found.checksums, strict=True
             )
@@ -90,7 +90,7 @@ class PageReader:
                     # The slot was this page's before and after the read, so its content is damaged.
                     read.damaged = True
                 else:
-                    jobs.append(SlotRead(read, scope.file, slot))
+                    jobs.append(SlotRead(read, file, slot))
                     locations.append(location)
         self._store.engine.read(jobs, call)
         wrong = dict[ObjectRead, _Location]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -10,8 +9,8 @@ from glob import escape, glob
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import MAX_BUFFERED_BYTES, SlotEngine, is_damaged
-from hicache_backends.hf3fs.slots.files import SUFFIX, SlotFile, SlotGeometry, refusals
-from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
+from hicache_backends.hf3fs.slots.files import SlotFile
+from hicache_backends.hf3fs.slots.names import store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import make_last, mount_of
@@ -53,7 +52,7 @@ class Store:
         self.config = config
         self.path = os.path.abspath(config.path)
         self._create()
-        self._scopes: dict[str, SlotScope] = {}
+        self._files: dict[str, SlotFile] = {}
         self._lock = threading.Lock()
         self.metadata = self._open_metadata(count_failover)
         self.metadata.owner = this_process()
@@ -65,11 +64,11 @@ class Store:
             self.metadata.close()
             raise
 
-    def scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope]:
-        """Return the scopes of namespaces; declare the new ones to the metadata client."""
-        # Every call comes here, so the lock is only taken for a new scope; none is ever removed.
+    def files(self, namespaces: Sequence[Namespace]) -> list[SlotFile]:
+        """Return the files of namespaces; declare new scopes to the metadata client."""
+        # Every call comes here, so the lock is only taken for a new file; none is ever removed.
         return [
-            self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces
+            self._files.get(namespace.name) or self._declare(namespace) for namespace in namespaces
         ]
 
     def described_namespaces(self) -> list[Namespace]:
@@ -77,7 +76,7 @@ class Store:
         return Namespace.read_all(glob(f"{escape(self.path)}/*-{self._id}.json"))
 
     def delete_damaged(
-        self, scope: SlotScope, pages: Sequence[SlotStatus], call: Call
+        self, file: SlotFile, pages: Sequence[SlotStatus], call: Call
     ) -> tuple[int, bool]:
         """Read live pages again and delete the damaged ones.
 
@@ -86,7 +85,7 @@ class Store:
         """
         keys, generations, certain = list[str](), list[int](), True
         for page in pages:
-            damaged = is_damaged(self.engine, scope, page, call)
+            damaged = is_damaged(self.engine, file, page, call)
             # A page that cannot be read may be whole: it is not deleted.
             certain &= damaged is not None
             if damaged:
@@ -94,18 +93,31 @@ class Store:
                 generations.append(page.generation)
         if keys:
             # With generations: a page that was stored under the key meanwhile stays.
-            going = DeleteScope(scope=scope.name, keys=keys, generations=generations)
+            going = DeleteScope(scope=file.scope, keys=keys, generations=generations)
             self.metadata.delete([going], call)
         return len(keys), certain
 
     def refusals(self) -> list[str]:
         """Return the reasons that can be known before a set for which it would be refused."""
-        return refusals(self.path, [scope.file for scope in list(self._scopes.values())])
+        status = os.statvfs(self.path)
+        paths = [file.path for file in list(self._files.values()) if os.path.exists(file.path)]
+        sparse = not paths or any(
+            os.stat(path).st_blocks * 512 < os.stat(path).st_size for path in paths
+        )
+        reasons = {
+            "the file system is mounted read-only": status.f_flag & os.ST_RDONLY,
+            f"{self.path} is not writable for this user": not all(
+                os.access(path, os.W_OK) for path in paths or [self.path]
+            ),
+            # Some file systems have no fixed number, and report 0.
+            "the file system is full": status.f_blocks and not status.f_bavail and sparse,
+        }
+        return [reason for reason, applies in reasons.items() if applies]
 
-    def sustained(self, scope: SlotScope) -> str:
+    def sustained(self, file: SlotFile) -> str:
         """What sets can store for long once a file is full, for logs."""
-        shape, limits = scope.file.geometry, self.metadata.about.limits
-        pages, size = limits.sustained(shape.slots), limits.sustained(shape.file_bytes)
+        limits = self.metadata.about.limits
+        pages, size = limits.sustained(file.slots), limits.sustained(file.file_bytes)
         return f"{pages:.3g} pages/s ({size / 1e6:.3g} MB/s)"
 
     def close(self) -> None:
@@ -114,42 +126,27 @@ class Store:
             self.metadata.close()
         finally:
             self.engine.close()
-            for scope in list(self._scopes.values()):
-                with contextlib.suppress(OSError):
-                    scope.file.close()
+            for file in list(self._files.values()):
+                file.close()
 
-    def _declare(self, namespace: Namespace) -> SlotScope:
+    def _declare(self, namespace: Namespace) -> SlotFile:
+        config = self.config
         with self._lock:
-            scope = self._scopes.get(namespace.name)
-            if scope is None:
-                scope = self._scope_of(namespace)
-                self.metadata.declare(
-                    scope.geometry,
-                    self.config.lease_seconds,
-                    scope.file.is_written,
-                    namespace.identity.model,
+            file = self._files.get(namespace.name)
+            if file is None:
+                file = SlotFile(
+                    self.path, self._id, namespace, config.file_bytes, self.engine.adopt
                 )
-                shape = scope.file.geometry
+                self.metadata.declare(
+                    file.geometry, config.lease_seconds, file.is_written, namespace.identity.model
+                )
                 logger.info(
                     "hf3fs: %s has %d slots of %d bytes; full, it takes %s for long",
-                    *(scope.name, shape.slots, shape.slot_bytes, self.sustained(scope)),
+                    *(file.scope, file.slots, file.slot_bytes, self.sustained(file)),
                 )
                 # Last: a scope that could not be declared is declared again by the next call.
-                self._scopes[namespace.name] = scope
-            return scope
-
-    def _scope_of(self, namespace: Namespace) -> SlotScope:
-        # The map is named by the store's id, and so is the file. Under a name without it, a map made
-        # after the directory was emptied would give out slots of the file that the engines of the
-        # former map make again.
-        name = f"{namespace.pool}-{namespace.name}-{self._id}"
-        file = SlotFile(
-            os.path.join(self.path, name + SUFFIX),
-            SlotGeometry.of(namespace, self.config.file_bytes),
-            self.engine.adopt,
-            namespace.describe(),
-        )
-        return SlotScope(f"0:{name}", namespace, file)
+                self._files[namespace.name] = file
+            return file
 
     def _create(self) -> None:
         if os.path.exists(self.path) and not os.path.isdir(self.path):

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import SlotWrite
-from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
+from hicache_backends.hf3fs.slots.names import metadata_key, metadata_keys
 from hicache_backends.hf3fs.store import TIMEOUT_SECONDS
 from hicache_backends.posix.buffers import split
 from hicache_backends.posix.faults import detached
@@ -31,7 +31,7 @@ from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, Stora
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_backends.hf3fs.slots.scopes import SlotScope
+    from hicache_backends.hf3fs.slots.files import SlotFile
     from hicache_backends.hf3fs.store import Store
     from hicache_storage.objects import Namespace, WriteBatch
 
@@ -49,7 +49,7 @@ MAX_PAUSE_SECONDS: Final = 0.1
 class _BatchProgress:
     """Progress of one batch of a call."""
 
-    scope: SlotScope
+    file: SlotFile
     left: list[ObjectWrite]
     """Pages to be stored, in their order, in which each is a prefix of the next."""
     deleted: set[ObjectWrite] = field(default_factory=set[ObjectWrite])
@@ -82,20 +82,20 @@ class PageWriter:
             StorageUnavailableError: the metadata server does not answer, and nothing was stored.
         """
         outcome = WriteOutcome()
-        scopes = self._store.scopes([batch.namespace for batch in batches])
+        files = self._store.files([batch.namespace for batch in batches])
         progress = [
-            _BatchProgress(scope, self._fitting(batch, scope, outcome))
-            for batch, scope in zip(batches, scopes, strict=True)
+            _BatchProgress(file, self._fitting(batch, file, outcome))
+            for batch, file in zip(batches, files, strict=True)
         ]
         if call.expired():
             return outcome
         # In this order: a client that finds a file without length tells the server that nobody has
         # a lease of it, and that must be so.
-        self._store.metadata.initialize([scope.name for scope in scopes], call)
+        self._store.metadata.initialize([file.scope for file in files], call)
         for batch in progress:
             try:
                 # Before the reservation, which may evict pages for those that cannot be written.
-                batch.scope.file.borrow(writes=True)
+                batch.file.borrow(writes=True)
             except OSError as error:
                 outcome.faults.append(detached(error))
                 batch.left = []
@@ -123,8 +123,8 @@ class PageWriter:
         for batch in batches:
             if batch.full and batch.left:
                 text = (
-                    f"no slot of {batch.scope.name} is free, all are leased or in quarantine; "
-                    f"full, it takes {self._store.sustained(batch.scope)} for long, and more with a "
+                    f"no slot of {batch.file.scope} is free, all are leased or in quarantine; "
+                    f"full, it takes {self._store.sustained(batch.file)} for long, and more with a "
                     f"larger file_size or a shorter quarantine; a restored store of the server "
                     f"gives slots once earlier leases have ended"
                 )
@@ -151,7 +151,7 @@ class PageWriter:
     ) -> None:
         config = self._store.config
         named = [
-            (batch.scope.name, metadata_keys([write.key for write in batch.left]))
+            (batch.file.scope, metadata_keys([write.key for write in batch.left]))
             for batch in batches
         ]
         asked = [
@@ -168,10 +168,10 @@ class PageWriter:
             batch.full = False
             batch.existing = []
             if part.evicted:
-                self._on_evicted(batch.scope.namespace, part.evicted)
+                self._on_evicted(batch.file.namespace, part.evicted)
             # Pages of this call are not evicted for others of it, so no more than these can wait.
             room = (
-                batch.scope.file.geometry.slots
+                batch.file.slots
                 - batch.stored
                 - sum(state is Reserved.LEASED for state in part.states)
             )
@@ -181,7 +181,7 @@ class PageWriter:
             for write, state, slot, generation, lease in columns:
                 if state is Reserved.LEASED:
                     batch.jobs.append(
-                        SlotWrite(write, batch.scope.file, slot, generation, lease, until, ends)
+                        SlotWrite(write, batch.file, slot, generation, lease, until, ends)
                     )
                 elif state is Reserved.EXISTS and write.replaces and write not in batch.deleted:
                     batch.existing.append(write)
@@ -218,7 +218,7 @@ class PageWriter:
         whole = [[job for job in batch.jobs if job.whole] for batch in batches]
         asked = [
             CommitScope(
-                scope=batch.scope.name,
+                scope=batch.file.scope,
                 leases=[job.lease for job in jobs],
                 lengths=[job.size for job in jobs],
                 checksums=[stored_checksum(job.write.envelope) for job in jobs],
@@ -284,7 +284,7 @@ class PageWriter:
             if not late:
                 continue
             try:
-                damaged = self._delete_overwritten(batch.scope, late)
+                damaged = self._delete_overwritten(batch.file, late)
             except StorageUnavailableError as error:
                 logger.warning(
                     "hf3fs: %d writes ended after their leases, and what they damaged is not "
@@ -299,16 +299,16 @@ class PageWriter:
                     damaged,
                 )
 
-    def _delete_overwritten(self, scope: SlotScope, late: Mapping[int, SlotWrite]) -> int:
+    def _delete_overwritten(self, file: SlotFile, late: Mapping[int, SlotWrite]) -> int:
         # The deadline of the running call has usually passed by now.
         call = Call(TIMEOUT_SECONDS)
         others = [
             page
-            for page in self._store.metadata.inspect(scope.name, call, slots=list(late))
+            for page in self._store.metadata.inspect(file.scope, call, slots=list(late))
             # With the generation of the lease the slot still has this writer's own page.
             if page.state is SlotState.LIVE and page.generation != late[page.slot].generation
         ]
-        deleted, _ = self._store.delete_damaged(scope, others, call)
+        deleted, _ = self._store.delete_damaged(file, others, call)
         return deleted
 
     # Existing pages.
@@ -318,7 +318,7 @@ class PageWriter:
         if not any(batch.existing for batch in batches):
             return False
         asked = [
-            LookupScope(scope=batch.scope.name, keys=metadata_keys([w.key for w in batch.existing]))
+            LookupScope(scope=batch.file.scope, keys=metadata_keys([w.key for w in batch.existing]))
             for batch in batches
         ]
         found = self._store.metadata.lookup(asked, call, touch=False)
@@ -334,7 +334,7 @@ class PageWriter:
             batch.deleted.update(batch.existing)
             going.append(
                 DeleteScope(
-                    scope=batch.scope.name,
+                    scope=batch.file.scope,
                     keys=[key for key, _ in there],
                     generations=[generation for _, generation in there],
                 )
@@ -344,10 +344,10 @@ class PageWriter:
         return True
 
     def _fitting(
-        self, batch: WriteBatch, scope: SlotScope, outcome: WriteOutcome
+        self, batch: WriteBatch, file: SlotFile, outcome: WriteOutcome
     ) -> list[ObjectWrite]:
         """Return the writes that fit into a slot; only objects of another length do not."""
-        limit = scope.file.geometry.slot_bytes - ENVELOPE_BYTES
+        limit = file.slot_bytes - ENVELOPE_BYTES
         fitting = [write for write in batch.writes if sum(map(len, write.buffers)) <= limit]
         if len(fitting) < len(batch.writes):
             outcome.faults.append(
@@ -357,7 +357,7 @@ class PageWriter:
 
 
 def _leases(batch: _BatchProgress) -> LeaseScope:
-    return LeaseScope(scope=batch.scope.name, leases=[job.lease for job in batch.jobs])
+    return LeaseScope(scope=batch.file.scope, leases=[job.lease for job in batch.jobs])
 
 
 def _prefixes(keys: Sequence[str], call: Call) -> list[str]:

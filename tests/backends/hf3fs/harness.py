@@ -27,17 +27,17 @@ class Rig(FileRig):
         super().__init__(path, storage=storage, pages=pages, components=components)
 
     @property
-    def scope(self):
-        return self.store.scopes([self.kv])[0]
+    def file(self):
+        return self.store.files([self.kv])[0]
 
     def overwrite(self, slot, data, at=0):
         """Other bytes in a slot, below the driver."""
-        with open(self.scope.file.path, "r+b") as file:
-            file.seek(self.scope.file.offset(slot) + at)
+        with open(self.file.path, "r+b") as file:
+            file.seek(self.file.offset(slot) + at)
             file.write(data)
 
     def slot(self, key):
-        asked = [p.LookupScope(scope=self.scope.name, keys=[key])]
+        asked = [p.LookupScope(scope=self.file.scope, keys=[key])]
         return self.store.metadata.lookup(asked, Call(5), touch=False)[0].slots[0]
 
 

@@ -15,7 +15,7 @@ A, B, ESCAPED = "a", "b", "~tilde"
 
 
 def damaged(rig, page):
-    return is_damaged(rig.store.engine, rig.scope, page, Call(5))
+    return is_damaged(rig.store.engine, rig.file, page, Call(5))
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def stored(rig):
     """A rig with three pages, and what the map says of them; one key has to be escaped."""
     one = rig(file_size="1MiB")
     assert all(one.put([A, B, ESCAPED]))
-    pages = one.store.metadata.inspect(one.scope.name, Call(5), slots=[0, 1, 2])
+    pages = one.store.metadata.inspect(one.file.scope, Call(5), slots=[0, 1, 2])
     assert {page.state for page in pages} == {SlotState.LIVE}
     assert not any(damaged(one, page) for page in pages)
     return one, pages
@@ -41,9 +41,9 @@ def test_what_the_map_says_is_compared_with_the_slot(stored, changed):
 
 def test_a_file_that_is_short_or_unreadable(stored):
     one, pages = stored
-    os.truncate(one.scope.file.path, 100)
+    os.truncate(one.file.path, 100)
     assert damaged(one, pages[1])
-    os.unlink(one.scope.file.path)
-    os.mkdir(one.scope.file.path)
-    one.scope.file.close()
+    os.unlink(one.file.path)
+    os.mkdir(one.file.path)
+    one.file.close()
     assert damaged(one, pages[0]) is None

@@ -92,7 +92,7 @@ def test_a_page_that_has_moved_is_read_from_where_it_is(rig):
         # They land elsewhere: what they had rests, or is overwritten here.
         assert all(other.put(keys, version=1))
         for slot in slots - {one.slot(key) for key in keys}:
-            one.overwrite(slot, b"\0" * one.scope.file.geometry.slot_bytes)
+            one.overwrite(slot, b"\0" * one.file.slot_bytes)
 
     with interrupted(one.store.engine, "read", move):
         one.expect(keys, version=1)
@@ -154,7 +154,7 @@ def test_a_set_pauses_only_where_it_waits(rig, monkeypatch):
     assert all(one.put(chain("a", 4)))
     assert all(one.put(chain("a", 6)))
     assert pauses == []
-    asked = p.ReserveScope(scope=one.scope.name, keys=chain("b", 1))
+    asked = p.ReserveScope(scope=one.file.scope, keys=chain("b", 1))
     one.store.metadata.reserve([asked], Call(5), lease_seconds=60.0)
     assert one.put(chain("b", 1)) == [False]
     assert sum(pauses) == pytest.approx(1.0, abs=0.2)
@@ -198,7 +198,7 @@ def test_a_file_that_was_removed_is_made_anew(rig, monkeypatch):
     monkeypatch.setattr(files, "POLL_SECONDS", 0.0)
     one, other, keys = rig(), rig(), chain("a", 2)
     assert all(one.put(keys))
-    os.unlink(one.scope.file.path)
+    os.unlink(one.file.path)
     assert one.get(keys) == [None, None]
     assert all(one.put(keys))
     other.expect(keys)
@@ -292,7 +292,7 @@ def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, kept_server):
 def test_a_storage_names_its_model_once(rig, server):
     one = rig(metadata_url=server.url)
     assert all(one.put(chain("a", 8)))
-    labels = f'model="{identity().model}",scope="{one.scope.name}"'
+    labels = f'model="{identity().model}",scope="{one.file.scope}"'
     series = f"hicache_metadata_scope_info{{{labels}}} 1.0".encode()
     client = HttpClient(server.url)
     eventually(lambda: series in client.get("/metrics").body)

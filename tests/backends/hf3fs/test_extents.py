@@ -28,7 +28,7 @@ class Requests:
     def __init__(self, monkeypatch, one, name):
         self.slots = list[list[int]]()
         self.bad = -1
-        step, real = one.scope.file.geometry.slot_bytes, getattr(engine_module, name)
+        step, real = one.file.slot_bytes, getattr(engine_module, name)
 
         def stand_in(descriptor, buffers, offset):
             touched = list(range(offset // step, (offset + sum(map(len, buffers)) - 1) // step + 1))
@@ -46,7 +46,7 @@ def test_neighbours_go_together(one, monkeypatch):
         Requests(monkeypatch, one, "write_from"),
         chain("a", 20),
     )
-    together = IO_BYTES // one.scope.file.geometry.slot_bytes
+    together = IO_BYTES // one.file.slot_bytes
     assert together == 7
     assert all(one.put(keys))
     one.expect(keys)
@@ -92,7 +92,7 @@ def test_a_write_that_fails_costs_the_pages_that_are_to_blame(one, monkeypatch):
 def test_a_file_that_ends_too_early_costs_what_is_missing(one):
     keys = chain("a", 10)
     assert all(one.put(keys))
-    os.truncate(one.scope.file.path, one.scope.file.offset(one.slot(keys[6])) + 100)
+    os.truncate(one.file.path, one.file.offset(one.slot(keys[6])) + 100)
     found = one.get(keys)
     assert found[:6] == [content(key, 0, one.page_bytes) for key in keys[:6]]
     assert found[6:] == [None] * 4

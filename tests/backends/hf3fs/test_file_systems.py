@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hicache_backends.hf3fs.slots.scopes import store_id
+from hicache_backends.hf3fs.slots.names import store_id
 from tests.backends.hf3fs.harness import chain
 from tests.fuse.counting_fs import CountingMount
 

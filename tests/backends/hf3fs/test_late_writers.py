@@ -82,7 +82,7 @@ def test_a_clear_gives_nobody_a_slot_that_is_being_written(mine):
 
 
 def test_a_server_that_lost_its_memory_gives_no_slot_that_is_being_written(rig):
-    options = {"file_size": SLOTS * SLOT_BYTES, "wait_seconds": 0.0, "lease_seconds": 2.5}
+    options = {"file_size": SLOTS * SLOT_BYTES, "wait_seconds": 0.0, "lease_seconds": 6.0}
     with Served(command=MEMORY) as server:
         one, keys = rig(metadata_url=server.url, **options), chain("b", SLOTS)
         assert all(one.put(chain("c", 1))), "a store that is new waits for nobody"
@@ -147,7 +147,7 @@ def test_a_client_says_how_long_leases_may_last_where_somebody_may_write(kept_se
 
 def test_a_file_is_unwritten_until_it_is_handed_out(rig, tmp_path):
     one, other = rig(), rig()
-    mine, theirs = one.scope.file, other.scope.file
+    mine, theirs = one.file, other.file
     assert not mine.is_written()
     assert os.path.exists(mine.path), "so that a missing directory is told early"
     assert not theirs.is_written(), "whoever has created it"
@@ -160,9 +160,7 @@ def test_a_file_has_its_length_before_the_first_lease(rig, server):
     """A client that asks a server without memory anew names the leases of those who may still write."""
     one, other = (rig(metadata_url=server.url) for _ in range(2))
     leased = list[bool]()
-    with interrupted(
-        one.store.metadata, "reserve", lambda: leased.append(other.scope.file.is_written())
-    ):
+    with interrupted(one.store.metadata, "reserve", lambda: leased.append(other.file.is_written())):
         assert all(one.put(chain("a", 1)))
     assert leased == [True]
 
@@ -170,7 +168,7 @@ def test_a_file_has_its_length_before_the_first_lease(rig, server):
 def test_slots_are_not_written_through_a_link(rig, tmp_path):
     one, elsewhere = rig(lease_seconds=1.0), tmp_path / "elsewhere"
     elsewhere.write_bytes(b"not yours")
-    path = one.scope.file.path
+    path = one.file.path
     os.symlink(elsewhere, path)
     assert one.put(chain("a", 2)) == [False, False]
     assert elsewhere.read_bytes() == b"not yours"

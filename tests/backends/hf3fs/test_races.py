@@ -50,7 +50,7 @@ def check(server, rig):
     [status] = [
         part
         for part in remote.call("/v2/scopes", None, p.Scopes).scopes
-        if part.scope == rig.scope.name
+        if part.scope == rig.file.scope
     ]
     assert status.free + status.leased + status.live + status.quarantined == status.slots
     return status
@@ -189,7 +189,7 @@ def test_d4_a_batch_beyond_capacity_costs_nothing_for_ever(shared):
 def test_d4_all_slots_are_leased_and_none_confirmed(shared, server):
     one, keys = shared(), chain("a", 4)
     assert one.hit(keys) == 0
-    asked = p.ReserveScope(scope=one.scope.name, keys=chain("dead", 3 * SLOTS))
+    asked = p.ReserveScope(scope=one.file.scope, keys=chain("dead", 3 * SLOTS))
     [leases] = one.store.metadata.reserve([asked], Call(5), lease_seconds=4.0).scopes
     assert Counter(leases.states) == {p.Reserved.LEASED: SLOTS, p.Reserved.FULL: 2 * SLOTS}
     # It would be stored if it waited for their end.

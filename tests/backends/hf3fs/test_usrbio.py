@@ -62,8 +62,8 @@ def test_a_request_that_fails_or_tells_of_another_length_fails_one_page(
 def test_a_file_that_ends_before_a_slot_is_damage(usrbio):
     mine, keys = usrbio(), chain("a", 4)
     assert all(mine.put(keys))
-    with open(mine.scope.file.path, "r+b") as file:
-        file.truncate(mine.scope.file.offset(mine.slot(keys[2])))
+    with open(mine.file.path, "r+b") as file:
+        file.truncate(mine.file.offset(mine.slot(keys[2])))
     assert [page is None for page in mine.get(keys)].count(True) >= 1
     assert mine.storage.get_stats().pools["kv"].pages_damaged >= 1
     assert all(mine.put(keys))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from hicache_backends.hf3fs.slots.scopes import page_key
+from hicache_backends.hf3fs.slots.names import page_key
 from hicache_backends.posix.faults import FULL, detached, raise_if_cancelled
 from hicache_backends.posix.files import Handle, read_into, scatter, write_from
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, running_checksum
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hicache_backends.hf3fs.slots.files import SlotFile
-    from hicache_backends.hf3fs.slots.scopes import SlotScope
     from hicache_backends.posix.buffers import Buffers
     from hicache_metadata_server.protocol import SlotStatus
     from hicache_storage.objects import Call, ObjectWrite
@@ -173,7 +172,7 @@ class SlotEngine:
         """Read and verify neighbouring slots. False if the file ends too early."""
         file, offset = extent[0].file, extent[0].file.offset(extent[0].slot)
         gap, targets = (
-            memoryview(bytearray(file.geometry.slot_bytes - extent[0].size)),
+            memoryview(bytearray(file.slot_bytes - extent[0].size)),
             list[memoryview](),
         )
         for job in extent:
@@ -252,7 +251,7 @@ class SlotEngine:
             sources = list[memoryview]()
             for job in extent:
                 sources += job.write.parts
-                sources.append(memoryview(bytes(file.geometry.slot_bytes - job.size)))
+                sources.append(memoryview(bytes(file.slot_bytes - job.size)))
             self._put(sources[:-1], handle.descriptor, file.offset(extent[0].slot), call)
         except OSError as error:
             # A full file system says nothing about the descriptor, either.
@@ -281,7 +280,7 @@ def extents(jobs: Sequence[JobT]) -> Iterator[list[JobT]]:
             if extent:
                 yield extent
             extent, file = [], job.file
-            limit = max(1, IO_BYTES // file.geometry.slot_bytes)
+            limit = max(1, IO_BYTES // file.slot_bytes)
         extent.append(job)
         following = job.slot + 1
     if extent:
@@ -304,15 +303,15 @@ def split_buffers(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
         yield some
 
 
-def is_damaged(engine: SlotEngine, scope: SlotScope, listed: SlotStatus, call: Call) -> bool | None:
+def is_damaged(engine: SlotEngine, file: SlotFile, listed: SlotStatus, call: Call) -> bool | None:
     """Read a live slot again, and return True if a reader would not take it for its page.
 
     None where it cannot be read: the page may be whole.
     """
-    if listed.length != scope.namespace.object_bytes:
+    if listed.length != file.namespace.object_bytes:
         return True
-    read = ObjectRead.aside(scope.namespace, page_key(listed.key))
-    job = SlotRead(read, scope.file, listed.slot)
+    read = ObjectRead.aside(file.namespace, page_key(listed.key))
+    job = SlotRead(read, file, listed.slot)
     engine.read([job], call)
     if job.fault is not None:
         return None

@@ -1,22 +1,23 @@
-"""Slot files, created and opened at their first use, and their geometry."""
+"""Slot files and their scopes. A file is created and opened at its first use."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from hicache_backends.posix.faults import detached
+from hicache_metadata_server.protocol import ScopeGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from hicache_backends.posix.files import Handle
     from hicache_storage.objects import Namespace
@@ -38,59 +39,48 @@ LARGE: Final = 256 << 10
 """Objects of this size and larger end on a block: padding takes less than 2 %."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotGeometry:
-    """Number and length of slots.
+class SlotFile:
+    """One namespace: its file of slots, and its scope on the metadata server.
 
     Slot i begins at byte `i * slot_bytes`. It holds the page's components, its envelope and
-    padding.
-    """
-
-    slot_bytes: int
-    slots: int
-
-    @property
-    def file_bytes(self) -> int:
-        """Length of the file."""
-        return self.slot_bytes * self.slots
-
-    @classmethod
-    def of(cls, namespace: Namespace, file_bytes: int) -> SlotGeometry:
-        """Compute the slots for pages of a namespace that fit into `file_bytes`.
-
-        Raises:
-            ValueError: no slot fits.
-        """
-        unit = BLOCK if namespace.object_bytes >= LARGE else SECTOR
-        slot_bytes = -(-namespace.object_bytes // unit) * unit
-        if file_bytes < slot_bytes:
-            raise ValueError(
-                f"file_size {file_bytes} is less than a page of pool {namespace.pool} takes: "
-                f"{slot_bytes} bytes"
-            )
-        return cls(slot_bytes, file_bytes // slot_bytes)
-
-
-class SlotFile:
-    """One file of slots. Safe for many threads.
+    padding. Safe for many threads.
 
     Args:
-        path: created if missing.
-        geometry: a shorter file is extended; no file is truncated.
+        directory: of the file, which is created if missing.
+        store_id: of the directory.
+        namespace: whose pages are in the slots.
+        file_bytes: maximum length. A shorter file is extended; no file is truncated.
         adopt: wraps a descriptor in a handle.
-        about: description of the namespace for operators, written to a JSON file beside this one.
+
+    Raises:
+        ValueError: no slot fits.
     """
 
     def __init__(
         self,
-        path: str,
-        geometry: SlotGeometry,
+        directory: str,
+        store_id: str,
+        namespace: Namespace,
+        file_bytes: int,
         adopt: Callable[[int], Handle],
-        about: Mapping[str, object],
     ) -> None:
-        self.path = path
-        self._about = about
-        self.geometry = geometry
+        unit = BLOCK if namespace.object_bytes >= LARGE else SECTOR
+        self.slot_bytes = -(-namespace.object_bytes // unit) * unit
+        self.slots = file_bytes // self.slot_bytes
+        if not self.slots:
+            raise ValueError(
+                f"file_size {file_bytes} is less than a page of pool {namespace.pool} takes: "
+                f"{self.slot_bytes} bytes"
+            )
+        self.namespace = namespace
+        # The map is named by the store's id, and so is the file. Under a name without it, a map made
+        # after the directory was emptied would give out slots of the file that the engines of the
+        # former map make again.
+        name = f"{namespace.pool}-{namespace.name}-{store_id}"
+        self.scope = f"0:{name}"
+        """Name on the server. The rank is 0: ranks with different bytes have different
+        fingerprints."""
+        self.path = os.path.join(directory, name + SUFFIX)
         self._adopt = adopt
         self._lock = threading.Lock()
         # The lock guards all that follows.
@@ -99,9 +89,32 @@ class SlotFile:
         """The handle is open for writing, and the file has its length."""
         self._next_check = 0.0
 
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file."""
+        return self.slot_bytes * self.slots
+
+    @property
+    def geometry(self) -> ScopeGeometry:
+        """Slots, bytes and identity, equal for all clients."""
+        page = self.namespace.geometry
+        described = {
+            "layout": page.layout,
+            "dtype": page.dtype,
+            "page_size": page.page_size,
+            "bytes": page.component_bytes,
+        }
+        return ScopeGeometry(
+            scope=self.scope,
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            geometry=hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:32],
+            identity=self.namespace.name,
+        )
+
     def offset(self, slot: int) -> int:
         """Byte offset of a slot."""
-        return slot * self.geometry.slot_bytes
+        return slot * self.slot_bytes
 
     def is_written(self) -> bool:
         """True if any process may write to the file. Creates the file if it is missing.
@@ -177,7 +190,9 @@ class SlotFile:
         try:
             if refusal is not None:
                 raise refusal
-            self._lengthen(descriptor)
+            if os.fstat(descriptor).st_size < self.file_bytes:
+                # A concurrent process can only have extended it to the same length.
+                os.ftruncate(descriptor, self.file_bytes)
         except OSError:
             # Writes try again, so that they go on when there is room, or permission.
             if writes:
@@ -190,11 +205,6 @@ class SlotFile:
         self._handle = handle
         return handle
 
-    def _lengthen(self, descriptor: int) -> None:
-        if os.fstat(descriptor).st_size < self.geometry.file_bytes:
-            # A concurrent process can only have extended it to the same length.
-            os.ftruncate(descriptor, self.geometry.file_bytes)
-
     def _describe(self) -> None:
         """Write the description, if there is none.
 
@@ -204,22 +214,7 @@ class SlotFile:
             contextlib.suppress(OSError),
             open(f"{self.path.removesuffix(SUFFIX)}.json", "xb") as file,
         ):
-            file.write(msgspec.json.format(msgspec.json.encode(self._about), indent=2) + b"\n")
-
-
-def refusals(directory: str, files: Sequence[SlotFile]) -> list[str]:
-    """Return the reasons that can be known before a set for which it would be refused."""
-    status = os.statvfs(directory)
-    paths = [file.path for file in files if os.path.exists(file.path)] or [directory]
-    sparse = not files or any(
-        os.stat(path).st_blocks * 512 < os.stat(path).st_size for path in paths
-    )
-    reasons = {
-        "the file system is mounted read-only": status.f_flag & os.ST_RDONLY,
-        f"{directory} is not writable for this user": not all(
-            os.access(path, os.W_OK) for path in paths
-        ),
-        # Some file systems have no fixed number, and report 0.
-        "the file system is full": status.f_blocks and not status.f_bavail and sparse,
-    }
-    return [reason for reason, applies in reasons.items() if applies]
+            file.write(
+                msgspec.json.format(msgspec.json.encode(self.namespace.describe()), indent=2)
+                + b"\n"
+            )

@@ -1,56 +1,18 @@
-"""Names of namespaces and keys in the metadata server."""
+"""Names of stores and keys in the metadata server."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
-
-import msgspec
-
-from hicache_metadata_server.protocol import ScopeGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.hf3fs.slots.files import SlotFile
-    from hicache_storage.objects import Namespace
-
 ID_NAME: Final = "store.id"
 ESCAPE: Final = "~"
-
-
-@dataclass(frozen=True, slots=True)
-class SlotScope:
-    """A namespace, its scope on the server and its slot file."""
-
-    name: str
-    """`0:pool-fingerprint-storeid`. The rank is 0: ranks with different bytes have different
-    fingerprints."""
-    namespace: Namespace
-    file: SlotFile
-
-    @property
-    def geometry(self) -> ScopeGeometry:
-        """Slots, bytes and identity, equal for all clients."""
-        shape, page = self.file.geometry, self.namespace.geometry
-        described = {
-            "layout": page.layout,
-            "dtype": page.dtype,
-            "page_size": page.page_size,
-            "bytes": page.component_bytes,
-        }
-        return ScopeGeometry(
-            scope=self.name,
-            slots=shape.slots,
-            slot_bytes=shape.slot_bytes,
-            geometry=hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:32],
-            identity=self.namespace.name,
-        )
 
 
 def store_id(directory: str) -> str:
