@@ -116,7 +116,7 @@ class CountingMount:
         self.unmount()
         for process in self._processes:
             process.kill()
-            process.wait(30)
+            process.wait(120)
         self._requests.unlink()
 
     def mount(self) -> None:
@@ -139,12 +139,12 @@ class CountingMount:
             ["fusermount3", "-u", *(["-z"] if lazily else []), str(self.point)], check=True
         )
         if not lazily:
-            self._processes[-1].wait(30)
+            self._processes[-1].wait(120)
 
     def kill(self) -> None:
         """Kill the process, so that the mount point answers with an error until it is unmounted."""
         self._processes[-1].kill()
-        self._processes[-1].wait(30)
+        self._processes[-1].wait(120)
 
     def counts(self) -> dict[str, int]:
         """Requests so far, by operation."""

@@ -29,7 +29,7 @@ from sglang.srt.runtime_context import get_parallel
 PAGE_SIZE = 4
 PAGES = 24
 LAYERS = 3
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 JUNK = 0xA5
 
 

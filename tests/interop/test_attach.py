@@ -121,7 +121,7 @@ def test_detach_and_attach_again_leave_no_thread_behind(ranks, storage):
 def test_detach_while_the_store_hangs(ranks, trouble, operation):
     rank = ranks(mha_pools("page_first"))
     before = threads()
-    rank.attach("sample", deadline_seconds=0.2)
+    rank.attach("sample", deadline_seconds=2.0)
     rank.backup(tokens(2))
     stuck, released, back = threading.Event(), threading.Event(), list[bool]()
     trouble.at(
