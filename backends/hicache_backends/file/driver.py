@@ -108,7 +108,7 @@ class FileStorage(ObjectStorage):
         )
         # Across a network even the change counter takes a request.
         self.caches_lookups = self._store.is_local
-        self.caches_reads = self._store.reader.trusts_cache
+        self.caches_reads = self._store.reader.on_disk
 
     def disconnect(self) -> None:
         store = self.store

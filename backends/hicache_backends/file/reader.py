@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hicache_backends.file.bundle import FOOTER_BYTES
 from hicache_backends.file.page_index import Extent
 from hicache_backends.posix.faults import GONE, NO_DESCRIPTOR, detached, raise_if_cancelled
 from hicache_backends.posix.files import is_cached, read_cached_into, read_into, scatter
@@ -83,8 +84,9 @@ class Reader:
         threads: limit on threads for one call.
         bytes_per_thread: a thread is used for at least so many bytes.
         direct: read past the page cache where the file system and the buffers allow it.
-        trusts_cache: pages in the page cache of a local file system are read straight into the host
-            pool all the same.
+        on_disk: on a local disk. What is in its page cache is read straight into the host pool all
+            the same; an I/O error that stays with one page, while others of its bundle can be
+            read, is damage.
     """
 
     descriptors: Descriptors
@@ -93,7 +95,7 @@ class Reader:
     threads: int
     bytes_per_thread: int
     direct: bool
-    trusts_cache: bool
+    on_disk: bool
 
     def read(self, extents: Sequence[Extent], call: Call) -> ReadOutcome:
         """Read pages into their buffers, and verify them."""
@@ -181,7 +183,7 @@ class Reader:
         ]
 
     def _handle(self, bundle: Bundle) -> Handle:
-        wanted = os.O_DIRECT if self.direct else os.O_NOATIME if self.trusts_cache else 0
+        wanted = os.O_DIRECT if self.direct else os.O_NOATIME if self.on_disk else 0
         try:
             return self.descriptors.borrow(bundle.path, wanted)
         except OSError as error:
@@ -236,6 +238,8 @@ class Reader:
                 outcome.gone.append(chunk)
                 return
             if len(chunk.reads) == 1:
+                if self._is_bad_sector(chunk, error):
+                    _mark_damaged(chunk)
                 raise
             whole = False
         if whole:
@@ -244,8 +248,7 @@ class Reader:
             self._read_singly(chunk, call, outcome)
         else:
             # The file ends too early: it was cut after its index had been read.
-            chunk.reads[0].envelope = chunk.bundle.envelope(chunk.page)
-            chunk.reads[0].damaged = True
+            _mark_damaged(chunk)
 
     def _read_singly(self, chunk: ReadChunk, call: Call, outcome: ReadOutcome) -> None:
         """Read the pages one by one, so that only the unreadable ones are missing."""
@@ -323,6 +326,21 @@ class Reader:
         read.verify(None if digest is None else digest.intdigest())
         return True
 
+    def _is_bad_sector(self, chunk: ReadChunk, error: OSError) -> bool:
+        """Decide whether a failed read is damage of the page.
+
+        It is if the file system can still read the footer of the same file.
+        """
+        if error.errno != errno.EIO or not self.on_disk:
+            return False
+        end = chunk.bundle.name.size - FOOTER_BYTES
+        try:
+            handle = self.descriptors.borrow(chunk.bundle.path)
+            os.posix_fadvise(handle.descriptor, end, FOOTER_BYTES, os.POSIX_FADV_DONTNEED)
+            return read_into(handle.descriptor, [memoryview(bytearray(FOOTER_BYTES))], end)
+        except OSError:
+            return False
+
     def _disable_direct(self, bundle: Bundle) -> None:
         if self.direct:
             logger.warning(
@@ -331,6 +349,13 @@ class Reader:
                 bundle.path,
             )
         self.direct = False
+
+
+def _mark_damaged(chunk: ReadChunk) -> None:
+    """Note that the only page of a chunk cannot be read, and which copy of it that is."""
+    read = chunk.reads[0]
+    read.envelope = chunk.bundle.envelope(chunk.page)
+    read.damaged = True
 
 
 def _byte_range(extent: Extent) -> tuple[int, int]:

@@ -151,7 +151,7 @@ class Store:
             if direct and mount.is_local
             else BYTES_PER_THREAD,
             direct=direct,
-            trusts_cache=mount.is_local and not mount.is_memory,
+            on_disk=mount.is_local and not mount.is_memory,
         )
         self.writer = Writer(
             temp_files=self.temp_files,
