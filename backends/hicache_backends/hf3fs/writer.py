@@ -163,7 +163,8 @@ class PageWriter:
         answer = self._store.metadata.reserve(asked, call, lease_seconds=config.lease_seconds)
         until, ends = begin + LEASE_FRACTION * answer.lease_seconds, begin + answer.lease_seconds
         for batch, part in zip(batches, answer.scopes, strict=True):
-            writes, batch.left = batch.left, []
+            writes = batch.left
+            batch.left = []
             batch.jobs = []
             batch.full = False
             batch.existing = []
