@@ -8,18 +8,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hicache_backends.file.plugin import CAPABILITIES
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import FULL
 from hicache_storage.objects import Namespace, ObjectRead, ObjectStorage
 from hicache_storage.spec import (
-    Capabilities,
     Durability,
     Health,
     HungReads,
     RemovalReason,
-    RemovalScope,
-    Sharing,
     StorageUnavailableError,
 )
 
@@ -68,15 +66,10 @@ class FileStorage(ObjectStorage):
         super().__init__(
             identity,
             driver_name="file",
-            capabilities=Capabilities(
-                sharing=Sharing.PROCESSES,
+            capabilities=replace(
+                CAPABILITIES,
                 durability=Durability.MACHINE if config.fsync else Durability.PROCESS,
-                deletes=True,
-                clears=True,
                 evicts=config.capacity is not None or config.leaves_room,
-                removals=RemovalScope.STORE,
-                # Before `connect`, when the mount is unknown: a read is guarded, and waited for.
-                hung_reads=HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
         )
@@ -336,7 +329,7 @@ class FileStorage(ObjectStorage):
                 limit -= sum(pending.name.size for pending in planned)
         if store.capacity is None:
             return pending_bundles
-        size = sum([pending.size for pending in pending_bundles])
+        size = sum([pending.name.size for pending in pending_bundles])
         if not store.capacity.has_room(size):
             for page_index in page_indexes:
                 page_index.touch(call.prefix_keys)
@@ -361,7 +354,7 @@ class FileStorage(ObjectStorage):
         for pending in reversed(pending_bundles):
             if excess <= 0:
                 break
-            excess -= pending.size
+            excess -= pending.name.size
             discard(pending, str(capacity))
 
     def _write_all(self, pending_bundles: Sequence[PendingBundle], call: Call) -> None:

@@ -159,16 +159,13 @@ class Publisher:
         old: Bundle,
         name: TemporaryName,
         index: BundleIndex,
-        *,
-        size: int,
         checksum: int,
         reason: RemovalReason,
     ) -> None:
         """Put a written file in the place of a bundle, and announce it.
 
         Args:
-            size: the file's length in bytes.
-            checksum: its `tail_checksum`.
+            checksum: the file's `tail_checksum`.
             reason: why pages are left out.
 
         Raises:
@@ -186,7 +183,9 @@ class Publisher:
                     raise FileNotFoundError(f"{old.path} is being replaced")
                 sequence = self.feed.take_sequence(old.namespace, bundle_set.invalidate)
                 new = bundle_set.bundle(
-                    BundleName(self.feed.writer, sequence, size, old.name.created_us, checksum),
+                    BundleName(
+                        self.feed.writer, sequence, name.size, old.name.created_us, checksum
+                    ),
                     index,
                 )
                 claim = Claim(self.temp_files.process, new.id)
@@ -266,10 +265,10 @@ class Publisher:
             if call.expired():
                 self.temp_files.discard(pending.name)
                 return None
-            namespace, temporary = bundle_set.namespace, self.temp_files.path(pending.name)
+            namespace, temporary = bundle_set.namespace, pending.name
             sequence = self.feed.take_sequence(namespace, bundle_set.invalidate)
             name = BundleName(
-                self.feed.writer, sequence, pending.size, pending.created_us, pending.checksum
+                self.feed.writer, sequence, temporary.size, pending.created_us, pending.checksum
             )
             bundle = bundle_set.bundle(name, index)
             try:
@@ -283,7 +282,7 @@ class Publisher:
                 # pages.
                 pending.fault = detached(error)
                 try:
-                    os.unlink(temporary)
+                    os.unlink(self.temp_files.path(temporary))
                 except OSError:
                     bundle_set.invalidate()
                 else:

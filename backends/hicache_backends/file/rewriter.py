@@ -84,14 +84,15 @@ class Rewriter:
             OSError: the bundle is as it was.
         """
         kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
-        size = page_index.format.bundle_bytes([bundle.keys[page] for page in kept])
-        name = self._temp_files.name(size)
+        name = self._temp_files.name(
+            page_index.format.bundle_bytes([bundle.keys[page] for page in kept])
+        )
         try:
             descriptor = self._temp_files.create(name)
             try:
                 index = self._copy(bundle, kept, page_index.namespace.page_bytes, descriptor)
                 tail = page_index.format.tail(index)
-                write_from(descriptor, [memoryview(tail)], size - len(tail))
+                write_from(descriptor, [memoryview(tail)], name.size - len(tail))
                 # The copy inherits the recency: a rewrite is not a use, and must not save the pages
                 # from eviction.
                 os.utime(descriptor, ns=(bundle.recency, bundle.recency))
@@ -99,15 +100,7 @@ class Rewriter:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            self.publisher.replace(
-                page_index,
-                bundle,
-                name,
-                index,
-                size=size,
-                checksum=tail_checksum(tail),
-                reason=reason,
-            )
+            self.publisher.replace(page_index, bundle, name, index, tail_checksum(tail), reason)
         except OSError:
             self._temp_files.discard(name)
             raise

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle_set import BundleSets
@@ -77,30 +77,6 @@ ADJUST_SECONDS = 60.0
 """Seconds between requests for the file server's time."""
 
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class _Periodic:
-    """A task that a call starts in the background, so many seconds after the end of the one before."""
-
-    task: Callable[[], object]
-    seconds: float
-    due: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.due = time.monotonic() + self.seconds
-
-    def start(self, thread_pool: ThreadPool) -> None:
-        # Before it begins: where the disk stalls, one thread hangs, and not another one each time.
-        self.due = math.inf
-        if not thread_pool.run_in_background(self._run):
-            self.__post_init__()
-
-    def _run(self) -> None:
-        try:
-            self.task()
-        finally:
-            self.__post_init__()
 
 
 class Store:
@@ -176,12 +152,14 @@ class Store:
                 self._page_indexes.get,
                 recorder,
             )
-        self._periodic = [
-            _Periodic(self.descriptors.expire, EXPIRE_SECONDS),
-            _Periodic(self.flush_touches, FLUSH_SECONDS),
-            _Periodic(self._adjust_clock, ADJUST_SECONDS),
-            _Periodic(self._collect_logs, COLLECT_SECONDS),
-        ]
+        self._periodic: dict[Callable[[], None], float] = {
+            self.descriptors.expire: EXPIRE_SECONDS,
+            self.flush_touches: FLUSH_SECONDS,
+            self._adjust_clock: ADJUST_SECONDS,
+            self._collect_logs: COLLECT_SECONDS,
+        }
+        now = time.monotonic()
+        self._due = {task: now + seconds for task, seconds in self._periodic.items()}
         self._tidy()
         self._watch_room()
 
@@ -230,9 +208,19 @@ class Store:
         if self.feed.history.is_due():
             self.thread_pool.run_in_background(self.feed.history.flush)
         now = time.monotonic()
-        for periodic in self._periodic:
-            if now >= periodic.due:
-                periodic.start(self.thread_pool)
+        for task, due in self._due.items():
+            if now >= due:
+                # Before it begins: where the disk stalls, one thread hangs, and not another one
+                # each time.
+                self._due[task] = math.inf
+                if not self.thread_pool.run_in_background(partial(self._run_periodic, task)):
+                    self._due[task] = now + self._periodic[task]
+
+    def _run_periodic(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        finally:
+            self._due[task] = time.monotonic() + self._periodic[task]
 
     def _collect_logs(self) -> None:
         """Remove event logs and histories of bundles that are gone."""

@@ -50,8 +50,7 @@ class PendingBundle:
     page_index: PageIndex
     writes: list[ObjectWrite]
     name: TemporaryName
-    size: int
-    """Length of the whole file, in bytes."""
+    """With the length of the whole file."""
     created_us: int
     rank: int
     """Position among the bundles of a batch, from its tail, starting at 1; 0 for a single one."""
@@ -113,7 +112,7 @@ class Writer:
             if not some:
                 break
             pending_bundles.append(
-                PendingBundle(page_index, some, self.temp_files.name(size), size, created_us, 0)
+                PendingBundle(page_index, some, self.temp_files.name(size), created_us, 0)
             )
         if len(pending_bundles) > 1:
             for rank, pending in enumerate(reversed(pending_bundles), start=1):
@@ -177,7 +176,7 @@ class Writer:
     def _write_all(self, pending: PendingBundle, call: Call) -> None:
         """Write all pages and the tail."""
         if self.preallocates:
-            os.posix_fallocate(pending.descriptor, 0, pending.size)
+            os.posix_fallocate(pending.descriptor, 0, pending.name.size)
         end = self._write_pages(pending, call)
         index = BundleIndex(
             tuple([write.key for write in pending.writes]),
@@ -192,7 +191,8 @@ class Writer:
         page_bytes = pending.page_index.namespace.page_bytes
         step, offset = max(1, self.chunk_bytes // page_bytes), 0
         for start in range(0, len(pending.writes), step):
-            _stop_if_expired(call)
+            if call.expired():
+                raise OSError(errno.ETIMEDOUT, "the deadline has passed")
             some = pending.writes[start : start + step]
             for write in some:
                 write.envelope  # noqa: B018 - computes the checksum now, see CHUNK_BYTES
@@ -212,8 +212,3 @@ class Writer:
         except OSError as error:
             pending.fault = detached(error)
             pending.index = None
-
-
-def _stop_if_expired(call: Call) -> None:
-    if call.expired():
-        raise OSError(errno.ETIMEDOUT, "the deadline has passed")
