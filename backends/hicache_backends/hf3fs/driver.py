@@ -186,10 +186,9 @@ class Hf3fsStorage(ObjectStorage):
     def _discard(self, batch: ReadBatch, call: Call) -> bool:
         """Delete the pages that are damaged. True if the state of all is certain."""
         [file] = self.store.files([batch.namespace])
-        keys = metadata_keys(list(dict.fromkeys(read.key for read in batch.reads)))
-        pages = self.store.metadata.inspect(file.scope, call, keys=keys)
-        listed = [page for page in pages if page.state is p.SlotState.LIVE]
-        _, certain = self.store.delete_damaged(file, listed, Call(call.remaining()))
+        keys = list(dict.fromkeys(read.key for read in batch.reads))
+        pages = self.store.live_pages(file, keys, call)
+        _, certain = self.store.delete_damaged(file, pages, Call(call.remaining()))
         return certain
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:

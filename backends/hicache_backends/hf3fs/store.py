@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import MAX_BUFFERED_BYTES, SlotEngine, is_damaged
 from hicache_backends.hf3fs.slots.files import SlotFile
-from hicache_backends.hf3fs.slots.names import store_id
+from hicache_backends.hf3fs.slots.names import metadata_keys, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import make_last, mount_of
-from hicache_metadata_server.protocol import DeleteScope
+from hicache_metadata_server.protocol import DeleteScope, SlotState
 from hicache_storage.objects import Call, Namespace, this_process
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
@@ -75,6 +75,19 @@ class Store:
         """Return the namespaces of the slot files in the directory that are of this store."""
         return Namespace.read_all(glob(f"{escape(self.path)}/*-{self._id}.json"))
 
+    def live_pages(self, file: SlotFile, keys: Sequence[str], call: Call) -> list[SlotStatus]:
+        """Return the pages of keys that are there, without counting a use of them."""
+        pages = self.metadata.inspect(file.scope, call, keys=metadata_keys(keys))
+        return [page for page in pages if page.state is SlotState.LIVE]
+
+    def delete(self, file: SlotFile, pages: Sequence[SlotStatus], call: Call) -> None:
+        """Delete pages. One that was stored under a key meanwhile stays: its generation differs."""
+        if pages:
+            keys = [page.key for page in pages]
+            generations = [page.generation for page in pages]
+            going = DeleteScope(scope=file.scope, keys=keys, generations=generations)
+            self.metadata.delete([going], call)
+
     def delete_damaged(
         self, file: SlotFile, pages: Sequence[SlotStatus], call: Call
     ) -> tuple[int, bool]:
@@ -83,19 +96,11 @@ class Store:
         Returns:
             Their number, and whether the state of all pages is certain.
         """
-        keys, generations, certain = list[str](), list[int](), True
-        for page in pages:
-            damaged = is_damaged(self.engine, file, page, call)
-            # A page that cannot be read may be whole: it is not deleted.
-            certain &= damaged is not None
-            if damaged:
-                keys.append(page.key)
-                generations.append(page.generation)
-        if keys:
-            # With generations: a page that was stored under the key meanwhile stays.
-            going = DeleteScope(scope=file.scope, keys=keys, generations=generations)
-            self.metadata.delete([going], call)
-        return len(keys), certain
+        verdicts = [is_damaged(self.engine, file, page, call) for page in pages]
+        # A page that cannot be read may be whole: it is not deleted.
+        damaged = [page for page, verdict in zip(pages, verdicts, strict=True) if verdict]
+        self.delete(file, damaged, call)
+        return len(damaged), None not in verdicts
 
     def refusals(self) -> list[str]:
         """Return the reasons that can be known before a set for which it would be refused."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from dataclasses import dataclass, field
@@ -10,16 +9,14 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.engine import SlotWrite
-from hicache_backends.hf3fs.slots.names import metadata_key, metadata_keys
+from hicache_backends.hf3fs.slots.names import metadata_keys
 from hicache_backends.hf3fs.store import TIMEOUT_SECONDS
 from hicache_backends.posix.buffers import split
 from hicache_backends.posix.faults import detached
 from hicache_backends.posix.outcomes import WriteOutcome
 from hicache_metadata_server.protocol import (
     CommitScope,
-    DeleteScope,
     LeaseScope,
-    LookupScope,
     Reserved,
     ReserveScope,
     SlotState,
@@ -84,7 +81,7 @@ class PageWriter:
         outcome = WriteOutcome()
         files = self._store.files([batch.namespace for batch in batches])
         progress = [
-            _BatchProgress(file, self._fitting(batch, file, outcome))
+            _BatchProgress(file, _fitting(batch, file))
             for batch, file in zip(batches, files, strict=True)
         ]
         if call.expired():
@@ -318,43 +315,19 @@ class PageWriter:
         """Delete the pages that are to be replaced; True if there are any."""
         if not any(batch.existing for batch in batches):
             return False
-        asked = [
-            LookupScope(scope=batch.file.scope, keys=metadata_keys([w.key for w in batch.existing]))
-            for batch in batches
-        ]
-        found = self._store.metadata.lookup(asked, call, touch=False)
-        going = list[DeleteScope]()
-        for batch, part in zip(batches, found, strict=True):
-            there = [
-                (metadata_key(write.key), generation)
-                for write, slot, generation in zip(
-                    batch.existing, part.slots, part.generations, strict=True
-                )
-                if slot >= 0
-            ]
-            batch.deleted.update(batch.existing)
-            going.append(
-                DeleteScope(
-                    scope=batch.file.scope,
-                    keys=[key for key, _ in there],
-                    generations=[generation for _, generation in there],
-                )
-            )
-        if any(part.keys for part in going):
-            self._store.metadata.delete(going, call)
+        for batch in batches:
+            if batch.existing:
+                keys = [write.key for write in batch.existing]
+                pages = self._store.live_pages(batch.file, keys, call)
+                self._store.delete(batch.file, pages, call)
+                batch.deleted.update(batch.existing)
         return True
 
-    def _fitting(
-        self, batch: WriteBatch, file: SlotFile, outcome: WriteOutcome
-    ) -> list[ObjectWrite]:
-        """Return the writes that fit into a slot; only objects of another length do not."""
-        limit = file.slot_bytes - ENVELOPE_BYTES
-        fitting = [write for write in batch.writes if sum(map(len, write.buffers)) <= limit]
-        if len(fitting) < len(batch.writes):
-            outcome.faults.append(
-                OSError(errno.EFBIG, f"objects longer than {limit} bytes do not fit into a slot")
-            )
-        return fitting
+
+def _fitting(batch: WriteBatch, file: SlotFile) -> list[ObjectWrite]:
+    """Return the writes that fit into a slot; only objects of another length do not."""
+    limit = file.slot_bytes - ENVELOPE_BYTES
+    return [write for write in batch.writes if sum(map(len, write.buffers)) <= limit]
 
 
 def _leases(batch: _BatchProgress) -> LeaseScope:
@@ -363,4 +336,5 @@ def _leases(batch: _BatchProgress) -> LeaseScope:
 
 def _prefixes(keys: Sequence[str], call: Call) -> list[str]:
     """Return the key before each key. Any earlier page of the chain is a valid prefix."""
-    return [metadata_key(call.prefix_keys[-1]) if call.prefix_keys else "", *keys][: len(keys)]
+    first = metadata_keys(call.prefix_keys[-1:]) or [""]
+    return [*first, *keys][: len(keys)]

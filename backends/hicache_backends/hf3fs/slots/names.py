@@ -44,13 +44,8 @@ def store_id(directory: str) -> str:
     return found
 
 
-def metadata_key(key: str) -> str:
-    """Convert a key to a server's key: not empty, and distinct for distinct keys."""
-    return metadata_keys([key])[0]
-
-
 def metadata_keys(keys: Sequence[str]) -> list[str]:
-    """Convert the keys of a batch."""
+    """Convert keys to a server's keys: not empty, and distinct for distinct keys."""
     # Mostly none is converted, which one search of the joined text finds out.
     if all(keys) and ESCAPE not in "".join(keys):
         return list(keys)
