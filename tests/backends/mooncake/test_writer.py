@@ -131,7 +131,7 @@ def test_threads_send_from_memory_of_their_own():
 def test_a_transfer_that_hangs_is_left(monkeypatch):
     """What has arrived is published, what has not been sent is revoked, and what hangs is revoked
     when it ends."""
-    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 2.0)
     monkeypatch.setattr(stores, "MAX_THREADS", 2)
     monkeypatch.setattr(writer, "CHUNK_BYTES", 100_000)
     sent, go_on = list(writes(5, 60_000, 30_000)), threading.Event()
