@@ -12,6 +12,7 @@ from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.asgi import HEALTH
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES
+from hicache_metadata_server.storage import group_commit
 from tests.metadata_server.http_calls import SlowStore, of_keys, running
 from tests.metadata_server.protocol.peer import keys_of
 
@@ -46,8 +47,9 @@ async def test_short_requests_are_served_between_long_ones():
         assert order.index(1) <= 1
 
 
-async def test_requests_that_arrive_together_share_a_transaction():
+async def test_requests_that_arrive_together_share_a_transaction(monkeypatch):
     """And none is answered before it is written; those are written that a stop meets."""
+    monkeypatch.setattr(group_commit, "PATIENCE_SECONDS", 60.0)
     store = SlowStore()
     async with running(store) as caller:
         await caller.initialize("0:kv", slots=SLOTS)

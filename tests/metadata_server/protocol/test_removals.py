@@ -10,6 +10,7 @@ import pytest
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core import removals, scope
 from hicache_metadata_server.core.errors import StoreError
+from hicache_metadata_server.storage import group_commit
 from tests.metadata_server.http_calls import (
     SlowStore,
     eventually,
@@ -79,8 +80,9 @@ async def test_many_come_in_several_answers(tmp_path):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_nothing_is_listed_before_it_is_durable(fails):
+async def test_nothing_is_listed_before_it_is_durable(monkeypatch, fails):
     """MD-REM-2."""
+    monkeypatch.setattr(group_commit, "PATIENCE_SECONDS", 60.0)
     store = SlowStore()
     async with running(store) as caller:
         peer = Peer(caller)
