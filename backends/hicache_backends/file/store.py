@@ -18,17 +18,10 @@ from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
 from hicache_backends.file.page_index import PageIndex
 from hicache_backends.file.paths import StorePaths, random_writer
 from hicache_backends.file.publisher import Publisher
-from hicache_backends.file.reader import CHUNK_BYTES as READ_BYTES
-from hicache_backends.file.reader import Reader
+from hicache_backends.file.reader import CHUNK_BYTES, Reader
 from hicache_backends.file.rewriter import Rewriter
 from hicache_backends.file.temp_files import ServerClock, TempFiles
-from hicache_backends.file.writer import (
-    CHUNK_BYTES,
-    MAX_BUNDLE_BYTES,
-    MIN_BUNDLE_BYTES,
-    MOUNT_MIN_BUNDLE_BYTES,
-    Writer,
-)
+from hicache_backends.file.writer import Writer
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import CACHING_DAEMONS, mount_of, sync_directory
 from hicache_backends.posix.files import Descriptors
@@ -117,7 +110,7 @@ class Store:
         self.temp_files = TempFiles(self.paths, self.feed.writer, self.descriptors, self.clock)
         self.publisher = Publisher(self.feed, self.temp_files)
         self.rewriter = Rewriter(self.publisher, self.descriptors)
-        self.buffers = None if mount.is_memory else Buffers(READ_BYTES)
+        self.buffers = None if mount.is_memory else Buffers(CHUNK_BYTES)
         self.reader = Reader(
             descriptors=self.descriptors,
             thread_pool=self.thread_pool,
@@ -131,11 +124,9 @@ class Store:
         )
         self.writer = Writer(
             temp_files=self.temp_files,
-            preallocates=mount.preallocates,
+            mount=mount,
             syncs=config.fsync,
             threads=threads,
-            min_bundle_bytes=MIN_BUNDLE_BYTES if mount.is_local else MOUNT_MIN_BUNDLE_BYTES,
-            chunk_bytes=CHUNK_BYTES if mount.is_local else MAX_BUNDLE_BYTES,
         )
         self._page_indexes: dict[str, PageIndex] = {}
         self._lock = threading.Lock()

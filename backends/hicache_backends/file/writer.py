@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hicache_backends.file.page_index import PageIndex
     from hicache_backends.file.temp_files import TempFiles, TemporaryName
+    from hicache_backends.posix.directories import Mount
     from hicache_storage.objects import Call, ObjectWrite
 
 logger = logging.getLogger(__name__)
@@ -67,20 +68,14 @@ class Writer:
     """Writes pages to temporary files that are complete bundles. Safe for many threads.
 
     Attributes:
-        preallocates: whether the file system reserves room quickly; 15 to 30% faster there, and a
-            full disk is noticed before the first page is written.
         syncs: make the bytes survive a loss of power.
         threads: a call is divided into so many bundles, as long as they do not become small.
-        min_bundle_bytes: what is small for that.
-        chunk_bytes: written with one system call.
     """
 
     temp_files: TempFiles
-    preallocates: bool
+    mount: Mount
     syncs: bool
     threads: int
-    min_bundle_bytes: int
-    chunk_bytes: int
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _last_timestamp: int = 0
 
@@ -94,11 +89,8 @@ class Writer:
         """
         page_bytes = page_index.namespace.page_bytes
         total = len(writes) * page_bytes
-        count = max(
-            1,
-            min(self.threads, total // self.min_bundle_bytes),
-            -(-total // MAX_BUNDLE_BYTES),
-        )
+        small = MIN_BUNDLE_BYTES if self.mount.is_local else MOUNT_MIN_BUNDLE_BYTES
+        count = max(1, min(self.threads, total // small), -(-total // MAX_BUNDLE_BYTES))
         step = max(1, min(-(-len(writes) // count), MAX_BUNDLE_BYTES // page_bytes))
         created_us, pending_bundles = self._next_timestamp(), list[PendingBundle]()
         for start in range(0, len(writes), step):
@@ -175,7 +167,8 @@ class Writer:
 
     def _write_all(self, pending: PendingBundle, call: Call) -> None:
         """Write all pages and the tail."""
-        if self.preallocates:
+        if self.mount.preallocates:
+            # 15 to 30% faster, and a full disk is noticed before the first page is written.
             os.posix_fallocate(pending.descriptor, 0, pending.name.size)
         end = self._write_pages(pending, call)
         index = BundleIndex(
@@ -189,7 +182,8 @@ class Writer:
 
     def _write_pages(self, pending: PendingBundle, call: Call) -> int:
         page_bytes = pending.page_index.namespace.page_bytes
-        step, offset = max(1, self.chunk_bytes // page_bytes), 0
+        chunk = CHUNK_BYTES if self.mount.is_local else MAX_BUNDLE_BYTES
+        step, offset = max(1, chunk // page_bytes), 0
         for start in range(0, len(pending.writes), step):
             if call.expired():
                 raise OSError(errno.ETIMEDOUT, "the deadline has passed")

@@ -48,7 +48,7 @@ def test_pages_of_any_size_and_number_of_components(rig, monkeypatch, components
 
 def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, monkeypatch):
     monkeypatch.setattr(writer_module, "MAX_BUNDLE_BYTES", 40_000)
-    monkeypatch.setattr(store_module, "MIN_BUNDLE_BYTES", 20_000)
+    monkeypatch.setattr(writer_module, "MIN_BUNDLE_BYTES", 20_000)
     before = set(threading.enumerate())
     monkeypatch.setattr(store_module, "LOCAL_THREADS", 3)
     a, keys = rig(), chain("a", 64)
