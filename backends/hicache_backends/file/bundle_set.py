@@ -50,7 +50,7 @@ MAX_RELISTS = 8
 """Limit on listing a directory again because other processes change it meanwhile."""
 
 MAX_GONE = 1024
-"""Limit on removed bundles that are kept among the added ones."""
+"""Removed bundles that are kept among those to be evicted."""
 
 MAX_CATCH_UPS = 64
 """Limit on attempts of one call to read the indexes of bundles that others replace meanwhile."""

@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Bundle, BundleId
-from hicache_backends.file.bundle_set import no_deadline
+from hicache_backends.file.bundle_set import MAX_GONE, no_deadline
 from hicache_backends.file.temp_files import TOLERANCE_NS
 from hicache_backends.posix.files import file_bytes
 from hicache_storage.spec import RemovalReason
@@ -73,12 +73,18 @@ class EvictionQueue:
     def __init__(self, clock: ServerClock) -> None:
         self._clock = clock
         self._heap: list[_Entry] = []
+        self._limit = MAX_GONE
 
     def add(self, bundles: Sequence[Bundle]) -> None:
         latest = self._clock.now_ns()
         for bundle in bundles:
             bundle.modified = min(bundle.modified, latest)
             self.put_back(bundle)
+        if len(self._heap) > self._limit:
+            # Below the capacity, `pop` reaches no entries of bundles that have been removed.
+            self._heap = [entry for entry in self._heap if not entry[-1].gone]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + MAX_GONE
 
     def pop(self) -> Bundle | None:
         """Take out the next victim; None if there is none left."""

@@ -289,13 +289,20 @@ def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):
 
 
 def test_who_only_reads_keeps_nothing_of_what_others_evict(room, monkeypatch):
-    monkeypatch.setattr(bundle_set, "MAX_GONE", 4)
+    for module in (bundle_set, capacity_module):
+        monkeypatch.setattr(module, "MAX_GONE", 4)
     a, b = room(3), room(3)
     for name in "abcdefghijkl":
         fill(a, name)
         assert hits(b, name) == [8]
     assert len(b.bundle_set.bundles) == 3
     assert len(b.bundle_set._added) <= 2 * 3 + 4
+    # Nor what goes before any eviction.
+    c = room(99)
+    for name in "abcdefghijkl":
+        fill(c, name + name.upper())
+        c.storage.clear()
+    assert len(c.store.capacity._queue._heap) <= 2 * 3 + 4
 
 
 def test_whatever_goes_wrong_while_room_is_made_leaves_no_file(room):
