@@ -54,30 +54,6 @@ def test_copies_take_effect_when_they_run_and_in_order(simulator):
     assert not simulator.races
 
 
-def test_a_wait_runs_what_it_is_behind_and_no_more(simulator):
-    first, second = simulator.stream("a"), simulator.stream("b")
-    held, later, other, behind = (numbers(0) for _ in range(4))
-    empty = first.record()
-    first.copy(held, numbers(1), "held")
-    event = first.record()
-    first.copy(later, numbers(3), "behind the event")
-    second.wait_event(empty)
-    second.copy(other, numbers(2), "before the wait")
-    done = second.record()
-    second.wait_event(event)
-    second.copy(behind, held, "behind the wait")
-    simulator.is_held = True
-    assert empty.query()
-    assert not event.query()
-    done.synchronize()
-    assert other.all()
-    assert not held.any()
-    second.synchronize()
-    assert torch.equal(behind, numbers(1))
-    assert not later.any()
-    assert not simulator.races
-
-
 @pytest.mark.parametrize(
     ("steps", "races"),
     [
