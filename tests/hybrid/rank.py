@@ -138,8 +138,6 @@ class Rank:
         self.own = [refused(ask) for ask in refusals]
         with build(config, storage) as stack:
             session = Session(stack, seed=rank)
-            # Ranks hold other bytes of the same tokens.
-            session.tokens = list(range(Session.LENGTH))
             session.insert()
             assert stack.drain(60)
             stack.cache.reset()

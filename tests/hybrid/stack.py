@@ -208,25 +208,23 @@ class Session:
     """A prefix of random bytes in a stack: two checkpoints of pages, and a state after each.
 
     Args:
-        seed: of the tokens, and of the bytes, which are the same in every stack.
-        length: more or fewer checkpoints than two; the tokens begin with the same.
+        seed: of the bytes: ranks hold others of the same tokens.
     """
 
     LENGTH = 2 * GRID
 
-    def __init__(self, stack, seed=0, length=LENGTH):
-        drawn = random.Random(seed)
-        self.stack, self.cache = stack, stack.cache
-        self.tokens = [drawn.randrange(150_000) for _ in range(length)]
-        self._seed, self._length = seed, length
+    def __init__(self, stack, seed=0):
+        self.stack = stack
+        self.cache = stack.cache
+        self._seed = seed
+        self.tokens = list(range(self.LENGTH))
 
     def insert(self):
         """Write the prefix to the device, as a model would, and hand it to the cache."""
-        length = self._length
-        rows = self.cache.alloc_kv(length)
+        rows = self.cache.alloc_kv(self.LENGTH)
         states = {}
         if self.cache.has_states:
-            states = {end: int(self.cache.alloc_state()) for end in range(GRID, length + 1, GRID)}
+            states = {end: int(self.cache.alloc_state()) for end in (GRID, self.LENGTH)}
         self.stack.compute.synchronize()
         for tensor, wanted in self._memory(rows, states):
             tensor.copy_(wanted)

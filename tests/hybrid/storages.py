@@ -45,24 +45,17 @@ class Store:
         self.kit.opened.append(storage)
         return storage
 
-    def fill(self, pages, ends=(), *, seed=0, stack=None):
+    def fill(self, pages, ends=()):
         """Store a chain of pages with states at some endpoints, through a stack of its own; its
         keys."""
-        own = stack is None
-        stack = stack or Stack(pages=pages, states=max(1, len(ends)))
-        keys = hashes(pages, seed)
+        stack, keys = Stack(pages=pages, states=max(1, len(ends))), hashes(pages)
         host = stack.take("host", pages, ends)
         stack.fill("host", host, keys)
         stack.controller.attach(self.open())
         stack.controller.backups.begin(host, keys)
-        result = None
-        while result is None:
-            result = next(iter(stack.controller.backups.completed()), None)
+        [result] = eventually(stack.controller.backups.completed)
         assert result.complete
-        if own:
-            stack.close()
-        else:
-            stack.controller.free_host(host)
+        stack.close()
         return keys
 
 

@@ -14,10 +14,8 @@ from tests.hybrid.radix.world import SIZES, World
 def make_world():
     made = []
 
-    def make(*, grid=GRID, policy=WritePolicy.WRITE_THROUGH, threshold=0, **sizes):
-        controller = WorldController.of(
-            SIZES | sizes, PAGE, states=grid is not None, threshold=threshold
-        )
+    def make(*, grid=GRID, policy=WritePolicy.WRITE_THROUGH, **sizes):
+        controller = WorldController.of(SIZES | sizes, PAGE, states=grid is not None)
         made.append(World(controller, PAGE, grid, policy))
         return made[-1]
 

@@ -83,7 +83,7 @@ class WorldController:
         """Calls of the storage that hang now."""
 
     @classmethod
-    def of(cls, sizes, page_size, *, states, seed=0, threshold=0, **options):
+    def of(cls, sizes, page_size, *, states, seed=0, **options):
         """Make one with a storage over pools of these sizes."""
         stack = Stack(
             pages=sizes["host_kv"] // page_size,
@@ -91,7 +91,7 @@ class WorldController:
             page_size=page_size,
             device=(sizes["device_kv"], sizes["device_states"]),
             seed=seed,
-            prefetch=replace(RULES, threshold_tokens=threshold),
+            prefetch=replace(RULES, threshold_tokens=0),
             **options,
         )
         made = cls(stack, seed)
