@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 
-from hicache_storage.objects.lifecycle import begin_in_children
+from hicache_storage.objects.lifecycle import ForkAware
 
 logger = logging.getLogger(__name__)
 
@@ -16,19 +15,14 @@ Further ones are counted, and logged at debug level.
 """
 
 
-class RefusedCalls:
+class RefusedCalls(ForkAware):
     """Counter and log of the calls that were answered without the storage. Thread-safe."""
 
     def __init__(self, engine: str) -> None:
         self.count = 0
         self._engine = engine
         self._reasons: set[tuple[str, str, str]] = set()
-        self.begin_in_child()
-        begin_in_children(self)
-
-    def begin_in_child(self) -> None:
-        """Replace the lock: a thread of the parent may hold it."""
-        self._lock = threading.Lock()
+        super().__init__()
 
     def note(self, call: str, pool: str, error: BaseException) -> None:
         """Count a refused call, and log a reason that is new."""

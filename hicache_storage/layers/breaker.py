@@ -7,14 +7,13 @@ written may still be read.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.base import StorageLayer
-from hicache_storage.objects.lifecycle import begin_in_children
+from hicache_storage.objects.lifecycle import ForkAware
 from hicache_storage.spec import (
     FaultScope,
     MissReason,
@@ -46,10 +45,11 @@ class BreakerState(StrEnum):
     HALF_OPEN = "half_open"
 
 
-class CircuitBreaker:
+class CircuitBreaker(ForkAware):
     """State machine of a circuit breaker, without a storage.
 
-    Thread-safe; the lock is never held during a call. The log has the `kind` of the operations.
+    Thread-safe; the lock is never held during a call. A forked child begins in its parent's state.
+    The log has the `kind` of the operations.
     """
 
     def __init__(
@@ -67,12 +67,7 @@ class CircuitBreaker:
         self._open_until = 0.0
         self._state = BreakerState.CLOSED
         self.refusals = 0
-        self.begin_in_child()
-        begin_in_children(self)
-
-    def begin_in_child(self) -> None:
-        """Replace the lock, which a thread of the parent may hold; the state stays the parent's."""
-        self._lock = threading.Lock()
+        super().__init__()
 
     @property
     def state(self) -> BreakerState:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.base import StorageLayer
-from hicache_storage.objects.lifecycle import begin_in_children
+from hicache_storage.objects.lifecycle import ForkAware
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import (
@@ -48,7 +48,7 @@ JOIN_SECONDS = 0.5
 AnswerT = TypeVar("AnswerT")
 
 
-class DeadlineLayer(StorageLayer):
+class DeadlineLayer(StorageLayer, ForkAware):
     """Deadline for every call: runs calls that may hang in worker threads, and answers a miss when
     one is late.
 
@@ -60,7 +60,7 @@ class DeadlineLayer(StorageLayer):
     miss_reason = MissReason.DEADLINE
 
     def __init__(self, inner: HiCacheStorage, seconds: float) -> None:
-        super().__init__(inner)
+        StorageLayer.__init__(self, inner)
         self._seconds = seconds
         self._default = HiCacheStorageExtraInfo(deadline_seconds=seconds)
         self._thread_name = f"hicache-call-{type(inner).__name__}"
@@ -68,8 +68,7 @@ class DeadlineLayer(StorageLayer):
         self._deadlines_missed = 0
         self._answers = True
         self._closes = False
-        self.begin_in_child()
-        begin_in_children(self)
+        ForkAware.__init__(self)
 
     def begin_in_child(self) -> None:
         """Replace the locks: a thread of the parent that holds one does not exist in the child."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Sized
 from typing import TYPE_CHECKING, TypeVar
 
-from hicache_storage.objects.lifecycle import begin_in_children
+from hicache_storage.objects.lifecycle import ForkAware
 from hicache_storage.observability.logs import fields
 from hicache_storage.spec import (
     DriverContractError,
@@ -180,18 +179,13 @@ class FaultGuard:
             logger.info("%s: sets are stored again", self._driver_name)
 
 
-class DamagedPages:
+class DamagedPages(ForkAware):
     """Keys of damaged pages, which lookups do not find until they are set again (rule GET-7)."""
 
     def __init__(self) -> None:
         # Read without the lock: a membership test is atomic.
         self._pages: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self.begin_in_child()
-        begin_in_children(self)
-
-    def begin_in_child(self) -> None:
-        """Replace the lock: a thread of the parent may have held it at the fork."""
-        self._lock = threading.Lock()
+        super().__init__()
 
     def __bool__(self) -> bool:
         return bool(self._pages)

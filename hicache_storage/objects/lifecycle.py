@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from hicache_storage.spec import StorageClosedError, StorageForkedError, StorageUnavailableError
@@ -20,27 +20,26 @@ OPEN_RETRY_SECONDS = 1.0
 """Time until a failed connect is retried, so that an unreachable store does not delay each call."""
 
 
-class ForkAware(Protocol):
-    """State that threads share.
+class ForkAware:
+    """State that threads share, with a lock.
 
-    A fork may happen while a thread holds its lock, and that thread is not in the child.
+    A fork may happen while a thread holds the lock, and that thread is not in the child.
     """
 
+    def __init__(self) -> None:
+        self.begin_in_child()
+        _aware.add(self)
+
     def begin_in_child(self) -> None:
-        """Replace locks, and forget calls in flight. Runs first in a forked child."""
-        ...
+        """Make the lock; runs first in a forked child, which keeps the rest of the state.
+
+        Overridden where there are more locks, or calls in flight to be forgotten.
+        """
+        self._lock = threading.Lock()
 
 
 # Weak references: a storage that is dropped without being closed is not kept for the next fork.
 _aware: Final[WeakSet[ForkAware]] = WeakSet()
-
-
-def begin_in_children(state: ForkAware) -> None:
-    """Call `state.begin_in_child()` in each process that is forked from now on.
-
-    It is called as long as `state` is referenced.
-    """
-    _aware.add(state)
 
 
 def _begin() -> None:
@@ -52,7 +51,7 @@ def _begin() -> None:
 os.register_at_fork(after_in_child=_begin)
 
 
-class Lifecycle:
+class Lifecycle(ForkAware):
     """State of a storage: connects before the first call, closes after the last.
 
     Each call is made `with lifecycle.lock(), lifecycle`: a lock for each thread, which `close` waits
@@ -72,26 +71,23 @@ class Lifecycle:
         self._forked = False
         """True in a child whose parent was connected, or connecting, at the fork."""
         self._retry_at = 0.0
-        self._begin()
-        begin_in_children(self)
-
-    def _begin(self) -> None:
-        # `_lock` guards `_locks`. `_connecting` is held while the driver connects or disconnects,
-        # which may take seconds: a call that begins or ends does not wait for it.
-        self._lock = threading.Lock()
+        # Held while the driver connects or disconnects, which may take seconds: a call that begins
+        # or ends does not wait for it.
         self._connecting = threading.Lock()
-        self._thread = threading.local()
-        # Weak references: the lock of a thread that has ended is not kept.
-        self._locks: WeakSet[threading.RLock] = WeakSet()
+        super().__init__()
 
     def begin_in_child(self) -> None:
         """Start with new locks and without calls.
 
         A connection, also a partial one, stays the parent's.
         """
+        super().begin_in_child()
         self._forked = self._forked or self.connected or self._connecting.locked()
         self.connected = False
-        self._begin()
+        self._connecting = threading.Lock()
+        self._thread = threading.local()
+        # Weak references: the lock of a thread that has ended is not kept. Guarded by `_lock`.
+        self._locks: WeakSet[threading.RLock] = WeakSet()
 
     def lock(self) -> threading.RLock:
         """Return the lock of this thread, which is held during its calls."""

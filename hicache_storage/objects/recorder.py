@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from typing import TYPE_CHECKING
 
-from hicache_storage.objects.lifecycle import begin_in_children
+from hicache_storage.objects.lifecycle import ForkAware
 from hicache_storage.spec import PoolStats, StorageStats, note_fault
 
 if TYPE_CHECKING:
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from hicache_storage.spec import MissReason, PoolName
 
 
-class StatsRecorder:
-    """Thread-safe counters."""
+class StatsRecorder(ForkAware):
+    """Thread-safe counters; a forked child continues its parent's."""
 
     def __init__(self, driver: str, *, verifies_checksums: bool = True) -> None:
         self.enabled = True
@@ -28,12 +27,7 @@ class StatsRecorder:
         self.failovers = 0
         """Number of failovers to other servers."""
         self._stats = StorageStats(driver, verifies_checksums=verifies_checksums)
-        self.begin_in_child()
-        begin_in_children(self)
-
-    def begin_in_child(self) -> None:
-        """Replace the lock; a child continues its parent's counts."""
-        self._lock = threading.Lock()
+        super().__init__()
 
     def count(self, pool: PoolName, **increments: int | Counter[MissReason]) -> None:
         """Add to counters of `PoolStats`, by their names."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from hicache_storage.objects.lifecycle import begin_in_children
+from hicache_storage.objects.lifecycle import ForkAware
 from hicache_storage.spec import Removal, RemovalReason, Removals
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-class RemovalLog:
+class RemovalLog(ForkAware):
     """The last removals that a storage has learned of. Thread-safe.
 
     Cursors are numbers of entries. They begin at a random one, so that a cursor of another storage
@@ -57,14 +57,13 @@ class RemovalLog:
         """Number of the next entry."""
         self._namespaces = set[str]()
         """Those that the driver watches."""
-        self.begin_in_child()
-        begin_in_children(self)
+        super().__init__()
 
     def begin_in_child(self) -> None:
         """Replace the locks, which threads of the parent may hold."""
-        # `_collecting` is held while the driver is asked, and taken before `_lock`.
+        super().begin_in_child()
+        # Held while the driver is asked, and taken before `_lock`.
         self._collecting = threading.Lock()
-        self._lock = threading.Lock()
 
     @contextmanager
     def collecting(self, seconds: float | None) -> Generator[None]:

@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from hicache_storage.objects.lifecycle import begin_in_children
+from hicache_storage.objects.lifecycle import ForkAware
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,7 +96,7 @@ class Task(Generic[ResultT_co]):
         self._done.release()
 
 
-class ThreadPool:
+class ThreadPool(ForkAware):
     """A thread pool for calls that may hang. Thread-safe; a forked child starts without threads.
 
     A thread is started where none is idle. A call that is given up (`abandon`) keeps its thread
@@ -124,12 +124,11 @@ class ThreadPool:
         self._max_threads = None if max_threads is None else max(1, max_threads)
         self._max_hung = max_hung
         self._closed = False
-        self.begin_in_child()
-        begin_in_children(self)
+        super().__init__()
 
     def begin_in_child(self) -> None:
         """Start with a new lock and without threads: a fork copies none of them."""
-        self._lock = threading.Lock()
+        super().begin_in_child()
         # Guarded by the lock, which is never held during a call.
         self._idle: list[_Worker] = []
         self._threads: set[_Worker] = set()
