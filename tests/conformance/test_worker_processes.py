@@ -19,6 +19,7 @@ from hicache_conformance.processes.worker import KillSchedule, WorkerProcess, Wo
 from hicache_storage.plugins import registry
 from hicache_storage.spec import StorageIdentity
 from tests.conformance.fault_helpers import threads_of
+from tests.support.waiting import eventually
 
 MUTANTS = Path(__file__).with_name("mutants")
 IDENTITY = StorageIdentity(
@@ -190,10 +191,7 @@ def test_the_fork_server_is_replaced_when_it_dies(start):
 def test_a_fork_server_takes_its_workers_with_it(start):
     one = start()
     os.kill(fork_server(), signal.SIGKILL)
-    limit = time.monotonic() + 60
-    while not is_gone(one) and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert is_gone(one)
+    eventually(lambda: is_gone(one))
     with pytest.raises(Violation, match="process p0 ended with status 255"):
         one.get(KEYS)
 
