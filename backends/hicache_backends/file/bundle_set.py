@@ -105,8 +105,8 @@ class BundleSet:
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
         """Being added; left non-empty only by an interrupt."""
-        self._added = list[Bundle]()
-        """Since `take_added`."""
+        self.added = list[Bundle]()
+        """Those that eviction has not been told of."""
         self.index: Callable[[Expired], None] = lambda expired: None
         """Reads the indexes of new bundles, without the lock."""
         self.vanished: Callable[[Bundle], None] = lambda bundle: None
@@ -135,13 +135,6 @@ class BundleSet:
             self._listeners.append(listener)
             if self.bundles:
                 listener.bundles_added(list(self.bundles.values()))
-
-    def take_added(self) -> list[Bundle]:
-        """Return the bundles that were added since the last call, and are not gone."""
-        with self.lock:
-            added = self._added
-            self._added = []
-        return [bundle for bundle in added if not bundle.gone]
 
     def is_current(self, snapshot: FeedSnapshot) -> bool:
         """Return whether every event of a snapshot has been applied."""
@@ -302,7 +295,7 @@ class BundleSet:
         # No call between these, because an interrupt may come with a call: the repetition would
         # add the sizes again.
         self.used = used
-        self._added += bundles
+        self.added += bundles
         self._adding = {}
 
     def remove_files(
@@ -400,9 +393,9 @@ class BundleSet:
             for bundle in known:
                 del self.bundles[bundle.id]
                 self.used -= bundle.size
-            # In a process that never evicts, `take_added` is not called.
-            if len(self._added) > 2 * len(self.bundles) + MAX_GONE:
-                self._added = [bundle for bundle in self._added if not bundle.gone]
+            # A process that never evicts does not take them.
+            if len(self.added) > 2 * len(self.bundles) + MAX_GONE:
+                self.added = [bundle for bundle in self.added if not bundle.gone]
 
     def note_size(self, bundle: Bundle, size: int) -> None:
         """Correct the length of a bundle whose file differs from its name.

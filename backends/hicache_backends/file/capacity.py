@@ -317,7 +317,10 @@ class Capacity:
         counted = self.count(expired)
         # Also where nothing is evicted: a time that is ahead of the clock counts as this one.
         for bundle_set in self._bundle_sets.all():
-            self._queue.add(bundle_set.take_added())
+            with bundle_set.lock:
+                self._queue.add(bundle_set.added)
+                # Last: an interrupted call is repeated.
+                bundle_set.added = []
         return counted
 
     def _excess(self, reserved: int, stored: int) -> int:
