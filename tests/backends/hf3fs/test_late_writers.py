@@ -9,9 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from hicache_metadata_server import protocol as p
-from hicache_metadata_server.client.errors import UnknownScopeError
-from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
 from tests.backends.hf3fs.harness import chain, interrupted
 from tests.metadata_server import servers
@@ -112,48 +109,15 @@ def test_what_a_stalled_write_damages_is_deleted_when_it_comes_back(mine, caplog
     other.expect(keys)
 
 
-class Forgetful(HttpMetadataClient):
-    """Knows no scope when it is told so, and keeps what it was sent."""
-
-    def __init__(self, url):
-        super().__init__(url)
-        self.sent, self.forgets = [], False
-
-    def send(self, path, request, kind, call):
-        if path == "/v2/initialize":
-            self.sent.append(request.earlier_lease_seconds)
-        elif self.forgets:
-            self.forgets = False
-            raise UnknownScopeError("no such scope")
-        return super().send(path, request, kind, call)
-
-
-def test_a_client_says_how_long_leases_may_last_where_somebody_may_write(kept_server):
-    client = Forgetful(kept_server.url)
-    try:
-        client.refresh(Call(PATIENCE_SECONDS))
-        for number, is_written in enumerate((lambda: False, lambda: True)):
-            geometry = p.ScopeGeometry(scope=f"{number}:kv-leases", slots=4)
-            client.declare(geometry, 7.0, is_written)
-            client.lookup([p.LookupScope(scope=geometry.scope, keys=["a"])], Call(5))
-        assert client.sent == [[0.0], [7.0]]
-        # Others may have written since a server knew the scope.
-        client.forgets = True
-        client.lookup([p.LookupScope(scope="0:kv-leases", keys=["a"])], Call(5))
-        assert client.sent[2:] == [[7.0]]
-    finally:
-        client.close()
-
-
-def test_a_file_is_unwritten_until_it_is_handed_out(rig, tmp_path):
-    one, other = rig(), rig()
-    mine, theirs = one.file, other.file
-    assert not mine.is_written()
-    assert os.path.exists(mine.path), "so that a missing directory is told early"
-    assert not theirs.is_written(), "whoever has created it"
-    assert all(one.put(chain("a", 1)))
-    assert mine.is_written()
-    assert theirs.is_written()
+def test_a_client_that_initializes_a_scope_again_names_its_leases(rig):
+    """Others may have written since a server knew the scope, also where the file looks empty."""
+    one = rig(lease_seconds=7.0)
+    with interrupted(one.store.metadata, "send") as sent:
+        assert one.hit(chain("a", 1)) == 0
+        one.store.metadata._initialized.clear()
+        assert one.hit(chain("a", 1)) == 0
+    asked = [request for path, request, *_ in sent if path == "/v2/initialize"]
+    assert [request.earlier_lease_seconds for request in asked] == [[0.0], [7.0]]
 
 
 def test_a_file_has_its_length_before_the_first_lease(rig, server):
