@@ -15,12 +15,13 @@ from hicache_metadata_server.client import failover
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.failover import ATTEMPTS
 from hicache_metadata_server.client.http_client import HttpMetadataClient
+from hicache_metadata_server.client.splitting import joined
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.storage import group_commit
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageUnavailableError
 from tests.backends.hf3fs.conftest import SERVE
-from tests.backends.hf3fs.harness import ScopeClient
+from tests.backends.hf3fs.harness import ScopeClient, interrupted
 from tests.backends.hf3fs.listening import listening, reply
 from tests.metadata_server.redis_servers import redis_server
 from tests.support.metadata import Served
@@ -31,59 +32,37 @@ pytestmark = pytest.mark.slow(seconds=100)
 PATIENCE_SECONDS = 60.0
 
 
-def test_requests_are_split_and_responses_merged():
-    limits = msgspec.structs.replace(DEFAULTS, keys=10, scopes=2)
-    request = p.Lookup(
-        scopes=[
-            p.LookupScope(scope=f"0:s{n}", keys=[f"{n}-{i}" for i in range(size)])
-            for n, size in enumerate((25, 0, 3))
-        ]
-    )
-    sent = list[p.Lookup]()
-
-    class Limited(HttpMetadataClient):
-        about = p.About(
-            protocol="2", server="", instance="", durability=p.StoreDurability.NONE, limits=limits
+def test_requests_are_split_and_responses_merged(kept_server, monkeypatch):
+    with closing(HttpMetadataClient(kept_server.url)) as client:
+        client.refresh(Call(PATIENCE_SECONDS))
+        limits = msgspec.structs.replace(DEFAULTS, keys=5, scopes=2)
+        about = msgspec.structs.replace(client.about, limits=limits)
+        monkeypatch.setattr(client, "_about", about)
+        asked = list[p.LookupScope]()
+        for number, size in enumerate((12, 0, 3)):
+            keys = [f"{number}-{key}" for key in range(size)]
+            asked.append(p.LookupScope(scope=f"{number}:kv-split", keys=keys))
+            # By several requests, too.
+            ScopeClient(client, asked[-1].scope).store(keys)
+        with interrupted(client, "send") as sent:
+            found = client.lookup(asked, Call(PATIENCE_SECONDS))
+        pieces = [request.scopes for _, request, *_ in sent]
+        assert all(
+            len(piece) <= 2 and sum(len(part.keys) for part in piece) <= 5 for piece in pieces
         )
+        # The last keys are sent first, so that the head of a chain ends as the latest used.
+        assert pieces[0][-1].keys[-1] == "2-2"
+        monkeypatch.undo()
+        assert found == client.lookup(asked, Call(PATIENCE_SECONDS))
+        assert [len(set(part.slots) - {-1}) for part in found] == [12, 0, 3]
 
-        def send(self, path, request, response_type, call):
-            if path == "/v2/initialize":
-                return None
-            sent.append(request)
-            if path == "/v2/reserve":
-                parts = [_leased(part.keys) for part in request.scopes]
-                return p.Leases(scopes=parts, lease_seconds=next(seconds))
-            return p.LookedUp(scopes=[_echo(part.keys) for part in request.scopes])
 
-    with closing(Limited("http://127.0.0.1:1")) as client:
-        for part in request.scopes:
-            client.declare(p.ScopeGeometry(scope=part.scope, slots=100))
-        found = client.lookup(request.scopes, Call(10))
-        looked_up, seconds = len(sent), iter((9.0, 7.0, 8.0))
-        wanted = p.ReserveScope(scope="0:s0", keys=request.scopes[0].keys)
-        leased = client.reserve([wanted], Call(10), lease_seconds=9.0)
-    assert (len(sent) - looked_up, leased.lease_seconds) == (3, 7.0), "the shortest"
-    assert leased.scopes[0].leases == list(range(25))
-    assert all(
-        sum(len(part.keys) for part in piece.scopes) <= 10 and len(piece.scopes) <= 2
-        for piece in sent
-    )
-    # The last keys are sent first, so that the head of a chain ends as the latest used.
-    assert sent[0].scopes[-1].keys[-1] == "2-2"
-    assert [part.slots for part in found] == [
-        [int(key.split("-")[1]) for key in part.keys] for part in request.scopes
+def test_the_shortest_of_several_leases_is_that_of_the_call():
+    leased = p.Leased(states=[], slots=[], generations=[], leases=[])
+    done = [
+        (0, p.Reserve(scopes=[]), p.Leases(scopes=[leased], lease_seconds=n)) for n in (9, 7, 8)
     ]
-
-
-def _leased(keys):
-    numbers = [int(key.split("-")[1]) for key in keys]
-    states = [p.Reserved.LEASED] * len(keys)
-    return p.Leased(states=states, slots=numbers, generations=numbers, leases=numbers)
-
-
-def _echo(keys):
-    numbers = [int(key.split("-")[1]) for key in keys]
-    return p.FoundPages(slots=numbers, generations=numbers, lengths=numbers, checksums=numbers)
+    assert joined(done).lease_seconds == 7
 
 
 # Servers that misbehave.
