@@ -34,13 +34,10 @@ def drivers(
             Console(stderr=True).print(f"[red]{error}[/]", highlight=False)
             raise typer.Exit(1) from error
         return
-    table = Table("driver", "from", "capabilities", "summary", box=None, header_style="bold")
+    table = Table("driver", "from", "summary", box=None, header_style="bold")
     for driver in sorted(found.drivers):
         if driver not in found.conflicts:
-            spec = found.drivers[driver]
-            table.add_row(
-                driver, found.owners[driver], ", ".join(_declared(spec.capabilities)), spec.summary
-            )
+            table.add_row(driver, found.owners[driver], found.drivers[driver].summary)
     console.print(table)
     # A name with two owners can be used by neither, so it is not in the table.
     for driver, owners in found.conflicts.items():
@@ -81,15 +78,3 @@ def _shown(value: object) -> str:
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _declared(capabilities: Capabilities) -> list[str]:
-    rows = list[str]()
-    for field in fields(Capabilities):
-        value = getattr(capabilities, field.name)
-        # `may_hang` is the default and no promise.
-        if value is True and field.name != "may_hang":
-            rows.append(field.name)
-        elif field.name in {"sharing", "durability"} or value in {"process", "store"}:
-            rows.append(f"{field.name}={value}")
-    return rows

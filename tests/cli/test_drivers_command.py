@@ -15,8 +15,8 @@ def hicache(*arguments, **environment):
 @pytest.mark.parametrize(
     ("names", "status", "words"),
     [
-        ([], 0, ("hicache-storage:file", "sharing=processes")),
-        (["file"], 0, ("path", "required", "capacity", "durability")),
+        ([], 0, ("hicache-storage:file",)),
+        (["file"], 0, ("path", "required", "capacity", "durability", "processes")),
         (["fiel"], 1, ("no driver named 'fiel'; installed:",)),
     ],
 )
