@@ -67,23 +67,17 @@ counter: Final = partial(_scalar, MetricKind.COUNTER)
 gauge: Final = partial(_scalar, MetricKind.GAUGE)
 
 
-def _pool(name: str, text: str, source: str, label: str = "") -> Metric:
-    labels = ("driver", "pool", label) if label else ("driver", "pool")
-    return counter(f"hicache_storage_{name}_total", text, *labels, source=source)
+def _counter_of(
+    component: str, labels: tuple[str, ...], name: str, text: str, source: str
+) -> Metric:
+    return counter(f"hicache_{component}_{name}_total", text, *labels, source=source)
 
 
-def _storage(name: str, text: str, source: str) -> Metric:
-    return counter(f"hicache_storage_{name}_total", text, "driver", source=source)
-
-
-def _controller(name: str, text: str, source: str) -> Metric:
-    return counter(f"hicache_controller_{name}_total", text, source=source)
-
-
-def _cache(name: str, text: str, source: str) -> Metric:
-    return counter(f"hicache_cache_{name}_total", text, source=source)
-
-
+_storage: Final = partial(_counter_of, "storage", ("driver",))
+_pool: Final = partial(_counter_of, "storage", ("driver", "pool"))
+_pool_by_reason: Final = partial(_counter_of, "storage", ("driver", "pool", "reason"))
+_controller: Final = partial(_counter_of, "controller", ())
+_cache: Final = partial(_counter_of, "cache", ())
 _REASONS: Final = ", ".join(MissReason)
 
 
@@ -129,17 +123,15 @@ STORAGE: Final = (
     ),
     _pool("written_bytes", "Bytes of the pages that a set has stored.", "bytes_written"),
     _pool("hit_pages", "Pages that an exists has found.", "pages_hit"),
-    _pool(
+    _pool_by_reason(
         "absent_pages",
         f"Pages that an exists has asked for and not found, by reason: {_REASONS}.",
         "absent",
-        label="reason",
     ),
-    _pool(
+    _pool_by_reason(
         "missed_pages",
         "Pages that a get was asked for and has not delivered, by the same reasons.",
         "missed",
-        label="reason",
     ),
     _pool(
         "damaged_pages",

@@ -18,28 +18,24 @@ _ILLEGAL: Final = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 _current: Final = ContextVar("hicache_request_id", default="")
 
 
-class _IdGenerator:
-    """Generator of this process' ids: eight random hex digits and a number."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Draw a new prefix and count from 1.
-
-        A forked child would otherwise repeat its parent's ids.
-        """
-        self.prefix = secrets.token_hex(4)
-        self.numbers = count(1)
+_prefix: str
+_numbers: count[int]
 
 
-_generator: Final = _IdGenerator()
-os.register_at_fork(after_in_child=_generator.restart)
+def _restart() -> None:
+    """Draw a new prefix and count from 1: a forked child would repeat its parent's ids."""
+    global _prefix, _numbers
+    _prefix = secrets.token_hex(4)
+    _numbers = count(1)
+
+
+_restart()
+os.register_at_fork(after_in_child=_restart)
 
 
 def new_request_id() -> str:
     """Return a unique id, such as `5f0c21ab-1f`."""
-    return f"{_generator.prefix}-{next(_generator.numbers):x}"
+    return f"{_prefix}-{next(_numbers):x}"
 
 
 def current_request_id() -> str:
