@@ -12,6 +12,7 @@ import socket
 import struct
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from hicache_conformance.harness.ports import free_ports
 from hicache_conformance.injectors.injector import (
     MAX_HANG_SECONDS,
     ActiveFaults,
@@ -169,19 +170,15 @@ class _Proxy:
         self._server = server
         self._listener: asyncio.Server | None = None
         self._writers = set[asyncio.StreamWriter]()
-        self.port = 0
+        # Of nobody else, also while connections are refused: the driver has it in its options.
+        [self.port] = free_ports(1)
 
     async def listen(self) -> None:
         """Accept connections; at once if it does already."""
         if self._listener is None:
             self._listener = await asyncio.start_server(
-                # The same port as before, since the driver has it in its options.
-                self._accept,
-                "127.0.0.1",
-                self.port,
-                reuse_address=True,
+                self._accept, "127.0.0.1", self.port, reuse_address=True
             )
-            self.port = self._listener.sockets[0].getsockname()[1]
 
     def refuse(self) -> None:
         """Stop listening, and reset all connections."""
