@@ -247,18 +247,18 @@ class Store:
         # Some file systems have no fixed numbers, and report 0.
         free = status.f_bavail if os.geteuid() else status.f_bfree
         full = (status.f_blocks and not free) or (status.f_files and not status.f_favail)
+        no_room = "" if self.capacity is None else self.capacity.refusal()
         reasons = {
             "the file system is mounted read-only": status.f_flag & os.ST_RDONLY,
             f"{paths.root} is not writable for this user": not all(
                 os.access(place, os.W_OK)
                 for place in (paths.root, paths.temporaries, paths.writers)
             ),
-            # Else a set evicts others' pages, as long as there are any.
-            "the file system is full": full and self.capacity is None,
+            # Else a set evicts, as long as there are pages.
+            "the file system is full": full and (self.capacity is None or no_room),
+            no_room: no_room,
             "bundles cannot be moved to their places": not self.publisher.moves,
         }
-        if self.capacity is not None and (reason := self.capacity.refusal()):
-            reasons[reason] = True
         return [reason for reason, applies in reasons.items() if applies]
 
     def ignored(self) -> int:
