@@ -14,7 +14,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.options import AdminClient
 from hicache_storage import create_storage
@@ -22,7 +21,6 @@ from hicache_storage.objects import Call
 from hicache_storage.spec import (
     ConfigError,
     PoolTransfer,
-    parse_config,
 )
 from hicache_storage.testing import BytePool
 from tests.backends.file.harness import identity
@@ -235,6 +233,7 @@ def test_a_directory_that_was_emptied_has_another_file_for_another_map(
             {"metadata_url": ["http://a:1", "http://b:1", "http://a:1/"]},
             "metadata_url: 'http://a:1' is named twice",
         ),
+        ({"metadata_url": "http://a:1, http://a:1"}, "metadata_url: 'http://a:1' is named twice"),
         ({}, "metadata_url is missing.*hicache metadata serve"),
         ({"metadata_url": []}, "metadata_url is missing.*hicache metadata serve"),
         ({"metadata_url": ["http://a:1", 2]}, "metadata_url"),
@@ -246,18 +245,6 @@ def test_bad_options_are_named_and_no_password_is(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message) as refused:
         create_storage("hf3fs", identity(), {"path": str(tmp_path), **options})
     assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "urls"),
-    [
-        ("http://a:1, https://b/", ("http://a:1", "https://b")),
-        (["http://a:1/", "https://b"], ("http://a:1", "https://b")),
-    ],
-)
-def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, given, urls):
-    config = parse_config(Hf3fsConfig, {"path": str(tmp_path), "metadata_url": given})
-    assert config.metadata_urls == urls
 
 
 def test_a_server_that_takes_no_changes_is_no_store_for_sets(rig, server):
@@ -276,7 +263,7 @@ def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, kept_server):
         closing(Forward(kept_server.port)) as one_way,
         closing(Forward(kept_server.port)) as other_way,
     ):
-        one = rig(metadata_url=f"{one_way.url},{other_way.url}")
+        one = rig(metadata_url=f"{one_way.url}, {other_way.url}/")
         keys = chain("a", 8)
         assert all(one.put(keys))
         # Whichever it uses.

@@ -28,9 +28,9 @@ class Misuse(AssertionError):
 class StandIn:
     """The functions of the module.
 
-    Trouble is set as attributes: `short` cuts so many results, `errors` fails so many, `excess`
-    tells of more bytes than were asked for; `hangs` keeps all results; `idle` lets so many waits
-    come back with nothing; `refusals` are what the next submissions fail with.
+    Trouble is set as attributes: `short` cuts so many results, `errors` fails so many; `hangs`
+    keeps all results; `idle` lets so many waits come back with nothing; `refusals` are what the
+    next submissions fail with.
     """
 
     def __init__(self, mount_point):
@@ -41,7 +41,6 @@ class StandIn:
         self.in_flight = set[Vector]()
         self.short = 0
         self.errors = []
-        self.excess = 0
         self.idle = 0
         self.refusals = []
         self.links = os.path.join(self.mount_point, "3fs-virt", "iovs")
@@ -170,8 +169,4 @@ class Ring:
         if library.short:
             library.short -= 1
             memory = memory[: len(memory) // 2]
-        moved = os.preadv(fd, [memory], off) if self.for_read else os.pwritev(fd, [memory], off)
-        if library.excess:
-            library.excess -= 1
-            moved += 1
-        return moved
+        return os.preadv(fd, [memory], off) if self.for_read else os.pwritev(fd, [memory], off)
