@@ -102,7 +102,7 @@ def test_a_close_that_raises_or_hangs_stops_nobody(threads, make_stack, store, g
     stack.controller.attach(Faulty(store.open(), "close", RuntimeError("bug")))
     stack.controller.detach()
     assert stack.controller.stats().storage_errors == 1
-    stack, storage, hang = make_stack(stop_seconds=1.0), store.open(), gate("disconnect")
+    stack, storage, hang = make_stack(stop_seconds=2.0), store.open(), gate("disconnect")
     storage.before = hang
     stack.controller.attach(storage)
     stack.controller.detach()
