@@ -86,17 +86,21 @@ class EvictionQueue:
             heapq.heapify(self._heap)
             self._limit = 2 * len(self._heap) + MAX_GONE
 
-    def pop(self) -> Bundle | None:
-        """Take out the next victim; None if there is none left."""
+    def pop(self, taken: list[Bundle]) -> Bundle | None:
+        """Move the next victim to the end of a list; None if there is none left."""
         while self._heap:
-            recency, *_, bundle = heapq.heappop(self._heap)
-            if bundle.gone:
-                continue
-            if bundle.recency <= recency:
+            recency, *_, bundle = self._heap[0]
+            if not bundle.gone and bundle.recency <= recency:
                 self._refresh_mtime(bundle)
-            if bundle.recency <= recency:
+            if bundle.gone:
+                heapq.heappop(self._heap)
+            elif bundle.recency > recency:
+                heapq.heapreplace(self._heap, _entry(bundle))
+            else:
+                # First: an interrupt in between must not lose it.
+                taken.append(bundle)
+                heapq.heappop(self._heap)
                 return bundle
-            self.put_back(bundle)
         return None
 
     def put_back(self, bundle: Bundle) -> None:
@@ -335,8 +339,7 @@ class Capacity:
     def _victims(self, excess: int, tried: list[Bundle]) -> list[Bundle]:
         """Take out as many bundles as free so many bytes; `tried` gets all that were looked at."""
         victims = list[Bundle]()
-        while excess > 0 and (victim := self._queue.pop()) is not None:
-            tried.append(victim)
+        while excess > 0 and (victim := self._queue.pop(tried)) is not None:
             if (victim.namespace, victim.id) in self._kept:
                 bundle_set = self._bundle_sets.get(victim.namespace)
                 bundle_set.note_size(victim, file_bytes(victim.path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import heapq
 import os
 import time
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from tests.backends.file.harness import (
     counted,
     failing,
     hits,
+    interrupted,
     raising,
     replaced,
 )
@@ -314,3 +316,13 @@ def test_whatever_goes_wrong_while_room_is_made_leaves_no_file(room):
     ):
         a.put(chain("b", 8))
     assert a.temporaries() == []
+
+
+def test_a_victim_whose_eviction_is_interrupted_goes_with_the_next_set(room):
+    a = room(1)
+    fill(a, "a")
+    stop = interrupted(heapq, "heappop", raising(KeyboardInterrupt()), late=True)
+    with stop, pytest.raises(KeyboardInterrupt):
+        a.put(chain("b", 8))
+    fill(a, "c")
+    assert hits(a, "abc") == [0, 0, 8]
