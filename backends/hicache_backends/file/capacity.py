@@ -53,6 +53,10 @@ LATE_SECONDS = 1.0
 process has the files open, or the file system frees their bytes in the background."""
 
 
+FULL_DISK_SECONDS = 10.0
+"""Seconds in which a disk that is full for no reason that can be measured evicts once: something else
+takes the room as fast, and would have the whole store evicted."""
+
 _Entry = tuple[int, int, str, str, int, "Bundle"]
 
 
@@ -223,6 +227,7 @@ class Capacity:
         self._lock = threading.Lock()
         self._queue = EvictionQueue(self._temp_files.clock)
         self._relist_at = 0.0
+        self._full_until = 0.0
         self._kept = set[tuple[str, BundleId]]()
         """Bundles that could not be removed; tried again after the next listing."""
         self._told = False
@@ -272,6 +277,21 @@ class Capacity:
         if self.free.spare() < 0:
             self.make_room()
 
+    def note_full(self, missing: int, expired: Expired) -> None:
+        """Note that so many bytes did not fit, and make room for the next ones.
+
+        The file system's numbers do not say it where a user's quota is used up, so that below the
+        capacity as many bytes are evicted in any case.
+
+        Raises:
+            OSError: the store could not be listed.
+        """
+        self.free.invalidate()
+        now = time.monotonic()
+        if self.limit is not None and now >= self._full_until:
+            self._full_until = now + FULL_DISK_SECONDS
+            self.make_room(expired, missing=missing)
+
     def refusal(self) -> str:
         """The reason why no set can make room; empty if one can.
 
@@ -285,9 +305,12 @@ class Capacity:
         limit = "" if self.limit is None else f", the capacity is {self.limit:,}"
         return f"no room: {self.free}{limit}"
 
-    def make_room(self, expired: Expired = no_deadline) -> int:
+    def make_room(self, expired: Expired = no_deadline, *, missing: int = 0) -> int:
         """Evict until the used bytes, reservations included, are within the limit, and enough of
         the file system is free for the reservations.
+
+        Args:
+            missing: bytes that are evicted at least.
 
         Returns:
             Bytes above the limit that remain, because nothing is left to evict.
@@ -298,7 +321,7 @@ class Capacity:
         with self._lock:
             # One thread of this process at a time: two would evict for the same bytes.
             reserved, stored = self._recount(expired)
-            excess, races = self._excess(reserved, stored), 0
+            excess, races = max(missing, self._excess(reserved, stored)), 0
             tried = list[Bundle]()
             try:
                 while excess > 0 and (victims := self._victims(excess, tried)):

@@ -360,10 +360,16 @@ class FileStorage(ObjectStorage):
     def _write_all(self, pending_bundles: Sequence[PendingBundle], call: Call) -> None:
         write, capacity = partial(self.store.writer.write, call=call), self.store.capacity
         self.store.thread_pool.run([partial(write, pending) for pending in pending_bundles])
-        if capacity is not None:
-            faults = [pending.fault for pending in pending_bundles]
-            if any(isinstance(fault, OSError) and fault.errno in FULL for fault in faults):
-                capacity.free.invalidate()
+        short = [
+            pending.name.size
+            for pending in pending_bundles
+            if isinstance(pending.fault, OSError) and pending.fault.errno in FULL
+        ]
+        if capacity is not None and short:
+            try:
+                capacity.note_full(sum(short), call.expired)
+            except OSError as error:
+                logger.debug("cannot make room on a full disk: %s", error)
 
 
 def _contained(

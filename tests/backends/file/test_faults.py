@@ -145,18 +145,23 @@ def test_a_disk_that_is_full_below_the_capacity_evicts(rig, disk, kind, min_free
     assert a.stats().pages_evicted >= 8 * 16
 
 
-def test_a_disk_that_is_full_for_no_known_reason_evicts_nothing(rig):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_for_no_known_reason_evicts_once(rig, number):
     """Such as a quota, or what another program takes as fast: the whole store would go."""
     a = rig(capacity=1 << 20)
-    for number in range(8):
-        assert a.put(chain(f"{number}", 4)) == [True] * 4
-    with failing("pwritev", errno.ENOSPC):
+    for batch in range(8):
+        assert a.put(chain(f"{batch}", 4)) == [True] * 4
+    with failing("pwritev", number):
+        assert a.put(chain("new", 8)) == [False] * 8
+    assert a.put(chain("new", 8)) == [True] * 8
+    assert a.stats().pages_evicted == 8
+    with failing("pwritev", number):
         for _ in range(3):
-            assert a.put(chain("new", 8)) == [False] * 8
-    assert a.stats().pages_evicted == 0
+            assert a.put(chain("newer", 8)) == [False] * 8
+    assert a.stats().pages_evicted == 8
     assert a.temporaries() == []
-    for number in range(8):
-        assert a.holds(chain(f"{number}", 4))
+    for batch in range(2, 8):
+        assert a.holds(chain(f"{batch}", 4))
 
 
 def test_a_delete_on_a_full_disk_removes_what_need_not_be_rewritten(rig):
