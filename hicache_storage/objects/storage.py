@@ -335,10 +335,9 @@ class ObjectStorage(ObjectDriver):
     def _collect_removals(self, call: Call) -> bool:
         """Add what the driver reports to the removals; always `True`, unless it raises."""
         pools = list(self._pools.values())
+        namespaces = [part.namespace for pool in pools for part in pool.parts]
         with self._removals.collecting(call.remaining()):
-            removed, lost = self.collect_removals(
-                [part.namespace for pool in pools for part in pool.parts], call
-            )
+            removed, lost = self.collect_removals(namespaces, call)
             self._removals.add(pools, removed, lost=lost)
         return True
 
@@ -370,16 +369,14 @@ class ObjectStorage(ObjectDriver):
                 with RequestScope(call.request_id):
                     parts = self._lookup(batches, call)
             divided = _of_pools(pools, parts) if keys else [[list[bool]()] for _ in pools]
-            present = {pool.name: _all(own) for pool, own in zip(pools, divided, strict=True)}
+            found = {pool.name: own for pool, own in zip(pools, divided, strict=True)}
+            present = {name: _all(own) for name, own in found.items()}
             # The deadline layer has counted the misses that it has answered.
             if not call.cancelled:
-                found = {pool.name: own for pool, own in zip(pools, divided, strict=True)}
                 self.recorder.observe_lookup(
                     present,
                     started,
-                    lambda name: self._miss_reasons(
-                        found[name], partial(self._hidden, self._pools[name], keys), call
-                    ),
+                    lambda name: self._miss_reasons(found[name], self._hidden(name, keys), call),
                 )
             return present
 
@@ -389,33 +386,31 @@ class ObjectStorage(ObjectDriver):
         call.faults_before = self.recorder.faults
         return call
 
-    def _hidden(self, pool: RegisteredPool, keys: Sequence[str]) -> list[bool]:
+    def _hidden(self, pool: PoolName, keys: Sequence[str]) -> list[bool]:
         """Return for each page whether lookups do not find it because it is damaged."""
-        names = [part.namespace.name for part in pool.parts] if self._damaged else []
+        parts = self._pools[pool].parts if self._damaged else ()
+        names = [part.namespace.name for part in parts]
         return [any((name, key) in self._damaged for name in names) for key in keys]
 
     def _miss_reasons(
-        self,
-        parts: Sequence[Sequence[bool]],
-        damaged: Callable[[], Sequence[bool]],
-        call: Call,
+        self, parts: Sequence[Sequence[bool]], damaged: Sequence[bool], call: Call
     ) -> Counter[MissReason]:
         """Count the pages of a pool that were not found or delivered, by reason.
 
         Args:
             parts: for each shard, or for the pool itself, for each page, True if it was.
-            damaged: returns for each page whether one of its objects is damaged.
+            damaged: for each page, True if one of its objects is damaged.
             call: which has missed them.
         """
         # Faults of some pages of a call are not reported by page; and of calls in other threads,
         # some may be taken for this one's.
         failed = self.recorder.faults != call.faults_before
         other = call.miss_reason or (MissReason.FAULT if failed else MissReason.ABSENT)
-        marks, reasons = damaged(), Counter[MissReason]()
         # Mostly a page is absent, and a lookup may have many.
-        if len(parts) == 1 and not any(marks):
+        if len(parts) == 1 and not any(damaged):
             return Counter({other: parts[0].count(False)})
-        for shards, is_damaged in zip(zip(*parts, strict=True), marks, strict=True):
+        reasons = Counter[MissReason]()
+        for shards, is_damaged in zip(zip(*parts, strict=True), damaged, strict=True):
             if all(shards):
                 continue
             is_part = any(shards) and other is MissReason.ABSENT
@@ -581,14 +576,8 @@ class ObjectStorage(ObjectDriver):
         if pages < len(whole) and not call.cancelled:
             # Of a pool that has given no buffers nothing was read.
             reads = [batch.reads for batch in batches if batch.reads]
-            missed = self._miss_reasons(
-                verified,
-                lambda: (
-                    [any(read.damaged for read in page) for page in zip(*reads, strict=True)]
-                    or [False] * len(whole)
-                ),
-                call,
-            )
+            marks = [any(read.damaged for read in page) for page in zip(*reads, strict=True)]
+            missed = self._miss_reasons(verified, marks or [False] * len(whole), call)
         self.recorder.count(
             request.pool.name,
             pages_read=pages,
@@ -676,7 +665,9 @@ class ObjectStorage(ObjectDriver):
         for key, slot in zip(request.keys, request.slots, strict=True):
             if not stored[key]:
                 slots.setdefault(key, slot)
-        if not self._identity.is_writer(request.pool.name) or not self._fits(namespace):
+        limit = self._capabilities.max_page_bytes
+        is_too_long = limit is not None and namespace.page_bytes > limit
+        if is_too_long or not self._identity.is_writer(request.pool.name):
             slots.clear()
         places = list(slots.values())
         pages = (
@@ -738,10 +729,6 @@ class ObjectStorage(ObjectDriver):
                 bytes_written=length,
                 pages_refused=len(refused),
             )
-
-    def _fits(self, namespace: Namespace) -> bool:
-        limit = self._capabilities.max_page_bytes
-        return limit is None or namespace.page_bytes <= limit
 
     def _disconnect(self) -> None:
         try:
