@@ -51,6 +51,8 @@ class Server:
     def __init__(self, path: Path, layout: MemoryLayoutDesc = LAYOUT, **options: object) -> None:
         self._layout = layout
         self._arena = Arena({0: layout}, {0: PLACES})
+        # More than a busy disk takes to make a file.
+        options = {"deadline_seconds": 25.0, **options}
         parameters = {"driver": "file", "driver_config": {"path": str(path)}, **options}
         entry = {**lmcache.NAMES, "type": "plugin", "adapter_params": parameters}
         self.adapter = create_adapter(entry, self._arena.memory)
