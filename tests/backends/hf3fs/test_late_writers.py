@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from hicache_backends.hf3fs.slots import engine
 from hicache_storage.objects import Call
 from tests.backends.hf3fs.harness import chain, interrupted
 from tests.metadata_server import servers
@@ -140,3 +141,18 @@ def test_slots_are_not_written_through_a_link(rig, tmp_path):
     # A file that was there before its scope may still be written, until leases of that time have
     # ended.
     eventually(lambda: all(one.put(chain("a", 2))))
+
+
+def test_nothing_is_written_once_a_lease_has_ended(rig):
+    one = rig()
+
+    def end_lease():
+        [[[job], _]] = writes
+        job.until = 0.0
+
+    with (
+        interrupted(one.store.engine, "write", end_lease) as writes,
+        interrupted(engine, "write_from") as written,
+    ):
+        assert one.put(chain("a", 1)) == [False]
+    assert written == []

@@ -245,13 +245,14 @@ class SlotEngine:
     def _write_extent(self, extent: Sequence[SlotWrite], call: Call) -> None:
         file, handle = extent[0].file, None
         try:
-            if call.expired() or any(job.late for job in extent):
-                raise OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
-            handle = file.borrow(writes=True)
             sources = list[memoryview]()
             for job in extent:
                 sources += job.write.parts
                 sources.append(memoryview(bytes(file.slot_bytes - job.size)))
+            # After the checksums, which take their time.
+            if call.expired() or any(job.late for job in extent):
+                raise OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
+            handle = file.borrow(writes=True)
             self._put(sources[:-1], handle.descriptor, file.offset(extent[0].slot), call)
         except OSError as error:
             # A full file system says nothing about the descriptor, either.
