@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.commands import run_python
 
-pytestmark = pytest.mark.slow(seconds=80)
+pytestmark = [pytest.mark.slow(seconds=80), pytest.mark.merge]
 
 SIX_LINES = """
 from hicache_conformance import DriverConformance
