@@ -114,18 +114,6 @@ def trailing_as_all(right, store, kv, pools):
     ])  # fmt: skip
 
 
-def groups_decide(right, store, kv, pools):
-    answer = right(kv, pools)
-    bounds = [
-        answer.extra_pool_hit_pages[pool.name]
-        for pool in pools
-        if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS
-    ]
-    bound = min(bounds, default=1 << 30)
-    listed = [endpoint for endpoint in answer.restorable_prefix_pages if endpoint <= bound]
-    return PoolTransferResult(listed[-1] if listed else 0, answer.extra_pool_hit_pages, listed)
-
-
 def groups_as_all(right, store, kv, pools):
     counted = right(kv, [replace(pool, hit_policy=PoolHitPolicy.ALL_PAGES) for pool in pools])
     answer = right(kv, pools)
@@ -165,7 +153,6 @@ lookup(
     present=lambda right, store, name, keys: right(name, keys.copy()),
 )
 lookup("EX-3 TrailingAsAll", "EX-3: kv", fold=trailing_as_all)
-lookup("EX-4 GroupsDecide", "(block_groups", fold=groups_decide)
 lookup("EX-4 GroupsAsAll", "(block_groups", fold=groups_as_all)
 lookup(
     "EX-5 EndpointsAreAnIterator",

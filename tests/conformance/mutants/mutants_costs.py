@@ -86,13 +86,6 @@ def staged(right, store, batches, call):
     return answers
 
 
-def components_joined(right, store, batches, call):
-    whole = [b"".join(write.buffers) for batch in batches for write in batch.writes]
-    answers = right(batches, call)
-    whole.clear()
-    return answers
-
-
 objects(
     "EX-10 ChokesOnManyKeys Budget",
     "answered 0 and [], must be 40 and [20, 40]",
@@ -105,7 +98,6 @@ objects(
 )
 staging = partial(objects, breaks="BU-2", where="Budget")
 staging("StagesInMappings", "a get of 128 pages took memory for", read_objects=staged)
-staging("JoinsComponents", "a set of 128 pages took memory for", write_objects=components_joined)
 
 
 # Requests to a server
@@ -268,26 +260,8 @@ def whole_pages(right, store, batches, call):
     return True
 
 
-def of_the_first_in_sets(right, store, batches, call):
-    found = right(batches, call)
-    return of_the_first(batches, found) if store.memo.get("sets") else found
-
-
-def setting(right, store, transfers, *more):
-    store.memo["sets"] = True
-    try:
-        return right(transfers, *more)
-    finally:
-        store.memo["sets"] = False
-
-
 shards = partial(objects, where="Shard")
 shards("ID-7 SwapsShards", "of that page", register=rearranged(swapped))
-shards(
-    "ID-7 ForgetsShards",
-    "was not written",
-    register=rearranged(lambda identity, pool, held: held[:4] if len(held) == 8 else held),
-)
 shards(
     "ID-7 BindsAllPools",
     "'indexer': 0",
@@ -299,6 +273,5 @@ shards("ID-8 OneWriterForAll", "is the writer", write_objects=by_rank_0)
 shards("EX-12 LooksAtTheFirstShard", "lacks shard", objects_exist=of_shards(of_the_first))
 shards("EX-12 OneShardIsEnough", "lacks shard", objects_exist=of_shards(of_any))
 shards("SET-9 RewritesIncompletePages", "of set number", objects_exist=of_shards(of_all))
-shards("SET-9 LeavesHoles", "SET-9: ", objects_exist=of_the_first_in_sets, set=setting)
 shards("GET-10 FillsHoles", "answers True", read_objects=holes_filled)
 shards("GET-10 DiscardsWholePages", "a get answers False", discard_objects=whole_pages)

@@ -17,7 +17,7 @@ from uuid import uuid4
 from drivers_files import BUFFERED, PAGE, Files, SteadyFiles
 from mutant import after, always, mutant, right
 
-from hicache_storage.objects import Call, ObjectWrite
+from hicache_storage.objects import ObjectWrite
 from hicache_storage.spec import Sharing, StorageUnavailableError
 
 files, disk = partial(mutant, base=Files), partial(mutant, base=SteadyFiles)
@@ -203,49 +203,19 @@ files(
 # ------------------------------------------------------------------------------------------------
 
 
-def by_number(number):
-    """Pages lie in numbered files, and each has a link to its own."""
+def counted_on(right, store, draft, path, write):
+    """Pages lie in numbered files, and each has a link to its own.
 
-    def publish(right, store, draft, path, write):
-        pages = store.root / "pages"
-        pages.mkdir(exist_ok=True)
-        page = number(store, draft, pages)
-        draft.unlink(missing_ok=True)
-        draft.symlink_to(page)
-        right(draft, path, write)
-
-    def remove(right, store, path):
-        page, removed = path.resolve(), right(path)
-        if removed:
-            page.unlink(missing_ok=True)
-        return removed
-
-    def content(right, store, path):
-        page = path.resolve()
-        # Long enough for others to give the number to another page, on a busy machine too.
-        pause(10)
-        return right(page)
-
-    return {"publish": publish, "remove": remove, "content": content, "take": trusting}
-
-
-def lowest_free(store, draft, pages):
-    numbers = itertools.count()
-    while True:
-        with contextlib.suppress(FileExistsError):
-            page = pages / str(next(numbers))
-            os.link(draft, page)
-            return page
-
-
-def counted_on(store, draft, pages):
-    """The storage looks once which numbers there are."""
+    The storage looks once which numbers there are.
+    """
+    pages = store.root / "pages"
+    pages.mkdir(exist_ok=True)
     numbers = store.memo.setdefault("numbers", itertools.count(len(os.listdir(pages))))
-    return draft.rename(pages / str(next(numbers)))
+    draft.symlink_to(draft.rename(pages / str(next(numbers))))
+    right(draft, path, write)
 
 
 # Whether a reader meets another's bytes or a page half written is up to the moment.
-races("CC-2 LooksUpAndReads", "CC-2: ", **by_number(lowest_free))
 races(
     "CC-2 ReadsInTwoSteps",
     "CC-2: ",
@@ -255,7 +225,8 @@ races(
 files(
     "GET-1 GoesOnCounting test_a_store_that_is_deleted_and_opened_anew",
     "holds bytes of key",
-    **by_number(counted_on),
+    publish=counted_on,
+    take=trusting,
 )
 
 
@@ -402,32 +373,12 @@ def torn_is_an_error(right, store, read):
     return read.fill(content)
 
 
-def late_draft(right, store, draft, write):
-    """The host page is read when the file is open at last."""
-    with draft.open("wb") as file:
-        file.write(write.tobytes())
-
-
-def published_anyway(right, store, write, call):
-    return right(write, Call())
-
-
 def straight_into_the_pool(right, store, read):
     path, wanted = store.path(read.namespace, read.key), read.namespace.object_bytes
     with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
         whole = os.fstat(file.fileno()).st_size == wanted
         return whole and os.readv(file.fileno(), read.parts) == wanted
     return False
-
-
-def aside_and_over(right, store, read):
-    """A page is read aside, and copied when it is there, whoever waits."""
-    content = store.content(store.path(read.namespace, read.key))
-    if content is None or len(content) != read.namespace.object_bytes:
-        return False
-    for part in read.parts:
-        part[:], content = content[: len(part)], content[len(part) :]
-    return True
 
 
 def padded(right, store, read):
@@ -514,12 +465,6 @@ disk(
     take=torn_is_an_error,
 )
 disk(
-    "SET-8 PublishesLate test_calls_of_a_hung_store_are_over",
-    "what its writer put into the host page",
-    fill_draft=late_draft,
-    put=published_anyway,
-)
-disk(
     "SET-8 WritesInPlaceLate test_calls_of_a_hung_store_are_over",
     "what its writer put into the host page",
     put=in_place,
@@ -528,11 +473,6 @@ disk(
     "GET-9 ReadsLate test_calls_of_a_hung_store_are_over",
     "was written after the get",
     take=straight_into_the_pool,
-)
-disk(
-    "GET-9 CopiesLate test_calls_of_a_hung_store_are_over",
-    "was written after the get",
-    take=aside_and_over,
 )
 tried("GET-1 ShortReadsAreHits", "holds zeros", take=padded)
 tried("SET-1 LosesTheQueue", "was stored (True), and a get answers False", put=lost)

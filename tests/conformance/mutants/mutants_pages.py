@@ -471,18 +471,6 @@ def hidden_damage(right, store, batches, call):
     return filled
 
 
-def one_damage_a_call(right, store, batches, call):
-    filled, seen = right(batches, call), False
-    for batch, done in zip(batches, filled, strict=True):
-        for index, read in enumerate(batch.reads):
-            done[index] = done[index] and read.verify()
-            if read.damaged and seen:
-                read.damaged = False
-                store.objects.pop(read.namespace.object_name(read.key), None)
-            seen = seen or read.damaged
-    return filled
-
-
 def put_under(right, store, batches, call):
     """Whatever is there stays."""
     before = dict(store.objects)
@@ -503,7 +491,6 @@ damage(
     read_objects=verifying(lambda batch, index: batch.namespace.pool == PoolName.KV),
 )
 damage("GET-7 EX-9 HidesDamage", "counted 0 damaged pages", read_objects=hidden_damage)
-damage("GET-7 CountsDamageOncePerCall", "damaged pages", read_objects=one_damage_a_call)
 damage(
     "SET-3 KeepsDamage",
     "and a get answers False",

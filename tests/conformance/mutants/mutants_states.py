@@ -46,11 +46,6 @@ right("PromisesNothing Identity Clearing Sharing Durability Shard", Objects,
 right("PromisesTooLittle Identity Sharing", Objects, promises=NOTHING)
 objects("ID-2 PromisesTooMuch Identity", "page 0 key", init=on_its_own)
 plain("LC-6 DeclaresMoreWhenOpen Lifecycle", "declares sharing=process", registered=NOTHING)
-objects(
-    "LC-6 DeclaresClearsWhenOpen Lifecycle",
-    "declares clears",
-    registered=replace(IN_PROCESS, clears=False),
-)
 
 
 # Caches of pages, of lookups and of misses
