@@ -47,6 +47,9 @@ LONG_COPY_BYTES: Final = 128 << 10
 NO_ENVELOPE: Final = bytes(ENVELOPE_BYTES)
 ON_DISK: Final = " on a disk"
 """In place of the endpoint of a store."""
+_abandoned: Final = list[memoryview]()
+"""Buffers of requests that the library has given up. Unmapped, their addresses could be given to
+other memory."""
 
 
 class ReadResult(NamedTuple):
@@ -211,6 +214,7 @@ class PageReader:
         abandoned = time.monotonic() - began >= library.ABANDON_SECONDS
         if by_name and abandoned and library.TRANSFER_FAILED in codes:
             self.buffers.retire(buffer)
+            _abandoned.append(buffer)
         return [
             ReadResult(item.read, item.name, code) for item, code in zip(items, codes, strict=True)
         ]

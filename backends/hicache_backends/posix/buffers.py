@@ -7,7 +7,7 @@ import mmap
 import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -21,9 +21,6 @@ MAX_BUFFERS = 32
 
 LOOK_SECONDS = 0.1
 """Seconds between checks of the lent buffers while a call waits for one."""
-
-_retired: Final = list[memoryview]()
-"""Retired buffers, mapped until the process ends."""
 
 
 class Buffers:
@@ -70,7 +67,7 @@ class Buffers:
             self._put_back(buffer)
 
     def retire(self, buffer: memoryview) -> None:
-        """Never lend a lent buffer again: an abandoned read may still write to it."""
+        """Never lend a lent buffer again: an abandoned request may still use it."""
         with self._changed:
             self._retired.add(id(buffer))
 
@@ -103,9 +100,6 @@ class Buffers:
             del self._lent[id(buffer)]
             if id(buffer) in self._retired:
                 self._retired.remove(id(buffer))
-                # Referenced until the process ends: unmapped, its addresses could be given to other
-                # memory.
-                _retired.append(buffer)
             else:
                 self._spare.append(buffer)
             self._changed.notify()

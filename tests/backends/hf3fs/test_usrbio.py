@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,19 @@ def test_the_memory_of_a_submission_that_fails_is_not_used_again(usrbio, library
     assert all(mine.put(others))
     mine.expect(others)
     assert len(library.in_flight) == 2
+
+
+def test_the_memory_of_requests_that_fail_is_given_back(usrbio, library):
+    mine, keys = usrbio(), chain("a", 1)
+    for _ in range(5):
+        library.refusals = [errno.EAGAIN]
+        assert mine.put(keys) == [False]
+    library.in_flight.clear()
+    library.rings.clear()
+    assert all(mine.put(keys))
+    gc.collect()
+    # The mapping of the one buffer that is left, and the daemon's.
+    assert Path("/proc/self/maps").read_text().count(f"/hicache-{os.getpid()}-") == 2
 
 
 def test_requests_that_hang_delay_nobody(usrbio, library):

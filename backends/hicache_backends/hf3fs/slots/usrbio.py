@@ -124,8 +124,9 @@ class UsrbioEngine(SlotEngine):
             while not (results := _results(ring)):
                 pass
         except BaseException:
-            # The daemon may access the memory from `prepare` on.
+            # The daemon may access the memory from `prepare` on, through a mapping of its own.
             self._shared.retire(buffer)
+            del self._rings[id(buffer)]
             raise
         moved: int = results[0].result
         if moved < 0:
