@@ -50,10 +50,10 @@ PYTEST_UNIT := $(PYTHON) -m pytest -n 6 --dist loadfile --no-loadscope-reorder $
 unit: $(VENV)/.installed
 	$(PYTEST_UNIT) -m "$(UNIT) and $(LONG)"
 
-# The suite on every driver with a planted fault and on a new package in an environment of its own, and the programs of examples/:
-# `.ci/run` has the time, `make test` has not.
+# The suite on every driver with a planted fault and on a new package in an environment of its own, the programs of examples/, the
+# status page in a browser: `.ci/run` has the time, `make test` has not.
 test-merge: $(VENV)/.installed
-	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST) -m "merge and not gpu and $(LONG)" tests/conformance tests/examples tests/cli
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST) -m "merge and not gpu and $(LONG)" tests/conformance tests/examples tests/cli tests/metadata_server tests/transfer
 
 # On a machine with a CUDA device; `scripts/gpu_tests.sh PYTHON` does the same in a Python that has torch and pytest and little else.
 gpu: $(VENV)/.installed

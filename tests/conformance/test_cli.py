@@ -46,6 +46,7 @@ def test_a_wrong_driver_exits_1(wrong):
     assert re.search(r"non-conformant: breaks .*\bSET-3\b", wrong.output)
 
 
+@pytest.mark.merge
 @pytest.mark.parametrize(
     ("driver", "cases"),
     [

@@ -15,7 +15,7 @@ from tests.metadata_server.browser import browser
 from tests.metadata_server.servers import SERVE, RemoteService, served
 from tests.metadata_server.token_files import write_tokens
 
-pytestmark = pytest.mark.slow(seconds=40)
+pytestmark = [pytest.mark.slow(seconds=40), pytest.mark.merge]
 
 LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 900 --lease-seconds 600"
 SLOTS = 130

@@ -41,6 +41,7 @@ def test_tests_of_copies_on_a_gpu_need_little_more():
     assert "tests/pools/test_memory.py::test_cuda_sees_locked_memory" in found
 
 
+@pytest.mark.merge
 def test_the_script_runs_dry(tmp_path):
     """All parts: the tests are found by the marks and entry points of a bare checkout, and skipped;
     the benchmark is run on the simulator."""
