@@ -13,13 +13,7 @@ from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import FULL
 from hicache_storage.objects import Namespace, ObjectRead, ObjectStorage
-from hicache_storage.spec import (
-    Durability,
-    Health,
-    HungReads,
-    RemovalReason,
-    StorageUnavailableError,
-)
+from hicache_storage.spec import Durability, Health, HungReads, RemovalReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,39 +68,26 @@ class FileStorage(ObjectStorage):
             verifies_checksums=config.verify_checksums,
         )
         self._config = config
-        self._store: Store | None = None
         self._removed: list[ObjectRemoval] = []
         """Taken from page indexes, and not yet returned."""
         self._removed_lost = False
 
-    @property
-    def store(self) -> Store:
-        """The open store.
-
-        Raises:
-            StorageUnavailableError: it is not open.
-        """
-        if self._store is None:
-            raise StorageUnavailableError("file: the store is not open")
-        return self._store
-
     def connect(self) -> None:
-        self._store = Store(self._config, self.recorder)
+        self.store = Store(self._config, self.recorder)
+        """The open store: the SDK makes no call before this one, and none after `disconnect`."""
         # Known only now: the path alone does not tell the file system.
-        hangs = self._store.buffers is not None
+        hangs = self.store.buffers is not None
         self._capabilities = replace(
             self._capabilities,
             may_hang=hangs,
             hung_reads=HungReads.BOUNCE_BUFFER if hangs else HungReads.WAIT,
         )
         # Across a network even the change counter takes a request.
-        self.caches_lookups = self._store.is_local
-        self.caches_reads = self._store.reader.on_disk
+        self.caches_lookups = self.store.is_local
+        self.caches_reads = self.store.reader.on_disk
 
     def disconnect(self) -> None:
-        store = self.store
-        self._store = None
-        store.close()
+        self.store.close()
 
     def check_health(self) -> Health:
         store, limit = self.store, self._config.capacity_bytes

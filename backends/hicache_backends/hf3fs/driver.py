@@ -14,13 +14,7 @@ from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import InUseError
 from hicache_storage.objects import Call, ObjectRemoval, ObjectStorage
-from hicache_storage.spec import (
-    Durability,
-    Health,
-    HungReads,
-    RemovalReason,
-    StorageUnavailableError,
-)
+from hicache_storage.spec import Durability, Health, HungReads, RemovalReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,26 +46,15 @@ class Hf3fsStorage(ObjectStorage):
             verifies_checksums=config.verify_checksums,
         )
         self._config = config
-        self._store: Store | None = None
         self._cursors: dict[str, str | None] = {}
         """Removals of each scope that `collect_removals` has read."""
         self._removed: list[ObjectRemoval] = []
         """Those of a call that has failed, and whether further ones may be missing."""
         self._lost = False
 
-    @property
-    def store(self) -> Store:
-        """The open store.
-
-        Raises:
-            StorageUnavailableError: the storage is not open.
-        """
-        if self._store is None:
-            raise StorageUnavailableError("hf3fs: the store is not open")
-        return self._store
-
     def connect(self) -> None:
-        store = self._store = Store(self._config, self.recorder.count_failover)
+        store = self.store = Store(self._config, self.recorder.count_failover)
+        """The open store: the SDK makes no call before this one, and none after `disconnect`."""
         self._reader = PageReader(store)
         self._writer = PageWriter(store, self._count_evicted)
         is_in_memory = store.metadata.about.durability is p.StoreDurability.NONE
@@ -82,10 +65,7 @@ class Hf3fsStorage(ObjectStorage):
         )
 
     def disconnect(self) -> None:
-        store = self.store
-        # First: from now on calls are refused.
-        self._store = None
-        store.close()
+        self.store.close()
 
     def check_health(self) -> Health:
         about = self.store.metadata.refresh(Call(TIMEOUT_SECONDS))
