@@ -227,7 +227,7 @@ CONTROLLER: Final = (
         source="stuck_calls",
     ),
 )
-"""Of each hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`."""
+"""Of each hybrid controller: `hicache_storage.observability.prometheus.SnapshotCollector`."""
 CACHE: Final = (
     *_by_label(
         gauge,
@@ -271,7 +271,7 @@ CACHE: Final = (
         "tokens_stored_again",
     ),
 )
-"""Of each radix cache: `hicache_storage.observability.prometheus.CacheCollector`."""
+"""Of each radix cache: `hicache_storage.observability.prometheus.SnapshotCollector`."""
 
 
 def storage_samples(stats: StorageStats) -> Iterator[tuple[Metric, tuple[str, ...], float]]:

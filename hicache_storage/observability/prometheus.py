@@ -5,7 +5,8 @@ Needs `hicache-storage[metrics]`.
 
 from __future__ import annotations
 
-import threading
+from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Protocol
 
 from prometheus_client.core import (
@@ -21,11 +22,9 @@ from hicache_storage.observability.metric_defs import Metric, MetricKind
 from hicache_storage.spec import StorageStats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client.core import Metric as Family
-
-    from hicache_storage.spec.stats import Latency
 
 
 class HasStorageStats(Protocol):
@@ -48,150 +47,106 @@ class _LabelledCollector(Collector):
 
 
 class StorageCollector(_LabelledCollector):
-    """Collector of a storage's counters, under the same names for every driver.
+    """Collector of storages' counters, under the same names for every driver.
 
-    Register it with a `CollectorRegistry`.
+    Storages of one driver are summed: a process may have several, and their labels are the same.
+    Register it with a `CollectorRegistry`. Thread-safe: each operation on the list is atomic.
 
     Args:
-        storage: the result of `create_storage`.
+        storage: the result of `create_storage`; further ones are added.
         labels: constant labels, such as `{"tp_rank": "0"}`.
     """
 
-    def __init__(self, storage: HasStorageStats, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, storage: HasStorageStats | None = None, labels: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(labels)
-        self._storage = storage
+        self._storages = [] if storage is None else [storage]
+
+    def add(self, storage: HasStorageStats) -> None:
+        """Publish the counters of a storage."""
+        self._storages.append(storage)
+
+    def remove(self, storage: HasStorageStats) -> None:
+        """Stop publishing the counters of a storage. Idempotent."""
+        with suppress(ValueError):
+            self._storages.remove(storage)
 
     def collect(self) -> Iterable[Family]:
         """Yield the families of `metric_defs.STORAGE`."""
-        # One snapshot for all families: the series of a scrape belong to one moment.
-        return storage_families([self._storage.get_stats()], self._labels)
-
-
-class ProcessCollector(_LabelledCollector):
-    """Collector in `prometheus_client`'s default registry, for engines whose `/metrics` serves it.
-
-    Sources of one driver are summed: a process may have several, and their labels are the same.
-    Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self._lock = threading.Lock()
-        self._sources = list[HasStorageStats]()
-
-    def add(self, source: HasStorageStats) -> None:
-        """Publish the counters of a source."""
-        with self._lock:
-            if not self._sources:
-                REGISTRY.register(self)
-            self._sources.append(source)
-
-    def remove(self, source: HasStorageStats) -> None:
-        """Stop publishing the counters of a source. Idempotent."""
-        with self._lock:
-            if source in self._sources:
-                self._sources.remove(source)
-                if not self._sources:
-                    REGISTRY.unregister(self)
-
-    def collect(self) -> Iterable[Family]:
-        """Return the families of `metric_defs.STORAGE`."""
-        with self._lock:
-            sources = list(self._sources)
         drivers = dict[str, list[StorageStats]]()
-        for source in sources:
-            stats = source.get_stats()
+        # One snapshot for all families: the series of a scrape belong to one moment.
+        for storage in list(self._storages):
+            stats = storage.get_stats()
             drivers.setdefault(stats.driver, []).append(stats)
-        return storage_families(
-            [StorageStats.total(name, parts) for name, parts in drivers.items()], self._labels
+        totals = [StorageStats.total(name, parts) for name, parts in drivers.items()]
+        constant = self._labels.values()
+        families = {
+            metric: scalars(metric, self._labels)
+            for metric in v.STORAGE
+            if metric is not v.CALL_SECONDS
+        }
+        for stats in totals:
+            for metric, labels, value in v.storage_samples(stats):
+                families[metric].add_metric([*labels, *constant], value)
+        yield from families.values()
+        latencies = HistogramMetricFamily(
+            v.CALL_SECONDS.family,
+            v.CALL_SECONDS.help,
+            labels=[*v.CALL_SECONDS.labels, *self._labels],
         )
+        bounds = [*map(str, v.CALL_SECONDS.buckets), "+Inf"]
+        for stats in totals:
+            for pool, pool_stats in stats.pools.items():
+                for operation, latency in pool_stats.latency.items():
+                    # Prometheus' buckets are cumulative, `Latency` counts each call in one bucket.
+                    buckets = list(zip(bounds, accumulate(latency.buckets), strict=True))
+                    names = [stats.driver, pool, operation, *constant]
+                    latencies.add_metric(names, buckets, latency.seconds)
+        yield latencies
 
 
-PROCESS: Final = ProcessCollector()
+_PROCESS: Final = StorageCollector()
 
 
-def storage_families(
-    storages: Sequence[StorageStats], constant: Mapping[str, str]
-) -> Iterable[Family]:
-    """Yield the families of `metric_defs.STORAGE`, each with the samples of all storages.
-
-    `constant` are labels of all samples, after their own.
-    """
-    families = {
-        metric: scalars(metric, constant) for metric in v.STORAGE if metric is not v.CALL_SECONDS
-    }
-    for stats in storages:
-        for metric, labels, value in v.storage_samples(stats):
-            families[metric].add_metric([*labels, *constant.values()], value)
-    yield from families.values()
-    latencies = histogram(v.CALL_SECONDS, constant)
-    for stats in storages:
-        for pool, pool_stats in stats.pools.items():
-            for operation, latency in pool_stats.latency.items():
-                names = [stats.driver, pool, operation, *constant.values()]
-                add_latency(latencies, v.CALL_SECONDS, names, latency)
-    yield latencies
+def process_collector() -> StorageCollector:
+    """Return the collector in the default registry, for engines whose `/metrics` serves that."""
+    # The registry keeps a collector once, however often it is registered.
+    REGISTRY.register(_PROCESS)
+    return _PROCESS
 
 
-class HasStats(Protocol):
-    """A controller, such as `HybridCacheController`."""
-
-    def stats(self) -> object:
-        """Return a snapshot with the fields that `metric_defs.CONTROLLER` names."""
-        ...
-
-
-class HasUsage(Protocol):
-    """A cache, such as `HiMambaRadixCache`."""
-
-    def usage(self) -> object:
-        """Return a snapshot with the fields that `metric_defs.CACHE` names."""
-        ...
-
-
-class ControllerCollector(_LabelledCollector):
-    """Collector of a hybrid controller's counters. Prometheus may collect in any thread.
+class SnapshotCollector(_LabelledCollector):
+    """Collector of a hybrid controller's counters, or of a radix cache's usage.
 
     Args:
-        controller: the controller of this rank.
+        metrics: `metric_defs.CONTROLLER` or `metric_defs.CACHE`.
+        snapshot: the controller's `stats`, or the cache's `usage`; called in any thread.
         labels: constant labels, such as `{"tp_rank": "0"}`.
     """
 
-    def __init__(self, controller: HasStats, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Iterable[Metric],
+        snapshot: Callable[[], object],
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(labels)
-        self._controller = controller
+        self._metrics = metrics
+        self._snapshot = snapshot
 
     def collect(self) -> Iterable[Family]:
-        """Return the families of `metric_defs.CONTROLLER`."""
-        return of_fields(v.CONTROLLER, self._controller.stats(), self._labels)
-
-
-class CacheCollector(_LabelledCollector):
-    """Collector of a radix cache's usage, as of the last `refresh`.
-
-    A cache belongs to its scheduler's thread, and Prometheus collects in another one: `refresh`
-    takes the snapshot there.
-
-    Args:
-        cache: the cache of this rank.
-        labels: constant labels, such as `{"tp_rank": "0"}`.
-    """
-
-    def __init__(self, cache: HasUsage, labels: Mapping[str, str] | None = None) -> None:
-        super().__init__(labels)
-        self._cache = cache
-        self._usage = cache.usage()
-
-    def refresh(self) -> None:
-        """Take a snapshot of the usage.
-
-        To be called in the scheduler's thread, such as once in each of its reports.
-        """
-        self._usage = self._cache.usage()
-
-    def collect(self) -> Iterable[Family]:
-        """Return the families of `metric_defs.CACHE`."""
-        return of_fields(v.CACHE, self._usage, self._labels)
+        """Return the families of the metrics; those of one name share a family."""
+        snapshot, found = self._snapshot(), dict[str, CounterMetricFamily | GaugeMetricFamily]()
+        for metric in self._metrics:
+            # A second family of the same name would repeat its HELP and TYPE lines, which the text
+            # format forbids.
+            family = found.get(metric.name)
+            if family is None:
+                family = found[metric.name] = scalars(metric, self._labels)
+            labels = [metric.tag[1]] if metric.tag[0] else []
+            family.add_metric([*labels, *self._labels.values()], getattr(snapshot, metric.source))
+        return found.values()
 
 
 def scalars(
@@ -210,42 +165,3 @@ def scalar(metric: Metric, value: float) -> CounterMetricFamily | GaugeMetricFam
     family = scalars(metric)
     family.add_metric([], value)
     return family
-
-
-def histogram(metric: Metric, constant: Mapping[str, str] | None = None) -> HistogramMetricFamily:
-    """Make an empty family of a histogram."""
-    return HistogramMetricFamily(
-        metric.family, metric.help, labels=[*metric.labels, *(constant or {})]
-    )
-
-
-def add_latency(
-    family: HistogramMetricFamily, metric: Metric, labels: Sequence[str], latency: Latency
-) -> None:
-    """Add the counts of a `Latency`, whose buckets are those of `metric`."""
-    bounds = [*map(str, metric.buckets), "+Inf"]
-    total, buckets = 0, list[tuple[str, float]]()
-    for bound, calls in zip(bounds, latency.buckets, strict=True):
-        # Prometheus' buckets are cumulative, `Latency` counts each call in one bucket.
-        total += calls
-        buckets.append((bound, total))
-    family.add_metric(labels, buckets, latency.seconds)
-
-
-def of_fields(
-    metrics: Iterable[Metric], statistics: object, constant: Mapping[str, str] | None = None
-) -> Iterable[Family]:
-    """Make the families of metrics from the fields of `statistics` that they name.
-
-    Metrics of one name share a family.
-    """
-    found = dict[str, CounterMetricFamily | GaugeMetricFamily]()
-    for metric in metrics:
-        # A second family of the same name would repeat its HELP and TYPE lines, which the text
-        # format forbids.
-        family = found.get(metric.name)
-        if family is None:
-            family = found[metric.name] = scalars(metric, constant)
-        labels = [metric.tag[1]] if metric.tag[0] else []
-        family.add_metric([*labels, *(constant or {}).values()], getattr(statistics, metric.source))
-    return found.values()

@@ -32,7 +32,7 @@ from hicache_storage.engines.lmcache.identity import (
 )
 from hicache_storage.engines.page_events import PageEvents, PageId
 from hicache_storage.observability.logs import log_like
-from hicache_storage.observability.prometheus import PROCESS
+from hicache_storage.observability.prometheus import process_collector
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
     AskedScope,
@@ -138,7 +138,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
             "hicache-load", threads, self._load_event.notify, seconds, self._refusals
         )
         # LMCache's `/metrics` serves the default registry.
-        PROCESS.add(self)
+        process_collector().add(self)
 
     @property
     def refused_calls(self) -> int:
@@ -252,7 +252,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """End the threads, close the storages and the descriptors. Idempotent."""
-        PROCESS.remove(self)
+        process_collector().remove(self)
         with ExitStack() as steps:
             # The last one is called first.
             for event in (self._store_event, self._lookup_event, self._load_event):

@@ -396,7 +396,7 @@ class HiMambaRadixCache:
         self._tree.clear()
 
     def usage(self) -> CacheUsage:
-        """Return the contents and counters of the cache."""
+        """Return the contents and counters of the cache; may be called in any thread."""
         device, host = self._ownership.device, self._ownership.host
         return CacheUsage(
             device_tokens=device[SlotKind.KV].slots,
