@@ -279,22 +279,14 @@ class Judgement:
     def shared_causes(self) -> list[SharedCause]:
         """Return the causes that explain several rules each, those of most rules first.
 
-        A cause explains a rule if it is the first one in half of the cases that found the rule
-        broken: the others may hide it, because they damage pages by themselves.
+        A rule's cause is the first one of its first failing case: later ones may be damage of that.
         """
         found = dict[str, SharedCause]()
         for result in self.rules:
             if result.selected and result.outcome is Outcome.FAIL:
-                failing = result.failing()
-                causes = {case.causes[0].defect: case.causes[0] for case in failing if case.causes}
-                for defect, cause in causes.items():
-                    count = sum(
-                        case.causes[:1] != () and case.causes[0].defect == defect
-                        for case in failing
-                    )
-                    if 2 * count > len(failing):
-                        shared = found.setdefault(defect, SharedCause(cause, []))
-                        shared.rules.append(result.rule.id)
+                for cause in result.failing()[0].causes[:1]:
+                    shared = found.setdefault(cause.defect, SharedCause(cause, []))
+                    shared.rules.append(result.rule.id)
         several = [shared for shared in found.values() if len(shared.rules) > 1]
         return sorted(several, key=lambda shared: -len(shared.rules))
 
