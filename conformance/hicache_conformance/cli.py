@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
 TRACEBACK_LINES: Final = 6
 """Lines of a traceback in the terminal: the three innermost frames of the driver."""
-LEFT_OUT: Final = f"cases of theirs{DID_NOT_RUN}"
 LOG_LIMIT: Final = 3000
 STYLES: Final = {
     Outcome.PASS: "green",
@@ -445,18 +444,11 @@ def show(console: Console, judgement: Judgement, record: RunRecord) -> None:
                 if record.header.replay and record.header.replay.cases:
                     _explain(console, first)
     table = Table("rules", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
-    left_out = 0
     for outcome in (Outcome.UNTESTED, Outcome.NOT_DECLARED):
         for reason, ids in _by_reason(result for result in counted if result.outcome is outcome):
-            if reason == LEFT_OUT:
-                left_out = len(ids)
-            else:
-                table.add_row(", ".join(ids), Text(outcome, STYLES[outcome]), Text(reason))
+            table.add_row(", ".join(ids), Text(outcome, STYLES[outcome]), Text(reason))
     if table.row_count:
         console.print(table)
-    if left_out:
-        # A run of one case leaves nearly all rules out: a table of them would hide its finding.
-        console.print(f"{left_out} rules untested, cases of which did not run", highlight=False)
     counts = ", ".join(
         f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome)
     )
@@ -476,10 +468,9 @@ def _by_reason(results: Iterable[RuleResult]) -> list[tuple[str, list[str]]]:
     for result in results:
         case, stopped, rule = result.reason.partition(STOPPED_AT)
         reason = f"their cases{STOPPED_AT}{rule}" if case and stopped else result.reason
-        # Of a run of few cases these are nearly all rules; the report names the cases of each.
-        if reason.endswith(DID_NOT_RUN):
-            reason = LEFT_OUT
-        groups.setdefault(reason, []).append(result.rule.id)
+        # A run of few cases leaves nearly all rules out: a table of them would hide its finding.
+        if not reason.endswith(DID_NOT_RUN):
+            groups.setdefault(reason, []).append(result.rule.id)
     return list(groups.items())
 
 
