@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.harness.pools import slots_of
@@ -18,7 +16,7 @@ from hicache_conformance.interfaces.foreign_storage import element_type, load_cl
 from hicache_conformance.model.case import NotPromised
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -81,21 +79,6 @@ def clears(setup: Setup) -> bool:
     """Return whether a dynamically loaded class has a `clear` of its own; the base class' does nothing."""
     method: object = getattr(load_class(setup.target), "clear", None)
     return method is not None and method is not types.HiCacheStorage.clear
-
-
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Environment variables, for as long as a driver is constructed."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class EnginePages:

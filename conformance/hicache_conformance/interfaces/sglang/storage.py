@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
+from unittest import mock
 
 import msgspec
 
@@ -35,7 +37,6 @@ from hicache_conformance.interfaces.sglang.engine import (
     EnginePages,
     clears,
     construct,
-    environment,
     namespace_suffix,
     storage_config,
     types,
@@ -233,7 +234,7 @@ class EngineStorage(ForeignStorage):
         }
         if self._setup.config_variable:
             variables[self._setup.config_variable] = str(self._config_file())
-        with environment(variables):
+        with mock.patch.dict(os.environ, variables):
             driver = construct(self._setup, config, kv)
         driver.register_mem_pool_host(kv)
         if len(self._pools) > 1:
