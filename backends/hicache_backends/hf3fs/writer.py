@@ -282,20 +282,11 @@ class PageWriter:
             if not late:
                 continue
             try:
-                damaged = self._delete_overwritten(batch.file, late)
+                pages = self._delete_overwritten(batch.file, late)
+                damage = f"{pages} pages of others were damaged"
             except StorageUnavailableError as error:
-                logger.warning(
-                    "hf3fs: %d writes ended after their leases, and what they damaged is not "
-                    "known: %s",
-                    len(late),
-                    error,
-                )
-            else:
-                logger.warning(
-                    "hf3fs: %d writes ended after their leases; %d pages of others were damaged",
-                    len(late),
-                    damaged,
-                )
+                damage = f"what they damaged is not known: {error}"
+            logger.warning("hf3fs: %d writes ended after their leases; %s", len(late), damage)
 
     def _delete_overwritten(self, file: SlotFile, late: Mapping[int, SlotWrite]) -> int:
         # The deadline of the running call has usually passed by now.
@@ -313,15 +304,13 @@ class PageWriter:
 
     def _delete_existing(self, batches: Sequence[_BatchProgress], call: Call) -> bool:
         """Delete the pages that are to be replaced; True if there are any."""
-        if not any(batch.existing for batch in batches):
-            return False
-        for batch in batches:
-            if batch.existing:
-                keys = [write.key for write in batch.existing]
-                pages = self._store.live_pages(batch.file, keys, call)
-                self._store.delete(batch.file, pages, call)
-                batch.deleted.update(batch.existing)
-        return True
+        some = [batch for batch in batches if batch.existing]
+        for batch in some:
+            keys = [write.key for write in batch.existing]
+            pages = self._store.live_pages(batch.file, keys, call)
+            self._store.delete(batch.file, pages, call)
+            batch.deleted.update(batch.existing)
+        return bool(some)
 
 
 def _fitting(batch: WriteBatch, file: SlotFile) -> list[ObjectWrite]:
