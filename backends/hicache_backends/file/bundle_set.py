@@ -13,7 +13,7 @@ import os
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Bundle, BundleId, BundleName, bundles_among
 from hicache_backends.file.events import Added, Event, Found, Removed, Unlisted
@@ -61,18 +61,6 @@ def no_deadline() -> bool:
     return False
 
 
-class BundleSetListener(Protocol):
-    """A listener for bundles that are added or removed.
-
-    Called with the lock of the bundle set held, so it does no I/O. A call that was interrupted is
-    repeated with the same bundles.
-    """
-
-    def bundles_added(self, bundles: Sequence[Bundle]) -> None: ...
-
-    def bundles_removed(self, bundles: Sequence[Bundle]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _CatchUp:
     """The steps that remain after the new bundles have been added."""
@@ -90,6 +78,9 @@ class BundleSet:
 
     Lookups take no lock. So a replacement is added before the bundle that it replaces is removed: a
     page that stays in the store is found at any moment.
+
+    `on_added` and `on_removed` are called with the lock held, so they do no I/O. A call that was
+    interrupted is repeated with the same bundles.
     """
 
     def __init__(self, namespace: str, feed: ChangeFeed) -> None:
@@ -102,7 +93,8 @@ class BundleSet:
         self._prepared: dict[BundleId, Bundle] = {}
         """Published by this storage, and not announced yet."""
         self.feed = feed
-        self._listeners: list[BundleSetListener] = []
+        self.on_added: Callable[[Sequence[Bundle]], None] = lambda bundles: None
+        self.on_removed: Callable[[Sequence[Bundle]], None] = lambda bundles: None
         self._adding: dict[BundleId, Bundle] = {}
         """Being added; left non-empty only by an interrupt."""
         self.added = list[Bundle]()
@@ -128,13 +120,6 @@ class BundleSet:
         """Removed before their writers have announced them: a late announcement adds nothing."""
         self._since_listing: dict[str, int] | None = None
         """`_seen` after the first snapshot that follows the last listing; None before that."""
-
-    def listen(self, listener: BundleSetListener) -> None:
-        """Register a listener, and report the present bundles to it."""
-        with self.lock:
-            self._listeners.append(listener)
-            if self.bundles:
-                listener.bundles_added(list(self.bundles.values()))
 
     def is_current(self, snapshot: FeedSnapshot) -> bool:
         """Return whether every event of a snapshot has been applied."""
@@ -281,15 +266,14 @@ class BundleSet:
             self._commit_adding()
 
     def _commit_adding(self) -> None:
-        """Report the bundles being added to the listeners, and store them.
+        """Report the bundles being added, and store them.
 
         A call that was interrupted, at any point, is repeated by the next one.
         """
         if not self._adding:
             return
         bundles = list(self._adding.values())
-        for listener in self._listeners:
-            listener.bundles_added(bundles)
+        self.on_added(bundles)
         used = self.used + sum([bundle.size for bundle in bundles])
         self.bundles.update(self._adding)
         # No call between these, because an interrupt may come with a call: the repetition would
@@ -387,8 +371,7 @@ class BundleSet:
                     bundle.gone = True
                     known.append(bundle)
             if known:
-                for listener in self._listeners:
-                    listener.bundles_removed(known)
+                self.on_removed(known)
             # Last, and without a call in between: after an interrupt they are removed again.
             for bundle in known:
                 del self.bundles[bundle.id]

@@ -121,10 +121,15 @@ class PageIndex:
         self._removed: dict[str, ObjectRemoval] | None = None
         """Pages that are gone since `take_removed`, by key; None while nobody watches."""
         self._removed_lost = False
-        bundle_set.listen(self)
-        bundle_set.index = self.read_indexes
-        # A set has answered True for its pages, and another storage has removed them.
-        bundle_set.vanished = lambda bundle: self._keep_removed(bundle.keys, RemovalReason.UNKNOWN)
+        with bundle_set.lock:
+            bundle_set.on_added = self._add_bundles
+            bundle_set.on_removed = self._remove_bundles
+            bundle_set.index = self.read_indexes
+            # A set has answered True for its pages, and another storage has removed them.
+            bundle_set.vanished = lambda bundle: self._keep_removed(
+                bundle.keys, RemovalReason.UNKNOWN
+            )
+            self._add_bundles(list(bundle_set.bundles.values()))
 
     def catch_up(self, snapshot: FeedSnapshot, expired: Expired = no_deadline) -> None:
         """Apply the events that other storages have announced.
@@ -214,7 +219,7 @@ class PageIndex:
         self._touched = {}
         return [bundle for bundle in list(touched) if not bundle.gone]
 
-    def bundles_added(self, bundles: Sequence[Bundle]) -> None:
+    def _add_bundles(self, bundles: Sequence[Bundle]) -> None:
         unread = [bundle for bundle in bundles if not bundle.keys]
         self._unread.update(dict.fromkeys(unread))
         self._search_logs |= sum(not bundle.suspect for bundle in unread) > MANY_UNREAD
@@ -222,7 +227,7 @@ class PageIndex:
             if bundle.keys:
                 self._insert(bundle)
 
-    def bundles_removed(self, bundles: Sequence[Bundle]) -> None:
+    def _remove_bundles(self, bundles: Sequence[Bundle]) -> None:
         for bundle in bundles:
             self._descriptors.forget(bundle.path)
             self._touched.pop(bundle, None)

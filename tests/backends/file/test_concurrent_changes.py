@@ -168,19 +168,16 @@ def test_new_bundles_are_added_before_old_ones_are_removed(rig):
     b.hit(KEYS)
     seen = []
 
-    class Listener:
-        def bundles_added(self, bundles):
-            seen.append("added")
+    def look():
+        seen.append(f"removed, {len(b.page_index.pages)} pages left")
 
-        def bundles_removed(self, bundles):
-            seen.append(f"removed, {len(b.page_index.pages)} pages left")
-
-    listener = Listener()
-    b.bundle_set.listen(listener)
-    seen.clear()
     a.storage.delete(KEYS[:1])
     b.bundle_set.invalidate()
-    assert b.hit(KEYS[1:]) == 2
+    with (
+        interrupted(b.bundle_set, "on_added", lambda: seen.append("added")),
+        interrupted(b.bundle_set, "on_removed", look, late=True),
+    ):
+        assert b.hit(KEYS[1:]) == 2
     assert seen == ["added", "removed, 2 pages left"]
 
 
