@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
+import logging
 import os
 import re
 import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
 
 _LOCAL = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "overlay"}
@@ -26,6 +31,9 @@ _AT_STATX_FORCE_SYNC = 0x2000
 _STATX_NLINK, _STATX_MTIME, _STATX_INO = 0x04, 0x40, 0x100
 _STATX = struct.Struct("16xI12xQ72xqI")
 _STATX_BYTES = 256
+
+_STATX_REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EINVAL})
+"""By an old kernel, or a seccomp filter. glibc makes EINVAL of ENOSYS."""
 
 _statx = ctypes.CDLL(None, use_errno=True).statx
 
@@ -140,18 +148,27 @@ def cached_attributes(descriptor: int) -> Attributes:
 def server_attributes(descriptor: int) -> Attributes:
     """Ask the server for the attributes, in one request.
 
-    NFS, FUSE and CIFS heed AT_STATX_FORCE_SYNC.
-
-    Raises:
-        OSError: the server does not answer, or a container's seccomp profile refuses the call.
+    NFS, FUSE and CIFS heed AT_STATX_FORCE_SYNC. Where the call is refused, the cache answers.
     """
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     mask = _STATX_NLINK | _STATX_MTIME | _STATX_INO
-    if _statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, mask, buffer):
-        error = ctypes.get_errno()
-        raise OSError(error, f"statx: {os.strerror(error)}")
-    links, inode, seconds, nanoseconds = _STATX.unpack_from(buffer)
-    return Attributes(links, inode, seconds * 1_000_000_000 + nanoseconds)
+    if not _statx(descriptor, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, mask, buffer):
+        links, inode, seconds, nanoseconds = _STATX.unpack_from(buffer)
+        return Attributes(links, inode, seconds * 1_000_000_000 + nanoseconds)
+    error = ctypes.get_errno()
+    if error not in _STATX_REFUSED:
+        raise OSError(error, os.strerror(error))
+    _warn_of_refusal(error)
+    return cached_attributes(descriptor)
+
+
+@functools.cache
+def _warn_of_refusal(error: int) -> None:
+    logger.warning(
+        "statx is refused here (%s), as by a container's seccomp profile: what other nodes change "
+        "is noticed once the mount's cached attributes have expired",
+        os.strerror(error),
+    )
 
 
 def list_directory(path: str, *, asks_server: bool) -> list[str]:

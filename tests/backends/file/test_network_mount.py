@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import platform
+import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hicache_backends.file import store
-from hicache_backends.posix import directories
 from tests.backends.file.harness import Rig, chain
 from tests.fuse.counting_fs import CountingMount
 
@@ -203,19 +205,38 @@ def test_a_daemon_that_caches_names_is_warned_of(mounts, on, caplog):
     assert "cached/store is a fuse.sshfs mount, which caches names" in caplog.text
 
 
-def test_a_container_that_refuses_statx_is_told(mounts, on, monkeypatch):
-    a, keys = on(mounts()), chain("a", 8)
+def refuse_statx(error: int) -> None:
+    """Refuse the system call to this thread and those that it starts, as a container's profile
+    does."""
+    number = {"x86_64": 332, "aarch64": 291}[platform.machine()]
+    program = b"".join(
+        struct.pack("<HBBI", *instruction)
+        for instruction in (
+            (0x20, 0, 0, 0),  # load the number of the system call
+            (0x15, 0, 1, number),
+            (0x06, 0, 0, 0x0005_0000 | error),
+            (0x06, 0, 0, 0x7FFF_0000),  # allow
+        )
+    )
+    buffer = ctypes.create_string_buffer(program)
+    filters = struct.pack("<HxxxxxxQ", 4, ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, filters) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
-    def refuse(*_: object) -> int:
-        ctypes.set_errno(errno.EPERM)
-        return -1
 
-    with monkeypatch.context() as patch:
-        patch.setattr(directories, "_statx", refuse)
-        assert "statx: Operation not permitted" in a.storage.health().detail
-        assert a.put(keys) == [False] * 8
-    assert a.storage.health().ok
-    assert a.put(keys) == [True] * 8
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
+def test_a_container_that_refuses_statx_stores_and_finds(mounts, on, error, caplog):
+    mount, keys = mounts(), chain("a", 8)
+
+    def use() -> list[bool]:
+        refuse_statx(error)
+        a = on(mount)
+        return [*a.put(keys), a.holds(keys), a.storage.health().ok]
+
+    with ThreadPoolExecutor(1) as alone:
+        assert alone.submit(use).result() == [True] * 10
+    assert caplog.text.count("statx is refused") == 1
 
 
 def test_reading_past_the_cache_takes_fewer_requests(mounts, on):
