@@ -7,6 +7,7 @@ import heapq
 import os
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -206,6 +207,15 @@ def test_pages_that_go_before_anyone_has_read_their_index_are_counted(room):
     with replaced(b.page_index.bundle_set, "index", lambda _: lambda expired: None):
         fill(b, "d")
     assert b.stats().pages_evicted == 8
+
+
+def test_pages_that_were_counted_before_their_pool_was_registered_are_found(room):
+    a, b, keys = room(9), room(9), chain("a", 8)
+    a.storage.register_mem_host_pool_v2(a.pool, "mamba")
+    assert all(a.storage.batch_set_v2([replace(a.transfer(keys), name="mamba")])["mamba"])
+    fill(b, "b")
+    b.storage.register_mem_host_pool_v2(b.pool, "mamba")
+    assert b.storage.batch_present(keys, pool="mamba") == [True] * 8
 
 
 def test_bytes_and_uses_are_known_without_asking_for_each_file(room):
