@@ -29,11 +29,6 @@ class WritePolicy(StrEnum):
         needed = SELECTIVE_HITS if self is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
         return self is not WritePolicy.WRITE_BACK and hits >= needed
 
-    @property
-    def writes_on_eviction(self) -> bool:
-        """True if eviction from the device writes the span to the host first."""
-        return self is WritePolicy.WRITE_BACK
-
 
 class PrefetchPolicy(StrEnum):
     """Time that a request which could be scheduled waits for its prefetch."""

@@ -65,14 +65,10 @@ class CircuitBreaker(ForkAware):
         self._clock = clock
         self._failures = 0
         self._open_until = 0.0
-        self._state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
+        """State after the last call."""
         self.refusals = 0
         super().__init__()
-
-    @property
-    def state(self) -> BreakerState:
-        """State after the last call."""
-        return self._state
 
     def admits(self) -> bool:
         """Return True if a call may pass now.
@@ -83,11 +79,11 @@ class CircuitBreaker(ForkAware):
         if not self._failures:  # certainly closed; avoids the lock in the common case
             return True
         with self._lock:
-            if self._state is BreakerState.CLOSED:
+            if self.state is BreakerState.CLOSED:
                 return True
             now = self._clock()
             if now >= self._open_until:
-                self._state = BreakerState.HALF_OPEN
+                self.state = BreakerState.HALF_OPEN
                 self._open_until = now + self._cooldown
                 return True
             self.refusals += 1
@@ -98,10 +94,10 @@ class CircuitBreaker(ForkAware):
         if not self._failures:
             return
         with self._lock:
-            if self._state is not BreakerState.CLOSED:
+            if self.state is not BreakerState.CLOSED:
                 logger.info("circuit breaker closed: the store answers again (%s)", self._kind)
             self._failures = 0
-            self._state = BreakerState.CLOSED
+            self.state = BreakerState.CLOSED
 
     def undecided(self) -> None:
         """Record a call that has not reached the store.
@@ -111,8 +107,8 @@ class CircuitBreaker(ForkAware):
         if not self._failures:
             return
         with self._lock:
-            if self._state is BreakerState.HALF_OPEN:
-                self._state = BreakerState.OPEN
+            if self.state is BreakerState.HALF_OPEN:
+                self.state = BreakerState.OPEN
                 self._open_until = self._clock()
 
     def failed(self) -> None:
@@ -121,17 +117,17 @@ class CircuitBreaker(ForkAware):
             # Counted in every state, as `admits` takes a count of 0 for a closed breaker without
             # the lock.
             self._failures += 1
-            if self._state is BreakerState.OPEN:
+            if self.state is BreakerState.OPEN:
                 # A call that began before the breaker opened does not postpone the trial.
                 return
-            if self._state is BreakerState.HALF_OPEN or self._failures >= self._threshold:
-                if self._state is BreakerState.CLOSED:
+            if self.state is BreakerState.HALF_OPEN or self._failures >= self._threshold:
+                if self.state is BreakerState.CLOSED:
                     logger.warning(
                         "circuit breaker open after %d faults in a row (%s)",
                         self._failures,
                         self._kind,
                     )
-                self._state = BreakerState.OPEN
+                self.state = BreakerState.OPEN
                 self._open_until = self._clock() + self._cooldown
 
 

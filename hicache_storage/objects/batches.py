@@ -142,11 +142,11 @@ class ObjectRead:
         "_call",
         "_found_bytes",
         "_verdict",
-        "_verifies_checksum",
         "damaged",
         "envelope",
         "key",
         "namespace",
+        "verifies_checksum",
     )
 
     def __init__(
@@ -168,7 +168,8 @@ class ObjectRead:
 
         Set by `verify()`, or by a driver that detects it itself.
         """
-        self._verifies_checksum = verifies_checksum
+        self.verifies_checksum = verifies_checksum
+        """True if `verify()` compares checksums; otherwise none needs to be computed."""
         self._call = call
         self._verdict: bool | None = None
         self._found_bytes: int | None = None
@@ -242,7 +243,7 @@ class ObjectRead:
         # SDK then asks again and must not read the page a second time.
         if self._verdict is None:
             fits = belongs(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
-            if fits and self._verifies_checksum:
+            if fits and self.verifies_checksum:
                 fits = (
                     checksum(self.buffers) if computed is None else computed
                 ) == stored_checksum(self.envelope)
@@ -268,11 +269,6 @@ class ObjectRead:
         if self._found_bytes == self.namespace.page_bytes:
             return f"whose object has no envelope: {lengths}"
         return f"whose object has another length: {lengths}"
-
-    @property
-    def verifies_checksum(self) -> bool:
-        """True if `verify()` compares checksums; otherwise none needs to be computed."""
-        return self._verifies_checksum
 
     def retract(self) -> None:
         """Forget the verdict, before the parts are filled again from a newer copy of the object."""

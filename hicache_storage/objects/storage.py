@@ -106,7 +106,8 @@ class ObjectStorage(ObjectDriver):
         self._capabilities = replace(capabilities, head_shards=True)
         self.driver_name = driver_name
         self._verifies_checksums = verifies_checksums
-        self._pools: dict[PoolName, RegisteredPool] = {}
+        self.pools: dict[PoolName, RegisteredPool] = {}
+        """The registered pools by name; not to be changed."""
         self._damaged = DamagedPages()
         self._removals = RemovalLog()
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
@@ -124,11 +125,6 @@ class ObjectStorage(ObjectDriver):
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    @property
-    def pools(self) -> dict[PoolName, RegisteredPool]:
-        """The registered pools by name; not to be changed."""
-        return self._pools
-
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         name = PoolName(host_pool_name)
         access = page_access(host_pool)
@@ -137,7 +133,7 @@ class ObjectStorage(ObjectDriver):
             pool = registered_pool(self._identity, name, access)
             self.admit_pool(pool)
             # A new dict, so that calls in flight go on with the pools that they have checked.
-            self._pools = {**self._pools, name: pool}
+            self.pools = {**self.pools, name: pool}
         # Start the counters at 0: Prometheus sees an increase between two scrapes, but not the
         # first value of a new series.
         self.recorder.count(name)
@@ -178,7 +174,7 @@ class ObjectStorage(ObjectDriver):
         call = self._reading(extra_info)
         with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
-            requests = pool_requests(transfers, self._pools, distinct_slots=True)
+            requests = pool_requests(transfers, self.pools, distinct_slots=True)
             read = self._read_cached if from_memory.get() else self._read
             delivered = read([request for request in requests.values() if request.keys], call)
             self.recorder.observe("get", requests, started)
@@ -199,7 +195,7 @@ class ObjectStorage(ObjectDriver):
             started = time.perf_counter()
             # One host page may be stored under several keys; only a destination must not be named
             # twice.
-            requests = pool_requests(transfers, self._pools, distinct_slots=False)
+            requests = pool_requests(transfers, self.pools, distinct_slots=False)
             stored = self._write([request for request in requests.values() if request.keys], call)
             self.recorder.observe("set", requests, started)
         return {name: stored.get(name, []) for name in requests}
@@ -209,7 +205,7 @@ class ObjectStorage(ObjectDriver):
             return super().delete(keys, pool=pool)
         check_keys(keys)
         with self._lifecycle.lock(), self._lifecycle:
-            registered = self._pools.get(PoolName(pool))
+            registered = self.pools.get(PoolName(pool))
             if registered is None:
                 raise UnknownPoolError(f"pool {pool!r} is not registered")
             batches = [LookupBatch(part.namespace, keys) for part in registered.parts]
@@ -324,17 +320,17 @@ class ObjectStorage(ObjectDriver):
     def close(self) -> None:
         self._lifecycle.close(CLOSE_TIMEOUT_SECONDS)
         # Engines unmap the memory of their pools next.
-        self._pools = {}
+        self.pools = {}
 
     # How it is done
     # ----------------------------------------------------------------------------------------------
 
     def _namespaces(self) -> list[Namespace]:
-        return [part.namespace for pool in self._pools.values() for part in pool.parts]
+        return [part.namespace for pool in self.pools.values() for part in pool.parts]
 
     def _collect_removals(self, call: Call) -> bool:
         """Add what the driver reports to the removals; always `True`, unless it raises."""
-        pools = list(self._pools.values())
+        pools = list(self.pools.values())
         namespaces = [part.namespace for pool in pools for part in pool.parts]
         with self._removals.collecting(call.remaining()):
             removed, lost = self.collect_removals(namespaces, call)
@@ -357,7 +353,7 @@ class ObjectStorage(ObjectDriver):
         call = self._reading(extra_info)
         with self._lifecycle.lock(), self._lifecycle:
             started = time.perf_counter()
-            pools = [self._pools[name] for name in names if name in self._pools]
+            pools = [self.pools[name] for name in names if name in self.pools]
             batches = [
                 LookupBatch(part.namespace, keys) for pool in pools if keys for part in pool.parts
             ]
@@ -388,7 +384,7 @@ class ObjectStorage(ObjectDriver):
 
     def _hidden(self, pool: PoolName, keys: Sequence[str]) -> list[bool]:
         """Return for each page whether lookups do not find it because it is damaged."""
-        parts = self._pools[pool].parts if self._damaged else ()
+        parts = self.pools[pool].parts if self._damaged else ()
         names = [part.namespace.name for part in parts]
         return [any((name, key) in self._damaged for name in names) for key in keys]
 

@@ -123,7 +123,7 @@ class ThreadPool(ForkAware):
         self._max_helpers = max_threads
         self._max_threads = None if max_threads is None else max(1, max_threads)
         self._max_hung = max_hung
-        self._closed = False
+        self.closed = False
         super().__init__()
 
     def begin_in_child(self) -> None:
@@ -137,10 +137,6 @@ class ThreadPool(ForkAware):
         """Calls that wait for a thread; empty while one is idle."""
         self.hung = 0
         """Threads of abandoned calls."""
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def has_threads(self) -> bool:
@@ -158,7 +154,7 @@ class ThreadPool(ForkAware):
 
     def _submit(self, task: Task[object]) -> bool:
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return False
             if not self._assign(task):
                 if self._max_threads is None or not self._threads:
@@ -235,7 +231,7 @@ class ThreadPool(ForkAware):
             seconds: limit for all threads together; one whose call hangs ends when that returns.
         """
         with self._lock:
-            self._closed = True
+            self.closed = True
             threads = list(self._threads)
             self._threads.difference_update(self._idle)
             self._idle.clear()
@@ -297,7 +293,7 @@ class ThreadPool(ForkAware):
                 following = self._queue.popleft()
                 following.worker = worker
                 worker.inbox.put(following)
-            elif self._closed:
+            elif self.closed:
                 self._threads.discard(worker)
                 worker.inbox.put(None)
             else:

@@ -128,7 +128,7 @@ def test_lookups_behind_a_hung_one_have_waited_since_they_were_asked_for(engine,
         assert go_on.wait(60)
         return [False] * len(texts)
 
-    monkeypatch.setattr(engine.tier._storage, "batch_present", present)
+    monkeypatch.setattr(engine.tier.storage, "batch_present", present)
     requests = [engine.request(name) for name in ("first", "second")]
     for request, key in zip(requests, keys(2), strict=True):
         # Asked for in two steps, as two requests that come one after the other.
@@ -157,7 +157,7 @@ def test_loads_behind_hung_ones_are_misses_at_their_deadline(tmp_path, monkeypat
         assert go_on.wait(60)
         return {transfer.name: [True] * len(transfer.keys) for transfer in transfers}
 
-    monkeypatch.setattr(engine.tier._storage, "batch_get_v2", get)
+    monkeypatch.setattr(engine.tier.storage, "batch_get_v2", get)
     first = engine.submit(keys(1), [0], load=True)
     assert hung.wait(60)
     # Only for the one that waits: a busy machine may begin a load later than that.

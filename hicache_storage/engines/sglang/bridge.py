@@ -88,7 +88,8 @@ class SGLangBridge(EngineStorage):
         self._engine = storage_config
         self._config = bridge_config(storage_config.extra_config)
         check_engine(storage_config)
-        self._storage: HiCacheStorage | None = None
+        self.storage: HiCacheStorage | None = None
+        """The storage behind the bridge; None before the KV pool is registered."""
         self._exporter: Exporter | None = None
         self._anchor: object = None
         self._logical = False
@@ -101,11 +102,6 @@ class SGLangBridge(EngineStorage):
         """Of KV."""
         self._moved = StorageMetrics() if storage_config.enable_storage_metrics else None
         """KV batches since SGLang asked last; None where it does not ask."""
-
-    @property
-    def storage(self) -> HiCacheStorage | None:
-        """The storage behind the bridge; None before the KV pool is registered."""
-        return self._storage
 
     @property
     def refused_calls(self) -> int:
@@ -142,8 +138,8 @@ class SGLangBridge(EngineStorage):
         storage = open_storage(
             self._config, identity, {PoolName.KV: pool}, complete=False, metrics=metrics
         )
-        previous = self._storage
-        self._storage = storage
+        previous = self.storage
+        self.storage = storage
         self._anchor = mem_pool_host
         self._logical = logical
         self._page_bytes = page_access(pool).geometry.page_bytes
@@ -214,10 +210,10 @@ class SGLangBridge(EngineStorage):
             StorageUnavailableError: the clear failed, or its outcome is unknown.
             InvalidPoolError: the KV pool has not been registered.
         """
-        if self._storage is None:
+        if self.storage is None:
             raise InvalidPoolError("the KV pool has not been registered")
         try:
-            self._storage.clear()
+            self.storage.clear()
         except UnsupportedOperationError:
             raise
         except BaseException as error:
@@ -233,8 +229,8 @@ class SGLangBridge(EngineStorage):
         """Close the storage. Idempotent; calls that come later are answered with `False` and 0."""
         if self._exporter is not None:
             self._exporter.close()
-        if self._storage is not None:
-            self._storage.close()
+        if self.storage is not None:
+            self.storage.close()
 
     def get_stats(self) -> StorageMetrics | None:
         """Return pages and GB/s of each KV batch since the last call.
@@ -334,7 +330,7 @@ class SGLangBridge(EngineStorage):
     # ----------------------------------------------------------------------------------------------
 
     def _attached(self) -> HiCacheStorage:
-        if self._storage is None:
+        if self.storage is None:
             raise InvalidPoolError("the KV pool has not been registered")
         # SGLang flushes what it holds itself when its weights are updated, and leaves its storage
         # as it is.
@@ -348,7 +344,7 @@ class SGLangBridge(EngineStorage):
                 f"the last clear did not happen ({self._uncleared}); clear again, or detach and "
                 "attach the storage"
             )
-        return self._storage
+        return self.storage
 
     def _answer(
         self,

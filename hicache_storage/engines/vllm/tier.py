@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-    from hicache_storage.spec import HiCacheStorage, StorageStats
+    from hicache_storage.spec import StorageStats
 
 logger = init_logger(__name__)
 
@@ -230,14 +230,15 @@ class HiCacheTier(SecondaryTierManager):
         self._metrics = _Metrics()
         self._refusals = RefusedCalls("vLLM")
         pools: dict[str, object] = dict.fromkeys(self._names.values(), self._pool)
-        self._storage = open_storage(self._config, identity, pools)
+        self.storage = open_storage(self._config, identity, pools)
+        """The storage behind the tier."""
         self._page_events: PageEvents[OffloadKey] | None = None
         if (
             self._config.enable_kv_events
             and offloading_spec.kv_events_config.enable_kv_cache_events
         ):
             self._page_events = PageEvents(self._publish, self._refusals)
-            self._page_events.watch(self._storage)
+            self._page_events.watch(self.storage)
         threads, seconds = self._config.threads, self._config.deadline_seconds
         self._loads = AsyncCalls[_Moved](
             "hicache-load", threads, deadline_seconds=seconds, refusals=self._refusals
@@ -252,11 +253,6 @@ class HiCacheTier(SecondaryTierManager):
     ) -> dict[str, OffloadingMetricMetadata]:
         """Declare the storage's metrics to vLLM, also in its API server."""
         return _definitions()
-
-    @property
-    def storage(self) -> HiCacheStorage:
-        """The storage behind the tier."""
-        return self._storage
 
     @property
     def refused_calls(self) -> int:
@@ -306,7 +302,7 @@ class HiCacheTier(SecondaryTierManager):
             started = time.monotonic()
             try:
                 with asked or AskedScope():
-                    answers = self._storage.batch_present(
+                    answers = self.storage.batch_present(
                         [_text(keys[place]) for place in places],
                         pool=name,
                         extra_info=HiCacheStorageExtraInfo(request_id=request.req_id),
@@ -391,7 +387,7 @@ class HiCacheTier(SecondaryTierManager):
                 pool = self._pool
                 self._pool = None
                 steps.callback(pool.release)
-            steps.callback(self._storage.close)
+            steps.callback(self.storage.close)
             if self._page_events is not None:
                 steps.callback(self._page_events.close)
             steps.callback(self._stores.close)
@@ -400,7 +396,7 @@ class HiCacheTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return what has changed in the storage's counters since the last call."""
-        return self._metrics.take(self._storage.get_stats())
+        return self._metrics.take(self.storage.get_stats())
 
     # How it is done
     # ----------------------------------------------------------------------------------------------
@@ -422,7 +418,7 @@ class HiCacheTier(SecondaryTierManager):
 
     def _pages(self, keys: Sequence[OffloadKey]) -> list[PageId]:
         return [
-            PageId(self._storage, self._names[get_offload_group_idx(key)], _text(key))
+            PageId(self.storage, self._names[get_offload_group_idx(key)], _text(key))
             for key in keys
         ]
 
@@ -434,7 +430,7 @@ class HiCacheTier(SecondaryTierManager):
                 removed=removed,
                 locality=self.locality,
                 # vLLM keeps what it knows of a chunk, such as its tokens, for the removal.
-                removal_expected=self._storage.capabilities.removals is not RemovalScope.NONE,
+                removal_expected=self.storage.capabilities.removals is not RemovalScope.NONE,
             )
         )
 
@@ -475,7 +471,7 @@ class HiCacheTier(SecondaryTierManager):
         started = time.monotonic()
         events = self._page_events
         try:
-            move = self._storage.batch_set_v2 if writes else self._storage.batch_get_v2
+            move = self.storage.batch_set_v2 if writes else self.storage.batch_get_v2
             with (
                 # No request waits for a store: what it spends in the queue does not count.
                 AskedScope() if writes else nullcontext(),

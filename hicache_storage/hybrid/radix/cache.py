@@ -270,7 +270,7 @@ class HiMambaRadixCache:
 
     def evict(self, tokens: int = 0, states: int = 0) -> None:
         """Free device slots, the least recently used first, KV before states."""
-        save = self._write_back.back_up if self._write_policy.writes_on_eviction else None
+        save = self._write_back.back_up if self._write_policy is WritePolicy.WRITE_BACK else None
         self._ownership.evict(self._ownership.device, tokens, states, save)
         # The next user of the slots waits for the copies that read them, so they have to be
         # launched.
@@ -372,7 +372,8 @@ class HiMambaRadixCache:
     def idle(self) -> bool:
         """Return whether no operation is running on any tier, those before a `reset` included."""
         prefetching = any(not running.operation.done for running in self._prefetches.values())
-        return not (self._write_back.running or self._locks.loading or prefetching)
+        write_back = self._write_back
+        return not (write_back.writes or write_back.stores or self._locks.loads or prefetching)
 
     def reset(self) -> None:
         """Remove all nodes and free all slots. Pages in the storage stay there.

@@ -179,11 +179,6 @@ class PrefixLocks:
         """Number of locks that are held."""
         return len(self.held)
 
-    @property
-    def loading(self) -> bool:
-        """Whether a load is running."""
-        return bool(self.loads)
-
     def lock(self, node: Node, *, with_state: bool) -> PrefixLock:
         """Keep the KV up to the end of `node` on its tiers, and its state if `with_state`."""
         device, host = self._ownership.device, self._ownership.host

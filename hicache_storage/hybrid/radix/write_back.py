@@ -67,11 +67,6 @@ class NodeWriteBack:
         self._accepted_tokens = 0
         """Tokens that were stored for the first time, or fetched."""
 
-    @property
-    def running(self) -> bool:
-        """Whether a copy to the host or a backup to the storage is running."""
-        return bool(self.writes or self.stores)
-
     def back_up(self, node: Node) -> bool:
         """Copy a node and the KV before it to the host.
 

@@ -183,10 +183,10 @@ def rearranged(change):
 
     def register(right, store, host_pool, name):
         right(host_pool, name)
-        pool = store._pools[PoolName(name)]
+        pool = store.pools[PoolName(name)]
         if pool.shards:
             shards = tuple(change(store.identity, pool, pool.shards))
-            store._pools = {**store._pools, pool.name: replace(pool, shards=shards)}
+            store.pools = {**store.pools, pool.name: replace(pool, shards=shards)}
 
     return register
 

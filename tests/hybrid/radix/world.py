@@ -184,7 +184,10 @@ class World:
     def settle(self) -> None:
         """Let everything that was begun end, prefetches excepted."""
         self.cache.start_loading()
-        eventually(lambda: self.cache.poll() or not (self.write_back.running or self.locks.loading))
+        write_back, locks = self.write_back, self.locks
+        eventually(
+            lambda: self.cache.poll() or not (write_back.writes or write_back.stores or locks.loads)
+        )
 
     def take_host(self, pages, states) -> None:
         """Let somebody else use so many host pages and states, as far as they are free; what it had
