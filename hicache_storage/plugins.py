@@ -19,8 +19,8 @@ from hicache_storage.hookspecs import ENTRY_POINT_GROUP, PROJECT, DriverSpec
 from hicache_storage.layers.stack import StorageOptions, wrap
 from hicache_storage.spec import (
     DriverConfig,
-    DriverConflictError,
     DriverContractError,
+    DriverError,
     DriverNotFoundError,
     DriverUnavailableError,
     HiCacheStorage,
@@ -38,7 +38,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BrokenPlugin:
-    """A plugin that could not be loaded; its drivers are missing, everyone else's work."""
+    """A plugin that could not be loaded, or has a driver of another's name.
+
+    Its drivers are missing, and that other one; everyone else's work.
+    """
 
     owner: str
     """`distribution:entry point`."""
@@ -51,14 +54,19 @@ class Registry:
 
     drivers: dict[str, DriverSpec] = field(default_factory=dict[str, DriverSpec])
     owners: dict[str, str] = field(default_factory=dict[str, str])
-    conflicts: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     broken: list[BrokenPlugin] = field(default_factory=list[BrokenPlugin])
 
     def add(self, spec: DriverSpec, *, owner: str) -> None:
-        """Register a driver; a second owner of the same name makes the name unusable for both."""
+        """Register a driver.
+
+        Raises:
+            DriverError: another plugin has registered the name, which neither can use then.
+        """
         if spec.name in self.owners:
-            self.conflicts.setdefault(spec.name, [self.owners[spec.name]]).append(owner)
-            return
+            self.drivers.pop(spec.name, None)
+            raise DriverError(
+                f"{self.owners[spec.name]} registers a driver {spec.name!r}, too; uninstall one"
+            )
         self.drivers[spec.name] = spec
         self.owners[spec.name] = owner
 
@@ -66,15 +74,9 @@ class Registry:
         """The driver of that name.
 
         Raises:
-            DriverConflictError: two plugins claim the name.
             DriverNotFoundError: no plugin registers it; the message lists installed and broken
                 ones.
         """
-        if name in self.conflicts:
-            owners = " and ".join(self.conflicts[name])
-            raise DriverConflictError(
-                f"driver {name!r} is registered by {owners}; uninstall all but one of them"
-            )
         if name not in self.drivers:
             installed = ", ".join(sorted(self.drivers)) or "none"
             broken = "".join(
@@ -159,8 +161,7 @@ def create_storage(
             apply.
 
     Raises:
-        DriverError: the driver is unknown, claimed twice, cannot be imported, or refuses the
-            configuration.
+        DriverError: the driver is unknown, cannot be imported, or refuses the configuration.
     """
     spec = registry().get(name)
     settings = parse_config(config_model(spec), config or {})

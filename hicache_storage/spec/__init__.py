@@ -21,7 +21,6 @@ from hicache_storage.spec.calls import (
 from hicache_storage.spec.capabilities import Capabilities, Durability, HungReads, Sharing
 from hicache_storage.spec.errors import (
     ConfigError,
-    DriverConflictError,
     DriverContractError,
     DriverError,
     DriverNotFoundError,
@@ -67,7 +66,6 @@ __all__ = [
     "Capabilities",
     "ConfigError",
     "DriverConfig",
-    "DriverConflictError",
     "DriverContractError",
     "DriverError",
     "DriverNotFoundError",

@@ -4,7 +4,6 @@
 HiCacheError
 +-- DriverError                      before any page moves
 |   +-- DriverNotFoundError          no driver of that name (LookupError)
-|   +-- DriverConflictError          two plugins claim one name
 |   +-- DriverUnavailableError       the driver's own dependencies cannot be imported (ImportError)
 |   +-- DriverContractError          the driver is not what its spec says (TypeError)
 |   +-- ConfigError                  an option is unknown or has a bad value (ValueError)
@@ -42,10 +41,6 @@ class DriverError(HiCacheError):
 
 class DriverNotFoundError(DriverError, LookupError):
     """No installed plugin registers a driver of this name."""
-
-
-class DriverConflictError(DriverError):
-    """Two plugins register the same driver name; neither is preferred."""
 
 
 class DriverUnavailableError(DriverError, ImportError):

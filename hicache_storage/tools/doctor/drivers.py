@@ -1,5 +1,5 @@
-"""Checks of drivers that open nothing: plugins that are broken or share a name, and what drivers
-lack. The rest of what they declare is judged by the conformance suite."""
+"""Checks of drivers that open nothing: plugins that are broken, and what drivers lack. The rest of
+what they declare is judged by the conformance suite."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ OPTIONAL: Final = {
 
 
 def check_plugins(target: DoctorTarget) -> Iterator[Finding]:
-    """Check that every entry point of the group loads, and that no two register one name."""
+    """Check that every entry point of the group loads."""
     found = registry()
-    names = ", ".join(sorted(set(found.drivers) - set(found.conflicts))) or "none"
-    yield ok("plugins", f"drivers {names}")
+    yield ok("plugins", f"drivers {', '.join(sorted(found.drivers)) or 'none'}")
     for plugin in found.broken:
         distribution, _, name = plugin.owner.partition(":")
         # A broken plugin of another driver does not affect the target.
@@ -42,22 +41,15 @@ def check_plugins(target: DoctorTarget) -> Iterator[Finding]:
         detail = f"{plugin.owner} is broken: {type(plugin.error).__name__}: {plugin.error}"
         fix = f"reinstall {distribution}, or pip uninstall {distribution}"
         yield Finding("plugins", status, detail, fix)
-    for driver, owners in found.conflicts.items():
-        status = Status.FAIL if target.driver in (None, driver) else Status.WARN
-        distributions = sorted({owner.partition(":")[0] for owner in owners})
-        detail = f"driver {driver!r} is registered by {' and '.join(owners)}"
-        fix = f"pip uninstall all but one of {', '.join(distributions)}"
-        yield Finding("plugins", status, detail, fix)
 
 
 def check_drivers(target: DoctorTarget) -> Iterator[Finding]:
     """Import the target, or all drivers: what they need is installed, and nothing is left out."""
-    found = registry()
-    for name in sorted(set(found.drivers) - set(found.conflicts)):
-        if target.driver is None:
-            yield check_contract(name, Status.WARN)
-    if target.driver is not None and target.driver not in found.conflicts:
+    if target.driver is not None:
         yield check_contract(target.driver, Status.FAIL)
+        return
+    for name in sorted(registry().drivers):
+        yield check_contract(name, Status.WARN)
 
 
 def check_contract(name: str, lacking: Status) -> Finding:
