@@ -12,7 +12,6 @@ import tomllib
 from datetime import datetime
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -64,6 +63,9 @@ def test_the_unit_serves_and_is_as_tight_as_the_page_says():
 @pytest.mark.parametrize("version", ["1.27", "1.31", "1.35"])
 @pytest.mark.parametrize("name", [*MANIFESTS, "kubernetes-servicemonitor.yaml"])
 def test_manifests_are_what_kubernetes_takes(name, version):
+    # Importing it takes two seconds, and every worker imports this file.
+    import kubernetes_validate
+
     for part in manifests(name):
         # A ServiceMonitor is of the Prometheus operator, not of Kubernetes.
         if part["kind"] != "ServiceMonitor":
