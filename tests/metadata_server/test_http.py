@@ -156,7 +156,7 @@ def test_pipelined_requests_that_nobody_reads_take_no_memory(server):
         before, sent = resident_mib(server), 0
         greedy.settimeout(1)
         # Long requests and responses: few of them fit into the buffers of the sockets.
-        request = message("/metrics", b"", "GET", Padding="x" * 1000)
+        request = message("/metrics", b"", "GET", Padding="x" * 10_000)
         requests = memoryview(request * (100_000_000 // len(request)))
         with contextlib.suppress(TimeoutError):
             while sent < len(requests):
