@@ -12,7 +12,7 @@ from hicache_conformance.fixtures.context import DriverSetup
 from hicache_conformance.harness.ports import accepts
 from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import MemberInjector, ServerInjector, Servers
-from hicache_conformance.model.case import Inconclusive, NotPromised
+from hicache_conformance.model.case import Inconclusive
 from hicache_conformance.model.fault_plan import FaultKind
 from tests.conformance.fault_helpers import (
     MAX_SECONDS,
@@ -127,31 +127,6 @@ def test_a_suspended_server_has_stopped_in_all_its_threads(serve):
         services.suspend()
         assert set(threads_of(server.pid)) == {"T"}
         services.resume()
-
-
-def test_a_stopped_server_s_files_can_be_damaged(services, injector):
-    told(services, b"a")
-    with injector.stopped() as directory:
-        assert not accepts(services.ports["memory"])
-        (directory / "memory").write_bytes(b"rot")
-    assert told(services, b"b") == b"rotb"
-
-
-def test_a_server_that_refuses_damaged_files_runs_again_without_the_damage(serve, command):
-    refuses = (
-        "import pathlib, sys\n"
-        "if pathlib.Path(sys.argv[2]).exists() and b'rot' in pathlib.Path(sys.argv[2]).read_bytes():\n"
-        "    sys.exit('bad file')\n"
-    )
-    services = serve(command(first=refuses))
-    told(services, b"a")
-    with (
-        contextlib.closing(ServerInjector(services)) as injector,
-        pytest.raises(NotPromised, match=r"nothing is served, because .* bad file"),
-        injector.stopped() as directory,
-    ):
-        (directory / "memory").write_bytes(b"rot")
-    assert told(services, b"b") == b"ab"
 
 
 @pytest.mark.parametrize(

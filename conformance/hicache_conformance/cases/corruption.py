@@ -26,8 +26,7 @@ from hicache_conformance.harness.process_state import records_above_debug
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest, check_each
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
-from hicache_conformance.injectors.servers import ServerInjector
-from hicache_conformance.model.case import Inconclusive, NotPromised, check, covers
+from hicache_conformance.model.case import Inconclusive, check, covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
 from hicache_storage.spec import PoolName
@@ -218,7 +217,7 @@ class BitRotCases:
     @covers(
         *("GET-7", "EX-9", "SET-3", "FT-6", "FT-1", "GET-1"),
         levels=Level.FAULTS,
-        needs=["the injector disk or services"],
+        needs=["the injector disk"],
     )
     @pytest.mark.parametrize(
         "decay", list(FileCorruption), ids=[each.replace(" ", "-") for each in FileCorruption]
@@ -237,9 +236,9 @@ class BitRotCases:
         check_hits(sut, keys, sut.get(keys), f"{injector.name}: {decay}")
         found = sut.get(keys)
         check_hits(sut, keys, found, f"{injector.name}: {decay}")
-        # What a server finds itself, the driver never sees. Only a flipped byte is told from a page
-        # that is gone: a cut file may read as an ordinary miss.
-        sees = injector.name == "disk" and decay is FileCorruption.FLIPPED and None in found
+        # Only a flipped byte is told from a page that is gone: a cut file may read as an ordinary
+        # miss.
+        sees = decay is FileCorruption.FLIPPED and None in found
         check(
             not sees or sut.stats().pages_damaged > before,
             "GET-7",
@@ -266,14 +265,6 @@ def _damaged(
         context.patterns.render(Page(sut.identity, PoolName.KV, key), memory.page_bytes)
         for key in keys
     ]
-    if isinstance(injector, ServerInjector):
-        with injector.stopped() as directory:
-            if not corrupt_files(directory, contents, decay, chance):
-                raise NotPromised(
-                    "its servers keep no page in a file as it is, so that none can be damaged for "
-                    "certain"
-                )
-        return sut
     assert isinstance(injector, DiskInjector)
     reopens = declares(context.capabilities, "durability>=reopen")
     # Closed before the files change, because a driver may keep them mapped or in memory and would

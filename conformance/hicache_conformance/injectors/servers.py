@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from hicache_conformance.harness.ports import accepts, free_ports
 from hicache_conformance.harness.process_state import processes, read_stat
 from hicache_conformance.injectors.injector import FaultInjector, find_fault
-from hicache_conformance.model.case import Inconclusive, NotPromised
+from hicache_conformance.model.case import Inconclusive
 from hicache_conformance.model.fault_plan import FaultKind, FaultPlan
 from hicache_conformance.model.settings import filled, port_names
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 START_SECONDS: Final = 180.0
 """How long a server may take until it accepts connections."""
-SETTLING_SECONDS: Final = 1.5
-"""How long a server may need to find that its files are damaged: some accept connections before."""
 LEASH: Final = (
     "/bin/sh",
     "-c",
@@ -103,21 +101,6 @@ class Servers:
             # Ends the leash, where the server itself had ended before.
             process.stdin.close()
             process.wait()
-
-    def check_running(self, seconds: float) -> None:
-        """Wait, and make sure that no server has ended meanwhile.
-
-        Raises:
-            Inconclusive: one has; the others are killed.
-        """
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            for number, process in self._processes.items():
-                if process.poll() is not None:
-                    said = self._said(number)
-                    self.kill()
-                    raise Inconclusive(f"a server ended with {process.poll()}; it said: {said}")
-            time.sleep(0.01)
 
     def suspend(self, port: str = "") -> None:
         """Stop all servers where they are, or the one of a port.
@@ -224,31 +207,6 @@ class ServerInjector(FaultInjector):
             self._stale = False
         self._services.resume()
         self._services.start()
-
-    @contextlib.contextmanager
-    def stopped(self) -> Generator[Path]:
-        """Kill the servers, hand out their directory, and start them again.
-
-        Raises:
-            NotPromised: a server refuses to start with what is there now. All of them run again,
-                with what was there before.
-        """
-        self._services.kill()
-        self._services.snapshot(self._home / "before")
-        try:
-            yield self._services.tmp
-        finally:
-            try:
-                self._services.start()
-                self._services.check_running(SETTLING_SECONDS)
-            except Inconclusive as refused:
-                # Otherwise each later case would find no server.
-                self._services.kill()
-                self._services.restore(self._home / "before")
-                self._services.start()
-                raise NotPromised(
-                    f"with damaged files nothing is served, because {refused}"
-                ) from None
 
     def injected_count(self) -> int:
         return self._struck

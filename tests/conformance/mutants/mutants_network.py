@@ -14,7 +14,7 @@ from hicache_storage.spec import StorageUnavailableError
 network, spread = partial(mutant, base=Networked), partial(mutant, base=Spread)
 CANNOT_HANG = replace(ACROSS, may_hang=False)
 right(
-    "Networked Fault Deadline Plan BitRot Applied FailedClear Stall Sharing Budget",
+    "Networked Fault Deadline Plan Applied FailedClear Stall Sharing Budget",
     Networked,
     injectors=("network", "services"),
 )
