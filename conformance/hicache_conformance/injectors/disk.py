@@ -120,17 +120,6 @@ class DiskInjector(ProcessInjector):
 
 LAST_FILES_SECONDS: Final = 2.0
 STAT_FIELDS: Final = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
-STATVFS_FIELDS: Final = (
-    "f_bsize",
-    "f_frsize",
-    "f_blocks",
-    "f_bfree",
-    "f_bavail",
-    "f_files",
-    "f_ffree",
-    "f_favail",
-    "f_namemax",
-)
 
 
 class Control:
@@ -238,7 +227,7 @@ class Passthrough:
 
     def statfs(self, path: str) -> dict[str, int]:
         status = os.statvfs(self._at("look", path))
-        return {name: getattr(status, name) for name in STATVFS_FIELDS}
+        return {name: getattr(status, name) for name in dir(status) if name.startswith("f_")}
 
     def open(self, path: str, flags: int) -> int:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
