@@ -26,7 +26,7 @@ MadeT = TypeVar("MadeT")
 AXES = ("tp", "cp", "pp", "dp")
 """From the innermost to the outermost: neighbouring ranks differ in `tp_rank`."""
 TIMEOUT_SECONDS = 300.0
-"""Default time that a rank waits for the others in a collective."""
+"""Time that a rank waits for the others in a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +168,10 @@ class TorchRankGroup:
 
     Args:
         ranks: those of the world that it is over; None for all.
-        timeout_seconds: how long a rank waits for the others.
     """
 
-    def __init__(
-        self, ranks: list[int] | None = None, timeout_seconds: float = TIMEOUT_SECONDS
-    ) -> None:
-        timeout = timedelta(seconds=timeout_seconds)
+    def __init__(self, ranks: list[int] | None = None) -> None:
+        timeout = timedelta(seconds=TIMEOUT_SECONDS)
         # gloo, because the vectors are on the CPU, where NCCL has no collectives. A group of its
         # own, so that its collectives cannot mix with those of the engine.
         group = cast("dist.ProcessGroup", dist.new_group(ranks, timeout=timeout, backend="gloo"))
@@ -183,20 +180,17 @@ class TorchRankGroup:
         self.size: int = dist.get_world_size(group)
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Self:
+    def of(cls, parallel: ParallelConfig) -> Self:
         """Make the group of this rank's replica.
 
         A collective of the whole world, whose ranks are those of `parallel`.
-
-        Args:
-            timeout_seconds: how long a rank waits for the others.
 
         Raises:
             ConfigError: torch.distributed has another rank or size than `parallel`, or another rank
                 has other sizes.
             OtherRankError: the first is so on another rank.
         """
-        world = cls(None, timeout_seconds)
+        world = cls()
         try:
             sizes = {f"{axis}_size": getattr(parallel, f"{axis}_size") for axis in AXES}
             check_consistent(world, sizes, _placement_error(parallel))
@@ -206,7 +200,7 @@ class TorchRankGroup:
         if parallel.dp_size == 1:
             return world
         # `dist.new_group` is a collective of the whole world: every rank makes every group.
-        groups = [cls(ranks, timeout_seconds) for ranks in parallel.replicas]
+        groups = [cls(ranks) for ranks in parallel.replicas]
         # After the groups are made: it was only needed for the comparison.
         world.close()
         return groups[parallel.dp_rank]

@@ -14,7 +14,6 @@ import random
 import sys
 import threading
 from dataclasses import astuple
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -32,7 +31,6 @@ from tests.support.waiting import eventually
 
 SECONDS = 200
 """After which a rank that has not ended says what it does, and ends."""
-WORLD_SECONDS = 120
 GRID = 2 * PAGE
 TURNS = 4
 """Checkpoints of a whole conversation."""
@@ -59,7 +57,7 @@ class Rank:
         sizes = {f"{axis}_size": settings.get(axis, 1) for axis in ("tp", "cp", "pp")}
         self.settings = settings
         self.parallel = ParallelConfig.of_rank(rank, **sizes)
-        self.rank_group = Counted(TorchRankGroup.of(self.parallel, timeout_seconds=WORLD_SECONDS))
+        self.rank_group = Counted(TorchRankGroup.of(self.parallel))
         self.told, self.own = [], {}
         self.label = f"rank {rank}"
         self.random = random.Random(self.label)
@@ -285,7 +283,6 @@ def play(names, rank, world, folder, settings):
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=WORLD_SECONDS),
     )
     for name in names:
         print("scenario", name, flush=True)
