@@ -18,7 +18,6 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import connection as redis_connection
 from hicache_metadata_server.shared.connection import _Sentinels, check_store
-from tests.backends.hf3fs.forwards import Forward
 from tests.metadata_server.http_calls import eventually, of_keys, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_replicas
 
@@ -76,16 +75,8 @@ async def whole(caller):
 
 @pytest.fixture
 def pair(tmp_path):
-    with redis_replicas(tmp_path) as servers:
+    with redis_replicas(tmp_path, unixsocket="socket") as servers:
         yield servers
-
-
-@pytest.fixture
-def moving(pair):
-    """An address that leads to the primary, and can be moved."""
-    forward = Forward(pair[0].port)
-    yield forward
-    forward.close()
 
 
 # Waiting for replicas.
@@ -126,17 +117,20 @@ def test_replicas_that_are_missing_are_warned_of_at_the_start(pair, capture_log)
 # What a replica lacks.
 
 
-async def test_slots_that_were_leased_behind_a_replica_are_given_to_nobody(pair, moving):
+async def test_slots_that_were_leased_behind_a_replica_are_given_to_nobody(pair, tmp_path):
     """Their server leaves the primary that is none any more, whose connections stay open and would
     be refused for ever, and notices that the log has lost writes."""
     primary, replica = pair
-    async with server_on(f"redis://127.0.0.1:{moving.port}/0", slots=8) as caller:
+    address = tmp_path / "address"
+    address.symlink_to(primary.file.with_name("socket"))
+    async with server_on(f"unix://{address}", slots=8) as caller:
         await stored(caller, ["kept"])
         # From here on it is cut off, and its primary goes on.
         replica.cut_off(primary)
         await stored(caller, ["lost"])
         late = await leased(caller, ["late"])
-        moving.lead_to(replica.port)
+        address.unlink()
+        address.symlink_to(replica.file.with_name("socket"))
         primary.follow(replica)
         assert (await caller.reserve("0:kv", ["first"])).status == 503, "by the old connection"
 
