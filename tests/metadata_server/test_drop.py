@@ -26,6 +26,7 @@ from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served
 from tests.metadata_server.services import NOW
 from tests.support.commands import run_metadata
+from tests.support.metadata import HttpClient
 
 LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.2, min_lease_seconds=0.1)
 
@@ -198,34 +199,37 @@ async def test_what_could_not_be_written_of_it_is_not_written_later():
         assert 1 in gone
 
 
-def test_the_command_waits_for_the_quarantine(tmp_path):
-    with served() as (place, client):
-        client.post("/0/initialize", {"num_pages": 50})
-        client.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
-        refused = run_metadata("scopes", "delete", "0:kv", "--url", place.url)
-        assert refused.exit_code == 2
-        assert "clear it" in refused.stderr
-        lost = run_metadata("scopes", "--url", place.url, "delete", "0:kv")
-        assert (lost.exit_code, lost.stderr) == (2, "options belong behind `delete`\n")
-        done = run_metadata(
-            "scopes", "delete", "0:kv", "0:kv", "--force", "--yes", "--url", place.url
-        )
-        assert (done.exit_code, done.stdout) == (0, "0:kv: deleted\n"), done.stderr
-        assert run_metadata("scopes", "--json", "--url", place.url).stdout == ""
+@pytest.fixture(scope="module")
+def place():
+    with served() as (place, _):
+        yield place
 
 
-def test_doctor_leaves_no_scope_behind(tmp_path):
+def test_the_command_waits_for_the_quarantine(place):
+    client = HttpClient(place.url)
+    client.post("/0/initialize", {"num_pages": 50})
+    client.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
+    refused = run_metadata("scopes", "delete", "0:kv", "--url", place.url)
+    assert refused.exit_code == 2
+    assert "clear it" in refused.stderr
+    lost = run_metadata("scopes", "--url", place.url, "delete", "0:kv")
+    assert (lost.exit_code, lost.stderr) == (2, "options belong behind `delete`\n")
+    done = run_metadata("scopes", "delete", "0:kv", "0:kv", "--force", "--yes", "--url", place.url)
+    assert (done.exit_code, done.stdout) == (0, "0:kv: deleted\n"), done.stderr
+    assert run_metadata("scopes", "--json", "--url", place.url).stdout == ""
+
+
+def test_doctor_leaves_no_scope_behind(tmp_path, place):
     """Two examinations with different sizes of the file: the first once left a scope that refused
     the second."""
-    with served() as (place, _):
-        for size in ("64MiB", "16MiB"):
-            options = {
-                "path": f"{tmp_path}/store",
-                "metadata_url": place.url,
-                "file_size": size,
-            }
-            findings = list(check_round_trip(DoctorTarget(driver="hf3fs", options=options)))
-            assert {finding.status for finding in findings} == {Status.OK}, findings
-            listed = run_metadata("scopes", "--json", "--url", place.url)
-            assert listed.stdout == ""
-            assert [file.name for file in (tmp_path / "store").iterdir()] == ["store.id"]
+    for size in ("64MiB", "16MiB"):
+        options = {
+            "path": f"{tmp_path}/store",
+            "metadata_url": place.url,
+            "file_size": size,
+        }
+        findings = list(check_round_trip(DoctorTarget(driver="hf3fs", options=options)))
+        assert {finding.status for finding in findings} == {Status.OK}, findings
+        listed = run_metadata("scopes", "--json", "--url", place.url)
+        assert listed.stdout == ""
+        assert [file.name for file in (tmp_path / "store").iterdir()] == ["store.id"]

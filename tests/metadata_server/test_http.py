@@ -38,7 +38,7 @@ KEYS = json.dumps({"keys": ["a", "b"]}).encode()
 
 @pytest.fixture(scope="module")
 def server():
-    with served() as (place, _):
+    with served(f"{DURABLE} --host ::") as (place, _):
         yield place
 
 
@@ -220,12 +220,11 @@ def test_silent_connections_make_room(tmp_path):
         assert answers(kept)[0][0] == 204, "the store has its descriptors"
 
 
-def test_all_addresses_are_those_of_both_families():
-    with served(f"{DURABLE} --host ::") as (place, _):
-        for host in ("127.0.0.1", "::1"):
-            with closing(socket.create_connection((host, place.port), timeout=60)) as one:
-                one.sendall(PING)
-                assert answers(one)[0][0] == 200
+def test_all_addresses_are_those_of_both_families(server):
+    for host in ("127.0.0.1", "::1"):
+        with closing(socket.create_connection((host, server.port), timeout=60)) as one:
+            one.sendall(PING)
+            assert answers(one)[0][0] == 200
 
 
 class Client:
