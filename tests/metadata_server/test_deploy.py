@@ -14,9 +14,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.cog.plugins import register_default_plugins
-from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.shared.address import PasswordFile, parse_address
@@ -189,6 +186,10 @@ def test_hadolint_finds_nothing_in_the_image():
 def test_grafana_knows_every_field_of_the_dashboard():
     """Read into Grafana's own models of 11.6 and written again, nothing is missing: what they do
     not know they leave out."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
     register_default_plugins()
     raw = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
     again = json.loads(JSONEncoder().encode(Dashboard.from_json(raw)))
