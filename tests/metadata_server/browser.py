@@ -51,7 +51,7 @@ class Browser:
     def until(self, condition, what=""):
         # The page may put another element in the place of one that was just found.
         stale = [StaleElementReferenceException]
-        wait = WebDriverWait(self.driver, WAIT_SECONDS, 0.05, ignored_exceptions=stale)
+        wait = WebDriverWait(self.driver, WAIT_SECONDS, 0.1, ignored_exceptions=stale)
         return wait.until(lambda _: condition(), what)
 
     def shows(self, selector, text):
