@@ -56,56 +56,27 @@ def file_changes(journal: Path) -> list[FileChange]:
     return found
 
 
-class _Options(msgspec.Struct):
-    """Of the process that mounts the file system."""
+class CountingMount(msgspec.Struct, dict=True):
+    """The file system, mounted by a process of its own, which gets these fields."""
 
-    backing: str
-    point: str
-    requests: str
-    delay_seconds: float
-    cache_seconds: float
-    max_name_bytes: int
-    subtype: str
-    journal: str
+    backing: Path
+    """The directory behind it."""
+    point: Path
+    """Where it is mounted; made if it is missing."""
+    delay_us: int = 0
+    """How long each request takes at least, in microseconds."""
+    cache_seconds: float = 3600.0
+    """How long the kernel believes names and attributes. Long, so that counts do not depend on the
+    time."""
+    max_name_bytes: int = 255
+    """Longer names cannot be made."""
+    subtype: str = ""
+    """The mount's kind is `fuse.` and this."""
+    journal: Path | None = None
+    """File to which each change of a file is appended, for `file_changes`."""
 
-
-class CountingMount:
-    """The file system, mounted by a process of its own.
-
-    Args:
-        backing: the directory behind it.
-        point: where it is mounted; made if it is missing.
-        delay_us: how long each request takes at least, in microseconds.
-        cache_seconds: how long the kernel believes names and attributes. Long, so that counts do
-            not depend on the time.
-        max_name_bytes: longer names cannot be made.
-        subtype: the mount's kind is `fuse.` and this.
-        journal: file to which each change of a file is appended, for `file_changes`.
-    """
-
-    def __init__(
-        self,
-        backing: Path,
-        point: Path,
-        *,
-        delay_us: int = 0,
-        cache_seconds: float = 3600.0,
-        max_name_bytes: int = 255,
-        subtype: str = "",
-        journal: Path | None = None,
-    ) -> None:
-        self.backing, self.point = backing, point
-        self._requests = Path(f"{point}.requests")
-        self._options = _Options(
-            os.path.abspath(backing),
-            str(point),
-            str(self._requests),
-            delay_us / 1e6,
-            cache_seconds,
-            max_name_bytes,
-            subtype,
-            str(journal or ""),
-        )
+    def __post_init__(self) -> None:
+        self.requests = Path(f"{self.point}.requests")
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -117,14 +88,14 @@ class CountingMount:
         for process in self._processes:
             process.kill()
             process.wait(120)
-        self._requests.unlink()
+        self.requests.unlink()
 
     def mount(self) -> None:
         """Start the process and wait until it serves."""
         self.point.mkdir(parents=True, exist_ok=True)
         self.backing.mkdir(parents=True, exist_ok=True)
         outside = os.stat(self.point).st_dev
-        command = [sys.executable, __file__, msgspec.json.encode(self._options).decode()]
+        command = [sys.executable, __file__, msgspec.json.encode(self, enc_hook=str)]
         process = subprocess.Popen(command)
         self._processes.append(process)
         until = time.monotonic() + 120
@@ -148,7 +119,7 @@ class CountingMount:
 
     def counts(self) -> dict[str, int]:
         """Requests so far, by operation."""
-        return Counter(self._requests.read_text().split())
+        return Counter(self.requests.read_text().split())
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
         """Requests since then; operations without any are left out."""
@@ -158,11 +129,11 @@ class CountingMount:
 class _Counting:
     """Records and delays the requests of a pass-through file system."""
 
-    def __init__(self, inner: Passthrough, options: _Options) -> None:
-        self._inner, self._options = inner, options
+    def __init__(self, inner: Passthrough, mount: CountingMount) -> None:
+        self._inner, self._mount = inner, mount
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        self._journal = os.open(options.journal, flags) if options.journal else -1
-        self._requests = os.open(options.requests, flags)
+        self._journal = os.open(mount.journal, flags) if mount.journal else -1
+        self._requests = os.open(mount.requests, flags)
 
     def operation(self, name: str) -> Callable[..., Any]:
         """The operation that libfuse calls, as a method of the class that mfusepy wants."""
@@ -175,15 +146,15 @@ class _Counting:
                 record = msgspec.msgpack.encode(FileChange(name, path, *CHANGES[name](*args)))
                 os.write(self._journal, len(record).to_bytes(4, "little") + record)
             os.write(self._requests, f"{name}\n".encode())
-            if self._options.delay_seconds:
-                time.sleep(self._options.delay_seconds)
+            if self._mount.delay_us:
+                time.sleep(self._mount.delay_us / 1e6)
             return getattr(self._inner, name)(path, *args)
 
         return counted
 
     def _check_names(self, name: str, path: str, *args: Any) -> None:
         made = {"create": path, "rename": args[0] if args else ""}.get(name, "")
-        if len(os.path.basename(str(made))) > self._options.max_name_bytes:
+        if len(os.path.basename(str(made))) > self._mount.max_name_bytes:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
 
 
@@ -202,11 +173,13 @@ def _serve() -> None:
     from hicache_conformance.injectors.disk import Control, Passthrough, load_mfusepy
 
     mfusepy = load_mfusepy()
-    options = msgspec.json.decode(sys.argv[1], type=_Options)
+    mount = msgspec.json.decode(
+        sys.argv[1], type=CountingMount, dec_hook=lambda kind, text: kind(text)
+    )
     # The default slack of 50 us would make a delay of 200 us one of 250 us; threads inherit it.
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
-    inner = Passthrough(options.backing, Control())
-    counting = _Counting(inner, options)
+    inner = Passthrough(str(mount.backing), Control())
+    counting = _Counting(inner, mount)
     # No other operations: the kernel asks for none that the file system has not.
     names = [name for name in vars(Passthrough) if not name.startswith("_") and name not in UNUSED]
     methods: dict[str, Any] = {name: counting.operation(name) for name in names}
@@ -216,12 +189,12 @@ def _serve() -> None:
     try:
         mfusepy.FUSE(
             operations,
-            options.point,
+            str(mount.point),
             foreground=True,
-            attr_timeout=options.cache_seconds,
-            entry_timeout=options.cache_seconds,
+            attr_timeout=mount.cache_seconds,
+            entry_timeout=mount.cache_seconds,
             negative_timeout=0,
-            **({"subtype": options.subtype} if options.subtype else {}),
+            **({"subtype": mount.subtype} if mount.subtype else {}),
         )
     except RuntimeError as error:
         sys.exit(
