@@ -180,14 +180,6 @@ def fork_server():
     return forkserver._forkserver._forkserver_pid
 
 
-def test_the_fork_server_is_replaced_when_it_dies(start):
-    start()
-    os.kill(fork_server(), signal.SIGKILL)
-    # Left to be reaped by whoever starts the next one.
-    os.waitid(os.P_PID, fork_server(), os.WEXITED | os.WNOWAIT)
-    assert start().set(KEYS, 1) == [True] * 8
-
-
 def test_a_fork_server_takes_its_workers_with_it(start):
     one = start()
     os.kill(fork_server(), signal.SIGKILL)
