@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import time
-from pathlib import Path
 
 from drivers_files import Files, SteadyFiles
 from drivers_memory import Objects, Plain, PlainPath
@@ -21,29 +20,16 @@ class Dies(Plain):
         os._exit(3)
 
 
-class Poisoned(Plain):
-    """Leaves its directory unusable when it is given a page of more than a MiB."""
-
-    def __init__(self, identity, config):
-        super().__init__(identity, config)
-        self.poison = Path(config.path)
-
-    def write(self, request):
-        if request.pool.namespace.geometry.page_bytes > 1 << 20:
-            self.poison.mkdir(parents=True)
-        return [False] * len(request.keys) if self.poison.exists() else super().write(request)
-
-
-class PoisonedByAFullDisk(Files):
-    """Leaves its directory unusable once it was full."""
+class Poisoned(Files):
+    """Leaves its directory unusable when it is full, or given a page of more than a MiB."""
 
     full = False
 
     def put(self, write, call):
         poison = self.root.parent / "poison"
-        if self.full or poison.exists():
+        if self.full or write.namespace.geometry.page_bytes > 1 << 20 or poison.exists():
             poison.mkdir(exist_ok=True)
-            raise OSError("it was full once")
+            raise OSError("it is poisoned")
         try:
             return super().put(write, call)
         except OSError as error:
@@ -103,21 +89,12 @@ class AcknowledgesAll(SteadyFiles):
 
 FAILING = [
     DriverSpec(
-        name=driver.__name__,
-        target=f"{__name__}:{driver.__name__}",
+        name=name,
+        target=f"{__name__}:{name}",
         capabilities=driver.promises,
         **(Files if issubclass(driver, Files) else PlainPath).spec,
     )
-    for driver in (
-        AbortsInLargeReads,
-        AcknowledgesAll,
-        CannotOpen,
-        Dies,
-        Hangs,
-        HangsOnManyPages,
-        HangsWithTheLock,
-        Poisoned,
-        PoisonedByAFullDisk,
-        PromisesMore,
-    )
+    for name, driver in list(globals().items())
+    if getattr(driver, "__module__", "") == __name__
 ]
+"""All drivers of this module."""

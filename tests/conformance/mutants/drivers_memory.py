@@ -36,9 +36,6 @@ from hicache_storage.testing import MemoryStorage
 PATH = {"path": "{tmp}/store"}
 SLOT_BYTES = 8192 + 512
 
-Place = tuple[object, ...]
-PageBuffers = list[memoryview]
-
 
 def fill(page, content):
     """Copy the bytes of a page, if they are as many as it has."""
