@@ -140,7 +140,7 @@ class PageReader:
                 connection.stores,
                 call,
                 hold=self._hold,
-                lend=partial(self.buffers.lend, call),
+                buffers=self.buffers,
                 send=send,
                 size_of=_size,
             )

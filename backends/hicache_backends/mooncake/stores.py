@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
+    from hicache_backends.posix.buffers import Buffers
     from hicache_storage.objects import Call
     from hicache_storage.objects.thread_pool import Task, ThreadPool
 
@@ -44,7 +45,6 @@ MAX_MARGIN_SECONDS: Final = 0.1
 """Time before the deadline at which a call returns what has arrived."""
 
 ItemT = TypeVar("ItemT")
-MemoryT = TypeVar("MemoryT")
 
 
 class Stores:
@@ -142,7 +142,7 @@ class _Worker:
     task: Task[None] | None = None
 
 
-class Requests(Generic[ItemT, MemoryT]):
+class Requests(Generic[ItemT]):
     """The requests of one call, in threads of a pool. The call leaves those that hang.
 
     Threads take requests to the store with the fewest running requests, so that a store that hangs
@@ -150,7 +150,7 @@ class Requests(Generic[ItemT, MemoryT]):
 
     Args:
         hold: keeps the connection open, for a thread whose call may have left.
-        lend: lends the memory of one thread.
+        buffers: one for each thread.
         send: makes a request for some objects of one store, and returns whether the store has
             failed; None if it does not say.
         size_of: an object, in bytes.
@@ -163,15 +163,15 @@ class Requests(Generic[ItemT, MemoryT]):
         call: Call,
         *,
         hold: AbstractContextManager[object],
-        lend: Callable[[], AbstractContextManager[MemoryT]],
-        send: Callable[[list[ItemT], MemoryT], bool | None],
+        buffers: Buffers,
+        send: Callable[[list[ItemT], memoryview], bool | None],
         size_of: Callable[[ItemT], int],
     ) -> None:
         self._thread_pool = thread_pool
         self._stores = stores
         self._call = call
         self._hold = hold
-        self._lend = lend
+        self._buffers = buffers
         self._send = send
         self._size_of = size_of
         self.token = CancellationToken()
@@ -261,7 +261,7 @@ class Requests(Generic[ItemT, MemoryT]):
 
     def _work(self, worker: _Worker) -> None:
         try:
-            with self._hold, self._lend() as memory:
+            with self._hold, self._buffers.lend(self._call) as memory:
                 while (taken := self._take(worker)) is not None:
                     self._make(*taken, memory)
         except TimeoutError:
@@ -274,7 +274,7 @@ class Requests(Generic[ItemT, MemoryT]):
                 self._workers.discard(worker)
                 self._changed.notify()
 
-    def _make(self, store: str, items: list[ItemT], memory: MemoryT) -> None:
+    def _make(self, store: str, items: list[ItemT], memory: memoryview) -> None:
         token, failed = self._stores.begin(store, sum(map(self._size_of, items))), None
         try:
             failed = self._send(items, memory)

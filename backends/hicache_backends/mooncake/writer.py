@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
@@ -227,7 +226,7 @@ class PageWriter:
             Stores(),
             call,
             hold=self._hold,
-            lend=partial(self._buffers.lend, call),
+            buffers=self._buffers,
             send=send,
             size_of=_size,
         )

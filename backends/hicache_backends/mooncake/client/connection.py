@@ -30,8 +30,6 @@ PROBE_BYTES: Final = 64
 """Of an object that is read to find out whether its store answers; none is smaller."""
 SEEN_SECONDS: Final = 60.0
 LOOK_SECONDS: Final = 1.0
-SETS: Final = "sets"
-"""In place of an endpoint: the master chooses the stores of objects that are written."""
 REPEAT_SECONDS: Final = 0.5
 """Failed transfers are repeated within this time."""
 PAUSE_SECONDS: Final = 10.0
@@ -390,17 +388,9 @@ class Connection:
         offsets: Sequence[Sequence[int]],
     ) -> list[bool]:
         """Write the bytes of begun objects. False for each object whose transfer has failed."""
-        failed = True
-        token = self.stores.begin(SETS, sum(map(sum, sizes)))
-        try:
-            codes = self._client().batch_put_from_multi_buffer_ranges(
-                names, addresses, sizes, offsets
-            )
-            failed = library.TRANSFER_FAILED in codes
-        finally:
-            self.stores.end(SETS, token, failed=failed)
-            if failed:
-                self.note_failed_set()
+        codes = self._client().batch_put_from_multi_buffer_ranges(names, addresses, sizes, offsets)
+        if library.TRANSFER_FAILED in codes:
+            self.note_failed_set()
         return [code >= 0 for code in _checked_length(codes, len(names))]
 
     def publish(self, names: Sequence[str]) -> list[bool]:
