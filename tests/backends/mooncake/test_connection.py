@@ -51,6 +51,18 @@ def test_a_transfer_that_fails_is_repeated_once_and_alone(monkeypatch, codes, as
     assert client.read_ranges(["a", "b", "c"], *places) == [100, FAILED, FAILED]
 
 
+@pytest.mark.parametrize("code", [FAILED, 100])
+def test_a_transfer_of_a_set_that_fails_is_remembered(clock, monkeypatch, code):
+    """For a while: the next objects are sent one by one."""
+    store = SimpleNamespace(batch_put_from_multi_buffer_ranges=lambda *asked: [100, code])
+    monkeypatch.setattr(connection, "set_up", lambda settings: store)
+    client = Connection(SimpleNamespace(master=None))
+    assert client.transfer(["a", "b"], [], [], []) == [True, code > 0]
+    assert client.has_failed_lately == (code < 0)
+    clock.now += 2 * connection.PAUSE_SECONDS
+    assert not client.has_failed_lately
+
+
 class Clock:
     """Stands for `time`."""
 

@@ -148,6 +148,7 @@ def test_a_transfer_that_hangs_is_left(monkeypatch):
     assert outcome.stored == {sent[0], *sent[2:]}
     assert connection.revoked == []
     assert [type(fault) for fault in outcome.faults] == [StorageTimeoutError]
+    assert connection.has_failed_lately
     go_on.set()
     eventually(lambda: not thread_pool.hung)
     assert connection.revoked == [names[1]]
