@@ -15,7 +15,7 @@ from hicache_storage.spec import AskedScope, StorageTimeoutError, seconds_since_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicache_storage.engines.bridge_metrics import RefusedCalls
+    from hicache_storage.engines.bridge_storage import RefusedCalls
     from hicache_storage.objects.thread_pool import Task
 
 logger = logging.getLogger(__name__)

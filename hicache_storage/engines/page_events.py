@@ -15,7 +15,7 @@ from hicache_storage.spec import HiCacheStorage, MissReason, RemovalScope
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
-    from hicache_storage.engines.bridge_metrics import RefusedCalls
+    from hicache_storage.engines.bridge_storage import RefusedCalls
     from hicache_storage.spec import Removals
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hicache_storage.engines.async_calls import AsyncCalls
-from hicache_storage.engines.bridge_metrics import RefusedCalls
+from hicache_storage.engines.bridge_storage import RefusedCalls
 from hicache_storage.spec import seconds_since_asked
 from tests.support.waiting import eventually
 

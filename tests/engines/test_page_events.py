@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 from hicache_storage.engines import page_events
-from hicache_storage.engines.bridge_metrics import RefusedCalls
+from hicache_storage.engines.bridge_storage import RefusedCalls
 from hicache_storage.engines.page_events import PageEvents, PageId
 from hicache_storage.spec import (
     Capabilities,

@@ -20,8 +20,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from hicache_storage.engines.async_calls import AsyncCalls
-from hicache_storage.engines.bridge_metrics import RefusedCalls
-from hicache_storage.engines.bridge_storage import minor_version, open_storage
+from hicache_storage.engines.bridge_storage import RefusedCalls, minor_version, open_storage
 from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.engines.lmcache.identity import (
     ObjectLayout,

@@ -14,8 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as EngineRes
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_model, get_parallel, get_server_args, get_serving
 
-from hicache_storage.engines.bridge_metrics import RefusedCalls
-from hicache_storage.engines.bridge_storage import open_storage
+from hicache_storage.engines.bridge_storage import RefusedCalls, open_storage
 from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.engines.sglang.identity import (
     bridge_config,

@@ -31,8 +31,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from hicache_storage.engines.async_calls import AsyncCalls
-from hicache_storage.engines.bridge_metrics import RefusedCalls
-from hicache_storage.engines.bridge_storage import minor_version, open_storage
+from hicache_storage.engines.bridge_storage import RefusedCalls, minor_version, open_storage
 from hicache_storage.engines.engine_pool import EnginePool
 from hicache_storage.engines.page_events import PageEvents, PageId
 from hicache_storage.engines.vllm.identity import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache_storage.engines.bridge_metrics import MAX_REASONS, RefusedCalls
+from hicache_storage.engines.bridge_storage import MAX_REASONS, RefusedCalls
 from hicache_storage.spec import InvalidTransferError
 
 
