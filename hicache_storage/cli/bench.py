@@ -21,8 +21,8 @@ from hicache_storage.tools.bench.client import (
     BenchWorkload,
     Candidate,
     WrongAnswerError,
+    run_sweep,
 )
-from hicache_storage.tools.bench.sweep import run_sweep
 from hicache_storage.tools.options import parse_pairs, size_text, trial_options
 
 if TYPE_CHECKING:

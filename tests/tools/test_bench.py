@@ -14,9 +14,9 @@ from hicache_storage.tools.bench.client import (
     Candidate,
     ClientPool,
     WrongAnswerError,
+    run_sweep,
 )
 from hicache_storage.tools.bench.results import CandidateInfo, Measurement, Operation, percentile
-from hicache_storage.tools.bench.sweep import run_sweep
 from tests.metadata_server.full_disks import small_disk
 from tests.support.commands import run_here, run_hicache
 from tests.tools.conftest import FAULTY

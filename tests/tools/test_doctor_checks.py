@@ -11,7 +11,7 @@ from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import Registry
 from hicache_storage.spec import Capabilities
-from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, machine
+from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, examination
 
 TARGET = DoctorTarget(driver="acme")
 SPEC = DriverSpec(
@@ -98,5 +98,5 @@ def test_a_driver_that_nobody_registers(monkeypatch):
     [(1024, Status.WARN), (65536, Status.OK), (resource.RLIM_INFINITY, Status.OK)],
 )
 def test_open_files(monkeypatch, limit, status):
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _which: (limit, limit))
-    assert only(machine.check_open_files(TARGET)).status is status
+    monkeypatch.setattr(examination.resource, "getrlimit", lambda _which: (limit, limit))
+    assert only(examination.check_open_files(TARGET)).status is status

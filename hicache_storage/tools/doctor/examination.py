@@ -1,26 +1,22 @@
-"""The checks, in the order of the report, and their run in a process of its own, which a driver can
-hang or crash."""
+"""The checks of the machine, and all checks in the order of the report: their run in a process of its
+own, which a driver can hang or crash."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
+import resource
 import signal
 import tempfile
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.tools.doctor import (
-    drivers,
-    engine_identity,
-    lmcache,
-    machine,
-    round_trip,
-    vllm,
-)
+from hicache_storage.tools.doctor import drivers, engine_identity, lmcache, round_trip, vllm
 from hicache_storage.tools.doctor.engine_command import object_of
-from hicache_storage.tools.doctor.finding import Finding, Role, fail
+from hicache_storage.tools.doctor.finding import Finding, Role, fail, ok, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,10 +24,42 @@ if TYPE_CHECKING:
 
     from hicache_storage.tools.doctor.finding import DoctorTarget
 
+ENOUGH_FILES: Final = 4096
+"""Open files that an engine and its connections do not use up."""
+
+
+def check_python(target: DoctorTarget) -> Iterator[Finding]:
+    """Report the versions of Python and the SDK."""
+    installed = f"hicache-storage {version('hicache-storage')}, contract HiCacheStorage v2"
+    yield ok("python", f"{platform.python_version()}, {installed}")
+
+
+def check_torch(target: DoctorTarget) -> Iterator[Finding]:
+    """Check that torch can be imported."""
+    try:
+        import torch
+    except ImportError as error:
+        yield fail("torch", f"cannot be imported: {error}", "pip install torch")
+        return
+    yield ok("torch", str(torch.__version__))
+
+
+def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
+    """Check RLIMIT_NOFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
+        yield ok("open files", f"limit {soft}")
+    else:
+        low = hard != resource.RLIM_INFINITY and hard < 65536
+        fix = "ulimit -n 65536" + " (as root: the hard limit is low)" * low
+        detail = "an engine and its connections can use them up, and stored pages become misses"
+        yield warn("open files", f"limit {soft}; {detail}", fix)
+
+
 CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
-    "python": machine.check_python,
-    "torch": machine.check_torch,
-    "open files": machine.check_open_files,
+    "python": check_python,
+    "torch": check_torch,
+    "open files": check_open_files,
     "plugins": drivers.check_plugins,
     "vllm": vllm.check_vllm,
     "lmcache": lmcache.check_lmcache,
