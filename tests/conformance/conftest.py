@@ -47,11 +47,6 @@ class Ran:
         """The cases of the report by name."""
         return {case["name"]: case for rule in self.report["rules"] for case in rule["cases"]}
 
-    @property
-    def outcomes(self):
-        """What became of each case, and which rule it found broken."""
-        return {name: (case["outcome"], case["broken_rule"]) for name, case in self.cases.items()}
-
     def rules(self, outcome):
         """The selected rules of an outcome."""
         found = [rule for rule in self.report["rules"] if rule["selected"]]

@@ -32,27 +32,23 @@ def test_every_kind_is_on_a_menu():
     assert {fault.kind for menu in MENU.values() for fault in menu} | apart == set(FaultKind)
 
 
+@pytest.mark.parametrize("hangs", [True, False])
 @pytest.mark.parametrize("injector", MENU)
-def test_a_plan_has_up_to_four_faults_of_the_menu_and_states_once(injector):
+def test_a_plan_has_up_to_four_faults_of_the_menu_and_states_once(injector, hangs):
     menu = {fault.kind for fault in MENU[injector]}
 
     @settings(max_examples=50, database=None, deadline=None)
-    @given(fault_plans(injector, hangs=True))
+    @given(fault_plans(injector, hangs=hangs))
     def draw(plan):
         kinds = [fault.kind for fault in plan.faults]
         assert 1 <= len(kinds) <= 4
         assert set(kinds) <= menu
+        assert hangs or not plan.hangs
         # What is done at once is done once.
         once = [kind for kind in kinds if kind in UNTIMED]
         assert len(once) == len(set(once))
 
     draw()
-
-
-@settings(database=None)
-@given(fault_plans("disk", hangs=False))
-def test_hangs_are_drawn_only_where_they_may(plan):
-    assert not plan.hangs
 
 
 def test_a_strike_counts_the_operations_of_each_fault():
