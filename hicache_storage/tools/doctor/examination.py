@@ -1,5 +1,7 @@
-"""The checks of the machine, and all checks in the order of the report: their run in a process of its
-own, which a driver can hang or crash."""
+"""Checks of the machine, all checks in the order of the report, and their run.
+
+They run in a process of their own, which a driver can hang or crash.
+"""
 
 from __future__ import annotations
 
