@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hicache_storage.hybrid import HybridIndices
 from hicache_storage.spec import InvalidTransferError
-from tests.hybrid.stack import KV, MAMBA, PAGE
+from tests.hybrid.stack import KV, MAMBA, PAGE, hashes
 from tests.support.waiting import eventually
 
 
@@ -70,3 +71,19 @@ def test_refused_spans_take_nothing(stack):
     with pytest.raises(InvalidTransferError, match="whole pages"):
         stack.controller.load(HybridIndices(host.kv[1:]), 1)
     assert (stack.free(), stack.free("device")) == free
+
+
+def test_overwriting_waits_for_the_copies_of_every_pool(stack):
+    """ST-1: without the fence, the simulator tells a race."""
+    keys, device = hashes(16), stack.take("device", 2, ends=(2,))
+    stack.fill("device", device, keys)
+    host = stack.controller.write(device, 1)
+    stack.controller.start_writing()
+    stack.controller.before_overwrite(device)
+    for pages in stack.device.values():
+        for tensors in pages.layers:
+            for tensor in tensors:
+                stack.compute.copy(tensor, torch.full_like(tensor, 99), "kernel")
+    stack.compute.synchronize()
+    assert eventually(stack.controller.completed_writes) == [1]
+    assert stack.holds("host", host, keys)
