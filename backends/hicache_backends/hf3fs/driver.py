@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.plugin import CAPABILITIES
-from hicache_backends.hf3fs.reader import PageReader
+from hicache_backends.hf3fs.reader import read_pages
 from hicache_backends.hf3fs.slots.names import metadata_keys, page_key
 from hicache_backends.hf3fs.store import TIMEOUT_SECONDS, Store
 from hicache_backends.hf3fs.writer import PageWriter
@@ -55,7 +55,6 @@ class Hf3fsStorage(ObjectStorage):
     def connect(self) -> None:
         store = self.store = Store(self._config, self.recorder.count_failover)
         """The open store: the SDK makes no call before this one, and none after `disconnect`."""
-        self._reader = PageReader(store)
         self._writer = PageWriter(store, self._count_evicted)
         is_in_memory = store.metadata.about.durability is p.StoreDurability.NONE
         self._capabilities = replace(
@@ -90,7 +89,7 @@ class Hf3fsStorage(ObjectStorage):
         ]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        outcome = self._reader.read(batches, call)
+        outcome = read_pages(self.store, batches, call)
         self.note_partial_faults(outcome.faults, served=bool(outcome.arrived))
         return [[read in outcome.arrived for read in batch.reads] for batch in batches]
 

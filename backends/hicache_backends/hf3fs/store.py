@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
 from glob import escape, glob
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hicache_backends.hf3fs.slots.engine import MAX_BUFFERED_BYTES, SlotEngine, is_damaged
 from hicache_backends.hf3fs.slots.files import SlotFile
 from hicache_backends.hf3fs.slots.names import metadata_keys, store_id
-from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
+from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import make_last, mount_of
 from hicache_metadata_server.protocol import DeleteScope, SlotState
@@ -205,7 +206,7 @@ class Store:
 
     def _open_usrbio(self, threads: int) -> SlotEngine:
         try:
-            library = load_library()
+            library: Any = importlib.import_module("hf3fs_fuse.io")
         except ImportError as error:
             raise ConfigError(f"engine 'usrbio' needs hf3fs-py-usrbio: {error}") from error
         mount_point = library.extract_mount_point(self.path)

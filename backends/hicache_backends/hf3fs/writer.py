@@ -12,8 +12,7 @@ from hicache_backends.hf3fs.slots.engine import SlotWrite
 from hicache_backends.hf3fs.slots.names import metadata_keys
 from hicache_backends.hf3fs.store import TIMEOUT_SECONDS
 from hicache_backends.posix.buffers import split
-from hicache_backends.posix.faults import detached
-from hicache_backends.posix.outcomes import WriteOutcome
+from hicache_backends.posix.faults import WriteOutcome, detached
 from hicache_metadata_server.protocol import (
     CommitScope,
     LeaseScope,

@@ -17,7 +17,7 @@ from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.stores import UNKNOWN, Requests
 from hicache_backends.posix.buffers import split
-from hicache_backends.posix.outcomes import ReadOutcome
+from hicache_backends.posix.faults import ReadOutcome
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 

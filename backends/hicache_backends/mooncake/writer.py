@@ -12,7 +12,7 @@ from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.stores import MAX_THREADS, Requests, Stores
 from hicache_backends.posix.buffers import split
-from hicache_backends.posix.outcomes import WriteOutcome
+from hicache_backends.posix.faults import WriteOutcome
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 

@@ -1,8 +1,11 @@
-"""Sets of errno values, and errors that are stored before they are reported."""
+"""Sets of errno values, errors that are stored before they are reported, and results with them."""
 
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass, field
+
+from hicache_storage.objects import ObjectRead, ObjectWrite
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The file system takes no more bytes."""
@@ -31,3 +34,19 @@ def detached(error: OSError) -> OSError:
     """
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
+
+
+@dataclass(slots=True, eq=False)
+class ReadOutcome:
+    """Result of a batch of reads."""
+
+    arrived: set[ObjectRead] = field(default_factory=set[ObjectRead])
+    faults: list[Exception] = field(default_factory=list[Exception])
+
+
+@dataclass(slots=True, eq=False)
+class WriteOutcome:
+    """Result of a batch of writes."""
+
+    stored: set[ObjectWrite] = field(default_factory=set[ObjectWrite])
+    faults: list[Exception] = field(default_factory=list[Exception])

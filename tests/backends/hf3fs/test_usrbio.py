@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import sys
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
-from hicache_backends.hf3fs import store as store_module
 from hicache_backends.hf3fs.slots.engine import IO_BYTES
 from hicache_storage.spec import ConfigError
 from tests.backends.file.harness import Hurried
@@ -22,7 +22,7 @@ from tests.support.waiting import eventually
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     made = StandIn(tmp_path)
-    monkeypatch.setattr(store_module, "load_library", lambda: made)
+    monkeypatch.setitem(sys.modules, "hf3fs_fuse.io", made)
     yield made
     assert made.misuse == []
 
@@ -128,9 +128,6 @@ def test_nothing_is_left_behind(usrbio, library):
 
 
 def test_without_its_library_it_says_what_is_missing(rig, monkeypatch):
-    def absent():
-        raise ImportError("hf3fs_fuse")
-
-    monkeypatch.setattr(store_module, "load_library", absent)
+    monkeypatch.setitem(sys.modules, "hf3fs_fuse", None)
     with pytest.raises(ConfigError, match="hf3fs-py-usrbio"):
         rig(engine="usrbio").storage.open()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import mmap
 import os
 from datetime import timedelta
@@ -30,15 +29,6 @@ WAIT_SECONDS: Final = 1.0
 ENTRIES: Final = 8
 """Length of a ring, of which one entry is used."""
 SHARED_MEMORY: Final = "/dev/shm"
-
-
-def load_library() -> Any:
-    """Import the library of 3FS.
-
-    Raises:
-        ImportError: the library is not installed.
-    """
-    return importlib.import_module("hf3fs_fuse.io")
 
 
 class _RegisteredHandle(Handle):
