@@ -71,43 +71,48 @@ def until_shown(place, context, name):
     eventually(lambda: shown(place, context)[0] == name, f"{name} is not shown")
 
 
-def test_handshakes(tmp_path, authority, others):
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, authority):
+    """A server whose certificate stays."""
+    with started(tmp_path_factory.mktemp("server"), authority) as place:
+        yield place
+
+
+def test_handshakes(place, authority, others):
     trusting, refusing = client_context(ca=str(authority.file)), client_context(ca=str(others.file))
-    with started(tmp_path, authority) as place:
-        assert shown(place, trusting)[0] == "first"
-        assert shown(place, trusting, "127.0.0.1")[0] == "first"
-        with pytest.raises(ssl.SSLCertVerificationError):
-            shown(place, refusing)
-        with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
-            shown(place, trusting, "other.example")
-        old = client_context(ca=str(authority.file))
-        old.maximum_version = ssl.TLSVersion.TLSv1_2
-        assert shown(place, old)[1] == "TLSv1.2"
-        with pytest.warns(DeprecationWarning, match="TLSv1_1"):
-            old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
-        old.set_ciphers("ALL:@SECLEVEL=0")
-        with pytest.raises(ssl.SSLError, match=r"EOF|alert protocol version"):
-            shown(place, old)
-        with pytest.raises(MetadataError, match="does not answer"):
-            AdminClient(place.url.replace("https", "http")).call("/v2", None, About)
+    assert shown(place, trusting)[0] == "first"
+    assert shown(place, trusting, "127.0.0.1")[0] == "first"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shown(place, refusing)
+    with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
+        shown(place, trusting, "other.example")
+    old = client_context(ca=str(authority.file))
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert shown(place, old)[1] == "TLSv1.2"
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    old.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.raises(ssl.SSLError, match=r"EOF|alert protocol version"):
+        shown(place, old)
+    with pytest.raises(MetadataError, match="does not answer"):
+        AdminClient(place.url.replace("https", "http")).call("/v2", None, About)
 
 
-def test_the_command_line_and_the_driver_speak_tls(tmp_path, authority, others):
+def test_the_command_line_and_the_driver_speak_tls(place, authority, others):
     trusted, other = str(authority.file), str(others.file)
-    with started(tmp_path, authority) as place:
-        for options, environment, code in (
-            ((), {}, 2),
-            (("--ca", other), {}, 2),
-            (("--ca", trusted), {}, 0),
-            (("--ca", "/nonexistent"), {}, 2),
-            ((), {"HICACHE_METADATA_CA": trusted}, 0),
-        ):
-            done = run_metadata("status", "--url", place.url, *options, env=environment)
-            assert done.exit_code == code, done.output
-        assert answers(place, client_context(ca=trusted))
-        for tls in (client_context(ca=other), None):
-            with pytest.raises(MetadataError, match="certificate"):
-                answers(place, tls)
+    for options, environment, code in (
+        ((), {}, 2),
+        (("--ca", other), {}, 2),
+        (("--ca", trusted), {}, 0),
+        (("--ca", "/nonexistent"), {}, 2),
+        ((), {"HICACHE_METADATA_CA": trusted}, 0),
+    ):
+        done = run_metadata("status", "--url", place.url, *options, env=environment)
+        assert done.exit_code == code, done.output
+    assert answers(place, client_context(ca=trusted))
+    for tls in (client_context(ca=other), None):
+        with pytest.raises(MetadataError, match="certificate"):
+            answers(place, tls)
 
 
 def answers(place, tls):
