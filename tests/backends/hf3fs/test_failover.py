@@ -185,7 +185,6 @@ class Client(ScopeClient):
         super().__init__(metadata, f"{next(self.numbers)}:kv-test")
         [self.home] = [way for way in ways if way.url == self.metadata.endpoint]
         self.other = next(way for way in ways if way is not self.home)
-        self.before = self.other.requests()
 
     def _count(self):
         self.left += 1
@@ -198,6 +197,7 @@ class Client(ScopeClient):
 @pytest.fixture
 def client(ways):
     made = Client(ways)
+    made.before = made.other.requests()
     with closing(made.metadata):
         made.metadata.refresh(Call(10))
         made.lookup()
