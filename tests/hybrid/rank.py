@@ -135,13 +135,7 @@ class Rank:
         )
         self.own = [refused(ask) for ask in refusals]
         with build(config, storage) as stack:
-            session = Session(stack, seed=rank)
-            session.insert()
-            assert stack.drain(60)
-            stack.cache.reset()
-            session.fetch()
-            self.tell("restored", *session.restore())
-            assert stack.drain(60)
+            Session(stack, seed=rank).comes_back()
         try:
             stack.controller.rank_group.all_reduce_min([1])
         except RankGroupError as error:

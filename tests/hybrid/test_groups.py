@@ -8,11 +8,7 @@ import torch
 from hicache_storage.hybrid import HybridIndices, SingleRank
 from hicache_storage.hybrid.pools import PoolTier
 from hicache_storage.pools import SlotAllocator
-from hicache_storage.spec import (
-    InvalidTransferError,
-    PoolName,
-    SlotError,
-)
+from hicache_storage.spec import InvalidTransferError, PoolName, SlotError
 from tests.hybrid.stack import PAGE
 
 SIZES = {"kv": (32, 4), "mamba": (3, 1), "swa": (8, 2)}

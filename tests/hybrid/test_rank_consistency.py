@@ -9,14 +9,8 @@ from unittest import mock
 
 import pytest
 
-from hicache_storage.hybrid import (
-    HybridCacheController,
-    ParallelConfig,
-    PrefetchRules,
-)
-from hicache_storage.hybrid.ranks import (
-    check_consistent,
-)
+from hicache_storage.hybrid import HybridCacheController, ParallelConfig, PrefetchRules
+from hicache_storage.hybrid.ranks import check_consistent
 from hicache_storage.hybrid.stack.stack import build_pools
 from hicache_storage.spec import ConfigError, HiCacheError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.hybrid.rank import SECONDS, TURNS
-from tests.hybrid.stack import PAGE, Session
+from tests.hybrid.stack import PAGE
 
 ROOT = Path(__file__).parents[2]
 STEPS = 80
@@ -109,7 +109,5 @@ def test_stacks_are_built_together(worlds):
     found = worlds("pp2")["building"]
     assert found[0]["own"] == ["OtherRankError", "OtherRankError", "ConfigError"]
     assert found[1]["own"] == ["ConfigError"] * 3
-    assert found[0]["told"][:2] == [
-        ["restored", Session.LENGTH, Session.LENGTH],
-        ["closed", "the rank group is unusable: the rank group was closed"],
-    ]
+    closed = "the rank group is unusable: the rank group was closed"
+    assert found[0]["told"][0] == ["closed", closed]

@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from hicache_storage.hybrid import (
-    ParallelConfig,
-    StorageAttachedError,
-)
-from hicache_storage.spec import (
-    ConfigError,
-    InvalidPoolError,
-    PoolName,
-    StorageIdentity,
-)
+from hicache_storage.hybrid import ParallelConfig, StorageAttachedError
+from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName
 from hicache_storage.testing import MemoryStorage
 from hicache_storage.transfer import StreamSimulator
 from tests.hybrid.stack import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
@@ -201,13 +194,9 @@ def test_a_build_that_fails_leaves_nothing(config, monkeypatch, fault):
 )
 def test_a_storage_of_other_bytes_is_refused(config, field, value):
     settings = config()
-    found = {
-        name: getattr(settings.identity("m"), name)
-        for name in ("model", "kv_dtype", "page_size", "layout", "kv_replicated")
-    }
-    storage = MemoryStorage(
-        StorageIdentity(**found | {field: not found["kv_replicated"] if value is None else value})
-    )
+    own = settings.identity("m")
+    value = not own.kv_replicated if value is None else value
+    storage = MemoryStorage(replace(own, **{field: value}))
     with build(settings) as stack:
         with pytest.raises(ConfigError, match=f"the storage's identity has {field}="):
             stack.attach(storage)

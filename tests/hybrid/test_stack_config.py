@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_storage.hybrid import (
-    ParallelConfig,
-    StackConfig,
-    WritePolicy,
-)
+from hicache_storage.hybrid import ParallelConfig, StackConfig, WritePolicy
 from hicache_storage.spec import ConfigError
 from tests.hybrid.stack import (
     ATTENTION,

@@ -9,11 +9,7 @@ import threading
 
 import pytest
 
-from hicache_storage.spec import (
-    Health,
-    StorageRefusedError,
-    StorageUnavailableError,
-)
+from hicache_storage.spec import Health, StorageRefusedError, StorageUnavailableError
 from tests.objects.storing import stored
 from tests.support.failing import failing
 from tests.support.waiting import eventually

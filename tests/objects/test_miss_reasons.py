@@ -8,11 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.spec import (
-    HiCacheStorageExtraInfo,
-    HungReads,
-    StorageRefusedError,
-)
+from hicache_storage.spec import HiCacheStorageExtraInfo, HungReads, StorageRefusedError
 from hicache_storage.testing import BytePool, MemoryStorage
 from hicache_storage.testing.storage import CAPABILITIES
 from tests.objects.test_head_shards import KEYS, stored_rank
