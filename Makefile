@@ -5,6 +5,8 @@ PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis s3
+# Hundreds of processes import the same modules, and an image may forbid Python to keep what it has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo push test test-merge merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged benchmark quickstarts fuzz races servers hostile clean
 

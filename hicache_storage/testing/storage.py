@@ -121,9 +121,10 @@ class MemoryStorage(ObjectStorage):
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         self._record("clear")
         names = tuple(namespace.name for namespace in namespaces)
-        # A list first: a dictionary must not shrink while it is iterated over.
-        for name in [name for name in self.objects if name.startswith(names)]:
-            self._remove(name, RemovalReason.CLEARED)
+        # A list first: other threads set and delete meanwhile.
+        for name in list(self.objects):
+            if name.startswith(names):
+                self._remove(name, RemovalReason.CLEARED)
 
     def collect_removals(
         self, namespaces: Sequence[Namespace], call: Call

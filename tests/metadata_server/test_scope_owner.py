@@ -691,7 +691,7 @@ def test_two_never_serve_one_scope_and_nothing_acknowledged_is_lost(redis, monke
     run_state_machine_as_test(
         OnThisRedis,
         settings=settings(
-            max_examples=20,
+            max_examples=30,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

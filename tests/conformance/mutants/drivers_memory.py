@@ -230,12 +230,6 @@ class Objects(MemoryStorage):
             verifies_checksums=self.verifies,
         )
 
-    def clear_namespaces(self, namespaces, call):
-        # Other threads set and delete meanwhile.
-        for name in list(self.objects):
-            if name.startswith(tuple(namespace.name for namespace in namespaces)):
-                self.objects.pop(name, None)
-
 
 @dataclass
 class Medium:
