@@ -12,13 +12,8 @@ LONG = tuple(range(10, 27))
 def served(world, tokens, *checkpoints):
     """Run a request to its end; more checkpoints are cached than the one at the end of its
     prompt."""
-    for end in checkpoints:
-        request = world.start(tokens[:end])
-        world.running.remove(request)
-        world.drop(request)
-    request = world.start(tokens)
-    world.running.remove(request)
-    world.drop(request)
+    for end in (*checkpoints, len(tokens)):
+        world.visit(tokens[:end])
     world.settle()
 
 
