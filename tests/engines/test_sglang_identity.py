@@ -149,13 +149,6 @@ class TestIdentity:
             identity(Engine(dp_rank=0)).fingerprint() == identity(Engine(dp_rank=3)).fingerprint()
         )
 
-    def test_replicas_share_kv_and_not_mamba_states(self):
-        ranks = [identity(Engine(tp_rank=rank, is_mla_model=True)) for rank in range(8)]
-        assert len({rank.fingerprint("kv") for rank in ranks}) == 1
-        assert len({rank.fingerprint("indexer") for rank in ranks}) == 1
-        assert len({rank.fingerprint("mamba") for rank in ranks}) == 8
-        assert [rank.is_writer("mamba") for rank in ranks] == [True] * 8
-
     @pytest.mark.parametrize("dcp_size", [1, 2, 4])
     def test_one_writer_for_each_dcp_shard_and_it_is_sglangs(self, dcp_size):
         fields = {"is_mla_model": True, "attn_cp_size": 1, "dcp_size": dcp_size}
@@ -164,10 +157,12 @@ class TestIdentity:
         assert [rank.is_writer("kv") for rank in ranks] == [
             engine.is_storage_writer for engine in engines
         ]
-        shards = [rank.fingerprint("kv") for rank in ranks]
-        assert len(set(shards)) == dcp_size
-        assert all(shards[rank] == shards[rank % dcp_size] for rank in range(8))
+        for pool in ("kv", "indexer"):
+            shards = [rank.fingerprint(pool) for rank in ranks]
+            assert len(set(shards)) == dcp_size
+            assert all(shards[rank] == shards[rank % dcp_size] for rank in range(8))
         assert len({rank.fingerprint("mamba") for rank in ranks}) == 8
+        assert all(rank.is_writer("mamba") for rank in ranks)
 
     def test_the_page_size_is_the_one_that_keys_count(self):
         anchor = SimpleNamespace(**vars(Anchor(page_size=32)), logical_page_size=64)
