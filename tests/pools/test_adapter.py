@@ -132,23 +132,6 @@ def test_memory_that_has_moved_is_found(place):
     assert read(access, [4, 20]) == [b"\x09" * 60] * 2
 
 
-def test_the_same_layout_and_components_are_the_same_geometry():
-    """But those of a pool that copies have one component, and do not meet those that are lent."""
-    own = own_pool()
-
-    def tell(indices):
-        pages = own.page_buffers(indices[:: own.page_size].tolist())
-        views = [torch.frombuffer(view, dtype=torch.uint8) for page in pages for view in page]
-        return [view.data_ptr() for view in views], [len(view) for view in views]
-
-    pool = changed(Attributes(), size=8, get_page_buffer_meta=tell)
-    assert page_access(pool).geometry == own.geometry
-    two = page_access(AddressPool()).geometry
-    one = page_access(changed(FlatPool(), layout=two.layout)).geometry
-    assert (one.layout, one.page_size) == (two.layout, two.page_size)
-    assert len(one.component_bytes) < len(two.component_bytes)
-
-
 def test_a_page_spread_over_ranks_counts_its_logical_slots():
     pool = AddressPool()
     tell = pool.get_page_buffer_meta
