@@ -45,11 +45,10 @@ class SuiteRun:
 
     def broken_rules(self, *cases: str) -> dict[str, str]:
         """By case the rule that it found broken; empty where it passed, or another outcome."""
-        outcomes = self.ran.outcomes
         return {
-            case: rule or outcome.replace("pass", "")
-            for case, (outcome, rule) in outcomes.items()
-            if case in cases
+            name: case["broken_rule"] or case["outcome"].replace("pass", "")
+            for name, case in self.ran.cases.items()
+            if name in cases
         }
 
     def end(self) -> None:
