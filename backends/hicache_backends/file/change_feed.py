@@ -258,9 +258,10 @@ class ChangeFeed:
             value = self._counter_value()
             # A missing counter is never unchanged: the store may have been made and deleted since.
             if value is None or value != self._known:
-                known = self._parsed
-                self._snapshot = self._list(value)
+                known, snapshot = self._parsed, self._list(value)
                 self._confirm_counter(value, known)
+                # Not before: a thread that has read the former value takes it as it is.
+                self._snapshot = snapshot
                 self._known = value
             return self._snapshot
 

@@ -48,8 +48,7 @@ NO_ENVELOPE: Final = bytes(ENVELOPE_BYTES)
 ON_DISK: Final = " on a disk"
 """In place of the endpoint of a store."""
 _abandoned: Final = list[memoryview]()
-"""Buffers of requests that the library has given up. Unmapped, their addresses could be given to
-other memory."""
+"""Buffers of requests that the library has given up: their addresses stay theirs."""
 
 
 class ReadResult(NamedTuple):

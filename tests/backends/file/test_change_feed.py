@@ -324,6 +324,27 @@ def test_a_reader_confirms_the_counter_of_a_writer_killed_before_it_advanced_it(
     assert last in b.sees()
 
 
+def test_who_has_read_the_former_value_takes_no_cursor_before_it_is_confirmed(party, monkeypatch):
+    a, b, c = party(), party(), party()
+    first = a.publish()
+    c.sees()
+    former = c.counter.read()
+    with monkeypatch.context() as killed:
+        killed.setattr(a.counter, "advance", lambda value: None)
+        a.publish()
+    b.publish()
+    seen = []
+
+    def meanwhile():
+        with monkeypatch.context() as late:
+            late.setattr(c.counter, "read", lambda: former)
+            seen.append(c.feed.read().of(NAMESPACE)[first.writer].sequence)
+
+    monkeypatch.setattr(c.counter, "advance", meanwhile)
+    c.feed.read()
+    assert seen == [first.sequence]
+
+
 def test_a_cursor_whose_counter_value_was_seen_needs_no_other(party, monkeypatch):
     a, b = party(), party()
     a.publish()
