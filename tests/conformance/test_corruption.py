@@ -1,4 +1,4 @@
-"""Damage to the files of a store."""
+"""Damage to the files of a store; those that are mostly holes are searched and copied as such."""
 
 from __future__ import annotations
 
@@ -13,55 +13,78 @@ from hicache_conformance.harness.corruption import (
     corrupt_files,
     corrupt_page,
 )
+from hicache_conformance.harness.store_files import PIECE_BYTES, extents, find_all
 from hicache_conformance.injectors.servers import Servers
 
-LENGTH = 16 << 20
-PLACES = (0, 7 << 20, LENGTH - 10_000)
+HUGE = 1 << 40
+PLACES = (0, 7 << 20, HUGE - 10_000)
 PAGES = [random.Random(number).randbytes(8192) for number in range(3)]
 
 
 @pytest.fixture
-def sparse(tmp_path):
-    """A file that is mostly holes, with three pages in it; and an empty one beside it."""
+def huge(tmp_path):
+    """A terabyte with three pages in it."""
     (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "empty").touch()
     path = tmp_path / "store" / "slots"
     with path.open("wb") as file:
-        file.truncate(LENGTH)
+        file.truncate(HUGE)
         for place, page in zip(PLACES, PAGES, strict=True):
             file.seek(place)
             file.write(page)
     return path
 
 
-def test_a_snapshot_of_servers_has_the_same_bytes_and_holes(sparse, tmp_path):
-    servers, copy = Servers([]), tmp_path / "copy" / sparse.name
-    servers.tmp = sparse.parent
+def places(path, wanted):
+    with path.open("rb") as file:
+        return find_all(file.fileno(), wanted)
+
+
+def test_pages_are_found_among_holes(huge):
+    assert places(huge, [PAGES[2], b"\1" * 8192, PAGES[0]]) == [PLACES[2], -1, PLACES[0]]
+
+
+def test_a_page_across_two_pieces_is_found(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * (PIECE_BYTES - 5) + PAGES[0] + b"\2" * 7 + PAGES[0])
+    assert places(path, PAGES[:1]) == [PIECE_BYTES - 5]
+
+
+def test_a_snapshot_of_servers_has_the_same_bytes_and_holes(huge, tmp_path):
+    servers, copy = Servers([]), tmp_path / "copy" / huge.name
+    servers.tmp = huge.parent
     servers.snapshot(copy.parent)
     servers.close()
+    assert copy.stat().st_size == HUGE
     assert copy.stat().st_blocks * 512 < 1 << 20
-    assert copy.read_bytes() == sparse.read_bytes()
-    assert copy.stat().st_mtime == sparse.stat().st_mtime
+    assert places(copy, PAGES) == list(PLACES)
+    assert copy.stat().st_mtime == huge.stat().st_mtime
 
 
-def test_flipped_pages_differ_in_one_bit(sparse):
-    assert corrupt_files(sparse.parent, PAGES, FileCorruption.FLIPPED, random.Random(1)) == 3
-    assert sparse.stat().st_size == LENGTH
-    with sparse.open("rb") as file:
+@pytest.mark.parametrize("content", [b"", b"x", PAGES[0]])
+def test_small_files_have_no_holes(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        assert sum(end - begin for begin, end in extents(file.fileno())) == len(content)
+
+
+def test_flipped_pages_differ_in_one_bit(huge):
+    assert corrupt_files(huge.parent, PAGES, FileCorruption.FLIPPED, random.Random(1)) == 3
+    assert huge.stat().st_size == HUGE
+    with huge.open("rb") as file:
         for place, page in zip(PLACES, PAGES, strict=True):
             found = int.from_bytes(os.pread(file.fileno(), len(page), place))
             assert (found ^ int.from_bytes(page)).bit_count() == 1
 
 
-def test_other_decays(sparse):
-    assert corrupt_files(sparse.parent, PAGES[1:], FileCorruption.TORN, random.Random(1)) == 2
-    assert PLACES[1] < sparse.stat().st_size < PLACES[1] + 8192
-    assert corrupt_files(sparse.parent, PAGES[1:], FileCorruption.EMPTIED, random.Random(1)) == 0
-    assert corrupt_files(sparse.parent, PAGES, FileCorruption.EMPTIED, random.Random(1)) == 1
-    assert sparse.stat().st_size == 0
-    sparse.write_bytes(PAGES[0])
-    assert corrupt_files(sparse.parent, PAGES, FileCorruption.GONE, random.Random(1)) == 1
-    assert not sparse.exists()
+def test_other_decays(huge):
+    assert corrupt_files(huge.parent, PAGES[1:], FileCorruption.TORN, random.Random(1)) == 2
+    assert PLACES[1] < huge.stat().st_size < PLACES[1] + 8192
+    assert corrupt_files(huge.parent, PAGES[1:], FileCorruption.EMPTIED, random.Random(1)) == 0
+    assert corrupt_files(huge.parent, PAGES, FileCorruption.EMPTIED, random.Random(1)) == 1
+    assert huge.stat().st_size == 0
+    huge.write_bytes(PAGES[0])
+    assert corrupt_files(huge.parent, PAGES, FileCorruption.GONE, random.Random(1)) == 1
+    assert not huge.exists()
 
 
 # A page of a foreign driver's store

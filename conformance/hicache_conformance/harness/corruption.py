@@ -5,13 +5,13 @@ Objects written through a driver's `write_objects`, and files of a store changed
 
 from __future__ import annotations
 
-import mmap
 import os
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
+from hicache_conformance.harness.store_files import find_all
 from hicache_storage.layers import innermost
 from hicache_storage.objects import (
     Call,
@@ -223,15 +223,11 @@ def corrupt_page(directory: Path, page: bytes, other: bytes, damage: ObjectCorru
 
 
 def _places(directory: Path, pages: Sequence[bytes]) -> Iterator[tuple[Path, list[int]]]:
-    """Each file of a directory, unless it is empty, and where in it each page is; -1 for none."""
+    """Each file of a directory, and where in it each page is; -1 for one that is not."""
     for home, _, names in os.walk(directory):
         for name in sorted(names):
             path = Path(home, name)
-            # An empty file cannot be mapped.
-            if path.is_file() and not path.is_symlink() and path.stat().st_size:
-                with (
-                    path.open("rb") as file,
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-                ):
-                    places = [content.find(page) for page in pages]
+            if path.is_file() and not path.is_symlink():
+                with path.open("rb") as file:
+                    places = find_all(file.fileno(), pages)
                 yield path, places
